@@ -1,0 +1,1 @@
+"""Pure mathematics: one algorithm per file, one idea per module."""

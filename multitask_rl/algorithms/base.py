@@ -1,0 +1,185 @@
+"""What an algorithm is: three pure steps between scored rollouts and a loss per token.
+
+1. ``select``: which scored rollouts become training samples, under which context (controller, no tensors).
+2. ``credit``: rewards -> advantages per token (tensors, no gradient), for all samples of one task at once.
+3. ``loss``: per-token loss of one micro-batch of one task (gradient flows through ``logprobs``/``values``).
+
+The learner owns everything else: forwards, denominators, weights, the optimizer. An algorithm never sees
+another task's samples, so no statistic can mix tasks.
+
+Axes: ``B`` samples of the task, ``N`` their response tokens laid end to end (ragged, no padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from multitask_rl.records import Scored, TrainSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Algorithm", "AlgorithmConfig", "Credit", "CreditBatch", "LossOutput", "TokenBatch"]
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    """Settings that every algorithm has; an algorithm's ``Config`` extends it."""
+
+    clip_low: float = 0.2
+    """Lower clip of the ratio: 1 - clip_low. Fraction, > 0."""
+    clip_high: float = 0.2
+    """Upper clip of the ratio: 1 + clip_high. Fraction, > 0."""
+    dual_clip: float = 3.0
+    """Bound of the ratio for negative advantages (> 1); 0 = off."""
+    truncated_is: float = 2.0
+    """Cap C of the weight min(pi_old / pi_rollout, C) that corrects engine mismatch; 0 = off."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus, nats."""
+    aggregation: str = "token"
+    """Loss denominator of the task: ``token`` (mean over its tokens), ``sequence`` (mean over samples of
+    their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens))."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CreditBatch:
+    """All training samples of one task in one step."""
+
+    rewards: Tensor
+    """[B] float32, scalar outcome per sample."""
+    groups: Tensor
+    """[B] int64, equal for rollouts of one draw of one prompt."""
+    lengths: Tensor
+    """[B] int64, response tokens per sample; sum = N."""
+    old_logprobs: Tensor | None = None
+    """[N] nats, trainer's, at the start of the step; None when nothing asked for them."""
+    ref_logprobs: Tensor | None = None
+    """[N] nats of the reference policy; None without a KL term."""
+    values: Tensor | None = None
+    """[N] critic's values before each token; None without a critic."""
+    kl_coefficient: float = 0.0
+    """beta of the KL penalty inside the reward (k1); 0 when the KL is in the loss or off."""
+    costs: Tensor | None = None
+    """[B] constraint cost in [0, 1]; None without constraints."""
+    multiplier: float = 0.0
+    """Lagrange multiplier of the costs."""
+    component_rewards: Tensor | None = None
+    """[B, R] the rewards of the task one by one (GDPO), NaN = not applicable."""
+    component_weights: Tensor | None = None
+    """[R] their weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Credit:
+    """What ``credit`` returns."""
+
+    advantages: Tensor
+    """[N] per response token."""
+    returns: Tensor | None = None
+    """[N] critic targets."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenBatch:
+    """Response tokens of one task in one micro-batch."""
+
+    logprobs: Tensor
+    """[N] nats, policy now, with gradient."""
+    old_logprobs: Tensor
+    """[N] nats, at the start of the step (``logprobs.detach()`` when the step makes one update)."""
+    advantages: Tensor
+    """[N]"""
+    sequence: Tensor
+    """[N] int64, which sample of the micro-batch each token belongs to, 0 .. num_sequences - 1, ascending."""
+    num_sequences: int
+    """Samples in the micro-batch (some may have no token here)."""
+    rollout_logprobs: Tensor | None = None
+    """[N] nats of the engine; NaN where the sample is not on-policy data; None = no correction."""
+    ref_logprobs: Tensor | None = None
+    """[N] nats of the reference."""
+    exact_kl: Tensor | None = None
+    """[N] sum over the vocabulary of KL(policy || reference), with gradient; for ``wants_exact_kl``."""
+    entropy: Tensor | None = None
+    """[N] nats, with gradient, when ``entropy_coefficient`` > 0."""
+    values: Tensor | None = None
+    """[N] critic now, with gradient."""
+    old_values: Tensor | None = None
+    """[N] critic at the start of the step."""
+    returns: Tensor | None = None
+    """[N]"""
+    kl_coefficient: float = 0.0
+    """beta of the KL term inside the loss; 0 when it is in the reward or off."""
+    kl_estimator: str = "k3"
+    """``k1``, ``k2`` or ``k3`` (see ``kl.py``)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LossOutput:
+    """Per-token loss, not reduced: the learner divides by global counts."""
+
+    loss: Tensor
+    """[N]"""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """[N] each, detached; averaged over tokens for the log (``clip_fraction``, ``approx_kl``, ...)."""
+
+
+class Algorithm:
+    """Base of all algorithms: one instance per task, built as ``Cls(Cls.Config(**algorithm_config))``.
+
+    Subclasses override what differs; the defaults train on every scored rollout as sampled.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    needs_critic: ClassVar[bool] = False
+    """Values are computed and a value head is trained for the task."""
+    num_control_tokens: int = 0
+    """Control tokens the tokenizer must hold for it; their ids arrive through ``bind``."""
+    wants_exact_kl: ClassVar[bool] = False
+    """The learner computes the KL over the whole vocabulary into ``TokenBatch.exact_kl``."""
+    on_policy: ClassVar[bool] = True
+    """Samples come from the current policy: mismatch is measured and corrected."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+
+    def bind(self, control_token_ids: Sequence[int]) -> None:
+        """Receive the ids of the ``num_control_tokens`` control tokens, once, before any other call."""
+
+    def condition(self, prompt_ids: list[int], *, evaluation: bool) -> list[int]:
+        """Return the context to sample from. Default: the prompt as it is."""
+        return prompt_ids
+
+    def is_informative(self, rewards: Sequence[float]) -> bool:
+        """Whether a group with these rewards gives a gradient (False: refilled and counted)."""
+        return True
+
+    def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
+        """Turn the step's scored rollouts of the task (failures already left out) into samples."""
+        return [
+            TrainSample(
+                scored=s,
+                prompt_ids=s.rollout.prompt.prompt_ids,
+                response_ids=s.rollout.response_ids,
+                rollout_logprobs=s.rollout.rollout_logprobs,
+                reward=s.reward if s.reward is not None else 0.0,
+            )
+            for s in scored
+        ]
+
+    def credit(self, batch: CreditBatch) -> Credit:
+        """Return advantages (and returns) per token. Pure; no gradient."""
+        raise NotImplementedError
+
+    def loss(self, batch: TokenBatch) -> LossOutput:
+        """Return the loss of every token. Pure."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """State across steps, JSON-able."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""

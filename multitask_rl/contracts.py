@@ -1,0 +1,65 @@
+"""What authors implement: rewards and constraints.
+
+A reward may also be a plain function of one response, a batch function or an async function;
+``scoring.adapt`` turns each into this shape. Everything here imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+from multitask_rl.records import Failure, RewardResult, Rollout, Verdict
+
+__all__ = ["Constraint", "PluginTraits", "Reward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginTraits:
+    """What a plugin declares of itself; the pool holds it to it."""
+
+    low: float = float("-inf")
+    """Smallest value it may return; below is a ``grader`` failure."""
+    high: float = float("inf")
+    """Largest value it may return."""
+    deterministic: bool = True
+    """Same rollout, same result: may be cached."""
+    needs: tuple[str, ...] = ()
+    """Columns of the row it reads; a missing one is a ``data`` failure."""
+    isolate: bool = True
+    """Run in a killable worker process. False: in the trainer's process (models on a device)."""
+    timeout_s: float = 30.0
+    """Wall-clock limit of one call; a batch gets it once per rollout."""
+    batch_size: int = 64
+    """How many rollouts one call receives at most."""
+    higher_is_better: bool = True
+    """Direction of the value."""
+    device: str = "cpu"
+    """Where it computes: ``cpu``, ``cuda``, or ``any``."""
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Scores rollouts of one task.
+
+    A class may nest a ``Config`` dataclass: its fields are the keys allowed in the tasks file;
+    the instance is built as ``RewardClass(RewardClass.Config(**config))``.
+    """
+
+    traits: ClassVar[PluginTraits]
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult | float | None]:
+        """Return one result per rollout, in order. ``None`` means not applicable."""
+        ...
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """Judges whether rollouts respect a limit. Built from its ``Config`` like a reward."""
+
+    traits: ClassVar[PluginTraits]
+
+    def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure | float]:
+        """Return one verdict per rollout, in order; a bare number is a cost in [0, 1]."""
+        ...

@@ -1,0 +1,1 @@
+"""Which task next: weights, policies, exact quotas."""

@@ -1,0 +1,89 @@
+"""Every error a user can meet, in one tree.
+
+MultitaskRLError
+├── ConfigError (ValueError)        tasks file, run configuration, command line: found before a model loads
+├── PluginError (LookupError)       unknown, broken, duplicated or wrongly shaped plugin
+├── DataError (ValueError)          a data set that is missing, empty or has a bad row
+├── MissingExtraError (ImportError) an optional dependency; the message names the extra
+├── SandboxError (RuntimeError)     the sandbox itself is down (never: the program failed)
+├── RewardError (RuntimeError)      a task's error budget is spent: too many typed failures
+├── EngineError (RuntimeError)      the rollout engine cannot go on
+├── CheckpointError (RuntimeError)  cut off, foreign or unreadable checkpoint
+├── TrainingError (RuntimeError)    non-finite loss, a resumed run that makes no step, ...
+└── GuardStop                       the guard ended the run: exit code 3
+
+A failed rollout, reward or program is *data* (``records.Failure``), not an exception.
+Constructors take one message so that every error survives ``pickle`` (Ray, process pools).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "GuardStop",
+    "MissingExtraError",
+    "MultitaskRLError",
+    "PluginError",
+    "RewardError",
+    "SandboxError",
+    "TrainingError",
+]
+
+
+class MultitaskRLError(Exception):
+    """Base of all errors raised on purpose. ``exit_code`` is the command line's answer."""
+
+    exit_code: int = 1
+
+
+class ConfigError(MultitaskRLError, ValueError):
+    """The run cannot be what the configuration says."""
+
+    exit_code = 2
+
+
+class PluginError(MultitaskRLError, LookupError):
+    """A plugin is unknown, broken, duplicated or has the wrong shape."""
+
+    exit_code = 2
+
+
+class DataError(MultitaskRLError, ValueError):
+    """A data set is missing, empty or holds a row the task cannot use."""
+
+    exit_code = 2
+
+
+class MissingExtraError(MultitaskRLError, ImportError):
+    """An optional dependency is not installed; the message names the extra."""
+
+    exit_code = 2
+
+
+class SandboxError(MultitaskRLError, RuntimeError):
+    """The sandbox itself is unusable; a program that fails inside it is an outcome."""
+
+
+class RewardError(MultitaskRLError, RuntimeError):
+    """A task's rewards fail more often than its error budget allows."""
+
+
+class EngineError(MultitaskRLError, RuntimeError):
+    """The rollout engine cannot generate."""
+
+
+class CheckpointError(MultitaskRLError, RuntimeError):
+    """A checkpoint is incomplete, altered or cannot be written."""
+
+
+class TrainingError(MultitaskRLError, RuntimeError):
+    """The optimisation left the finite numbers or made no step."""
+
+
+class GuardStop(MultitaskRLError):
+    """The guard ended the run; the report says why."""
+
+    exit_code = 3

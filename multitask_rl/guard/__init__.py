@@ -1,0 +1,1 @@
+"""Watches held-out abilities and decides on rollback."""

@@ -1,0 +1,261 @@
+"""The records that travel from a prompt to an update, one per sample, whole.
+
+``Prompt -> Rollout -> Scored -> TrainSample``; tensors appear only after ``TrainSample``.
+A record is never split into parallel lists that a reorder could tear apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = [
+    "NOT_APPLICABLE",
+    "Event",
+    "Failure",
+    "FailureKind",
+    "NotApplicable",
+    "Prompt",
+    "RewardResult",
+    "Rollout",
+    "SamplingParams",
+    "Score",
+    "Scored",
+    "TaskEvaluation",
+    "TaskStats",
+    "TrainSample",
+    "Verdict",
+]
+
+
+class FailureKind(StrEnum):
+    """Why something could not be judged. A failure is masked from the statistics, never a 0."""
+
+    infra = "infra"
+    """The machinery failed (worker killed, connection lost); the only kind that is retried."""
+    timeout = "timeout"
+    """The time limit of the plugin passed."""
+    data = "data"
+    """The row lacks what the plugin needs, or holds it in an unusable form."""
+    grader = "grader"
+    """The plugin raised, or returned something that is not a finite score in its range."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A typed failure of one sample at one boundary."""
+
+    kind: FailureKind
+    message: str
+    source: str = ""
+    """Name of the plugin or stage it came from."""
+
+
+class NotApplicable:
+    """This reward is not for this sample: left out of the weighted sum, not counted as failure."""
+
+    _instance: NotApplicable | None = None
+
+    def __new__(cls) -> NotApplicable:
+        """Return the one instance."""
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
+
+    def __reduce__(self) -> tuple[type[NotApplicable], tuple[()]]:
+        return (NotApplicable, ())
+
+    def __repr__(self) -> str:
+        return "NOT_APPLICABLE"
+
+
+NOT_APPLICABLE = NotApplicable()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """The value of one response under one reward, with its named parts."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts for the log (``{"tests": 0.5, "codebleu": 0.8}``); they do not add to ``value``."""
+
+
+RewardResult = Score | Failure | NotApplicable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a constraint says of one rollout."""
+
+    cost: float
+    """In [0, 1]; 0 = satisfied."""
+    violated: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the engine draws tokens; part of the policy, so the trainer uses the same values."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    """0 = greedy (evaluation only)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the response; the matched text is kept in the ids, cut from ``response``."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """One question of one task, rendered and tokenised."""
+
+    task: str
+    prompt_id: str
+    """Stable over runs: ``<task>/<row id>``."""
+    draw: int
+    """How many prompts this task's stream had given before this one (the seed of its rollouts)."""
+    row: Mapping[str, Any]
+    """The row of the data set: what rewards and constraints read (``reference``, ``tests``, ...)."""
+    text: str
+    """The prompt as the model sees it, after template and chat template."""
+    prompt_ids: list[int]
+    """[P] token ids of ``text``; a conditioned prompt carries its control token here."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """One sampled response, token-exact as the engine produced it."""
+
+    prompt: Prompt
+    sample: int
+    """Index within the group of the prompt: 0 .. group_size - 1."""
+    attempt: int = 0
+    """0, or how many earlier responses of this sample a constraint has rejected."""
+    response_ids: list[int] = field(default_factory=list)
+    """[T] sampled ids, with the end-of-sequence token if it was sampled."""
+    rollout_logprobs: list[float] = field(default_factory=list)
+    """[T] nats, under the distribution that was sampled (temperature, top-k, top-p applied)."""
+    response: str = ""
+    """Decoded text without special tokens and stop strings."""
+    finish_reason: str = "stop"
+    """``stop`` (end token or stop string), ``length`` or ``error``."""
+    policy_version: int = 0
+    """Number of optimizer steps of the weights that sampled it."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    verdicts: dict[str, Verdict | Failure] = field(default_factory=dict)
+    """By constraint name."""
+    rejected: bool = False
+    """A constraint in mode ``reject`` refused it; another attempt follows unless they ran out."""
+    failure: Failure | None = None
+    """The engine could not produce it; no response to score."""
+
+    @property
+    def task(self) -> str:
+        """Name of the task it belongs to."""
+        return self.prompt.task
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The data set's row."""
+        return self.prompt.row
+
+    @property
+    def group_id(self) -> str:
+        """Rollouts of one draw of one prompt share it; statistics of a group never leave it."""
+        return f"{self.prompt.task}#{self.prompt.draw}"
+
+    @property
+    def is_truncated(self) -> bool:
+        """The response hit the token limit."""
+        return self.finish_reason == "length"
+
+
+@dataclass(kw_only=True, slots=True)
+class Scored:
+    """A rollout with what its rewards and constraints said."""
+
+    rollout: Rollout
+    reward: float | None
+    """Weighted sum of the applicable rewards (minus penalties); None = failed, masked everywhere."""
+    breakdown: dict[str, RewardResult] = field(default_factory=dict)
+    """By reward name, as each plugin returned it."""
+    cost: float = 0.0
+    """Largest constraint cost, in [0, 1]."""
+    failure: Failure | None = None
+    """The first failure that made ``reward`` None."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSample:
+    """A scored rollout with its credit: what the learner packs."""
+
+    scored: Scored
+    prompt_ids: Sequence[int]
+    """[P] the context of the loss; differs from the rollout's where an algorithm re-conditions."""
+    response_ids: Sequence[int]
+    """[T]"""
+    rollout_logprobs: Sequence[float]
+    """[T] nats; empty = the sample is not on-policy data (no ratio is formed)."""
+    reward: float = 0.0
+    """Scalar outcome of the response."""
+    ref_prompt_ids: Sequence[int] | None = None
+    """Context for the reference policy; None = ``prompt_ids`` (a reference knows no control token)."""
+
+    @property
+    def task(self) -> str:
+        """Name of the task it belongs to."""
+        return self.scored.rollout.task
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskStats:
+    """What one training step saw of one task; what schedulers learn from."""
+
+    task: str
+    num_prompts: int
+    """Groups scored this step (before filtering)."""
+    num_informative: int
+    """Groups with a gradient (reward variance > 0, or an algorithm that needs none)."""
+    reward_mean: float
+    """Mean reward of the step's valid rollouts; NaN when there was none."""
+    reward_std: float = 0.0
+    """Mean over groups of the reward's standard deviation."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Every other per-task number of the step by name (``length``, ``kl``, ``rejection_rate``...)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskEvaluation:
+    """One held-out evaluation of one task: fixed prompts, fixed sampling seed (paired over time)."""
+
+    task: str
+    metric: str
+    """Name of the primary metric."""
+    values: Sequence[float]
+    """[n] per prompt, always in the same prompt order; NaN = failed to score."""
+    step: int
+    policy_version: int
+    higher_is_better: bool = True
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further means (``violation_rate``, ``over_refusal``, ``length``...)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One decision of the run: what was decided, by whom, why, from what to what."""
+
+    step: int
+    source: str
+    """``scheduler``, ``guard``, ``kl``, ``multiplier``, ``rewards``, ``run``..."""
+    kind: str
+    """``reweight``, ``alarm``, ``rollback``, ``stop``, ``warn``..."""
+    reason: str
+    """One sentence for a person."""
+    task: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-able numbers behind it (metric, old, new, statistic)."""

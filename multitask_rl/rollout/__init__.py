@@ -1,0 +1,1 @@
+"""What the actor says: engines that generate token-exact rollouts."""

@@ -1,0 +1,1 @@
+"""Runs programs nobody trusts."""

@@ -1,0 +1,1 @@
+"""How good was it: reward and constraint plugins, pooled, isolated, timed."""

@@ -1,0 +1,1 @@
+"""Where the numbers go: console, JSON lines, MLflow."""

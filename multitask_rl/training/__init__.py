@@ -1,0 +1,1 @@
+"""Learning: packing, losses, the shared actor, checkpoints."""

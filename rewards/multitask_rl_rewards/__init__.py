@@ -1,0 +1,1 @@
+"""Bundled plugins; each module is reached through an entry point."""
