@@ -1,0 +1,1 @@
+"""What a run is: dataclasses that hold every default, and the tasks file."""

@@ -1,0 +1,280 @@
+"""The run's configuration: every key, its meaning, range and only default.
+
+YAML files override, the command line overrides them, nothing else holds a default. ``Literal`` is not
+understood by OmegaConf 2.3, so choices are strings checked in ``__post_init__``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from multitask_rl.errors import ConfigError
+
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "EvalConfig",
+    "GuardConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SchedulerConfig",
+    "ScoringConfig",
+    "TrackingConfig",
+]
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def _at_least(key: str, value: float, low: float, *, strict: bool = False) -> None:
+    if not (value > low if strict else value >= low):
+        raise ConfigError(f"{key} must be {'>' if strict else '>='} {low:g}, got {value!r}")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters instead of full training (needs the extra ``peft``)."""
+
+    rank: int = 0
+    """0 = train all weights."""
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: str = "all-linear"
+    """As ``peft`` reads it: ``all-linear`` or a comma-separated list of module names."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The shared actor."""
+
+    name_or_path: str = ""
+    """Directory or Hugging Face id of a causal language model with its tokenizer."""
+    dtype: str = "auto"
+    """Dtype of the weights: ``auto`` (float32 on CPU, bfloat16 on CUDA), ``float32``, ``bfloat16``."""
+    autocast: bool = False
+    """bfloat16 autocast in the training forward."""
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        """Check choices."""
+        _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """The value function of tasks whose algorithm needs one."""
+
+    trunk: str = "actor"
+    """``actor``: heads on the actor's last hidden state; ``separate``: an own copy of the model."""
+    learning_rate: float = 0.0
+    """Learning rate of heads and own trunk; 0 = 10 x the actor's."""
+    coefficient: float = 0.5
+    """Weight of the value loss beside the policy loss."""
+
+    def __post_init__(self) -> None:
+        """Check choices."""
+        _one_of("critic.trunk", self.trunk, ("actor", "separate"))
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """How the actor is sampled; a task's ``sampling`` overrides the last five."""
+
+    engine: str = "hf"
+    """Entry point of ``multitask_rl.rollout_engines``."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out (training) with a count; 0 = the model's limit less the response."""
+    max_batch_tokens: int = 65536
+    """Prompt and response tokens generated at once at most (memory)."""
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: list[str] = field(default_factory=list)
+    engine_config: dict[str, Any] = field(default_factory=dict)
+    """Keys of the engine's own ``Config`` (vLLM: ``max_num_seqs``, ``tensor_parallel_size``...)."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
+        _at_least("rollout.temperature", self.temperature, 0.0, strict=True)
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchConfig:
+    """How much a step samples and how it is cut for the optimizer."""
+
+    prompts_per_step: int = 32
+    """Prompts of all tasks together; the scheduler splits them."""
+    group_size: int = 8
+    """Rollouts per prompt."""
+    num_minibatches: int = 1
+    """Optimizer steps per epoch over the step's samples."""
+    num_epochs: int = 1
+    """Passes over the step's samples."""
+    tokens_per_microbatch: int = 16384
+    """Token budget of one forward/backward."""
+    layout: str = "bucketed"
+    """``bucketed`` (sorted by length, right-padded) or ``packed`` (no padding, positions reset)."""
+    refill_rounds: int = 1
+    """Extra rounds of prompts for tasks whose groups gave no gradient; 0 = off."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        for key in ("prompts_per_step", "group_size", "num_minibatches", "num_epochs"):
+            _at_least(f"batch.{key}", getattr(self, key), 1)
+        _at_least("batch.tokens_per_microbatch", self.tokens_per_microbatch, 1)
+        _at_least("batch.refill_rounds", self.refill_rounds, 0)
+        _one_of("batch.layout", self.layout, ("bucketed", "packed"))
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW over the actor (and critic)."""
+
+    learning_rate: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    """After the warm-up: ``constant``, ``linear`` or ``cosine`` (to 0 at ``max_steps``)."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _at_least("optimizer.learning_rate", self.learning_rate, 0.0, strict=True)
+        _one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerConfig:
+    """Who decides the tasks' weights."""
+
+    policy: str = "deficit_learnability"
+    """Entry point of ``multitask_rl.schedulers``."""
+    min_weight: float = 0.1
+    """Floor of every task's share (lowered to 0.4 / number of tasks where that is smaller)."""
+    patience: int = 50
+    """Steps without improvement that make a plateau."""
+    metric_key: str = "reward_score"
+    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats."""
+    policy_config: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the policy's ``Config``."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GuardConfig:
+    """The guard over held-out abilities."""
+
+    enabled: bool = True
+    monitor_metrics: list[str] = field(default_factory=list)
+    """Task names (or ``task/metric``) watched; empty = the primary metric of every task."""
+    threshold_delta: float = -0.15
+    """Fall that counts as regression: fraction of the demonstrated level, or absolute."""
+    absolute: bool = False
+    """``threshold_delta`` is in the metric's own unit."""
+    rollback_steps: int = 100
+    """How far back a rollback may reach."""
+    max_rollbacks: int = 3
+    """After as many the run stops with exit code 3."""
+    guard_config: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the guard's own ``Config`` (detector, cooldown, confirmation)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Held-out evaluation."""
+
+    every: int = 25
+    """Steps between evaluations; 0 = only at the start and the end."""
+    num_prompts: int = 256
+    """Per task, always the same ones."""
+    temperature: float = 1.0
+    """0 = greedy."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Atomic checkpoints with every controller's state."""
+
+    every: int = 25
+    """Steps between checkpoints; 0 = only at the end."""
+    keep: int = 4
+    """Newest kept; judged-good and best are kept besides."""
+    resume: str = "auto"
+    """``auto`` (newest in the output directory, if any), ``never``, or a checkpoint's directory."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoringConfig:
+    """The reward pool."""
+
+    num_workers: int = 2
+    """Killable worker processes for rewards written in Python."""
+    max_concurrency: int = 8
+    """Plugin calls under way at once over all tasks."""
+    max_failure_rate: float = 0.5
+    """Error budget per task over the last 200 samples: warn at half of it, stop the run above it."""
+    retries: int = 2
+    """Of ``infra`` failures only."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackingConfig:
+    """Where numbers go."""
+
+    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl", "mlflow"])
+    """Entry points of ``multitask_rl.trackers``."""
+    experiment: str = "multitask-rl"
+    """MLflow experiment."""
+    run_name: str = ""
+    """Empty = made from the time and the seed."""
+    uri: str = ""
+    """MLflow tracking URI; empty = ``sqlite:///<output_dir>/mlflow.db``."""
+    store_rollouts: int = 8
+    """Rollouts per task and step written to ``rollouts.jsonl``; -1 = all."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """A run."""
+
+    tasks_file: str = ""
+    """Path of the tasks file."""
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """Tasks given or overridden here: ``tasks.math.weight=2``."""
+    output_dir: str = "runs/default"
+    max_steps: int = 100
+    seed: int = 0
+    executor: str = "local"
+    """``local`` (in process) or ``ray``."""
+    device_map: dict[str, str] = field(default_factory=dict)
+    """Role -> device: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``; default: cuda if
+    there is one, else cpu."""
+    num_threads: int = 0
+    """torch threads; 0 = torch's choice."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _one_of("executor", self.executor, ("local", "ray"))
+        _at_least("max_steps", self.max_steps, 1)

@@ -1,0 +1,113 @@
+"""One task as the tasks file describes it, after reading and checking (``tasks_file.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from multitask_rl.records import SamplingParams
+
+__all__ = ["ConstraintSpec", "KLSpec", "RewardSpec", "TaskSpec"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardSpec:
+    """One reward of a task."""
+
+    plugin: str
+    """Entry-point name, ``module:function``, ``file.py:function`` or a foreign prefix (``trl:...``)."""
+    name: str = ""
+    """Name in logs; default: the plugin's."""
+    weight: float = 1.0
+    """Weight in the task's reward; 0 = metric only."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the plugin's ``Config``."""
+    device: str = ""
+    """Device of a model-backed plugin; empty = from the device map, else its default."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ConstraintSpec:
+    """One constraint of a task."""
+
+    plugin: str
+    """Entry-point name, ``module:function`` or ``file.py:function``."""
+    name: str = ""
+    """Name in logs; default: the plugin's."""
+    mode: str = "reject"
+    """``reject``: refuse the response and sample again; ``penalty``: subtract ``weight * cost``;
+    ``lagrangian``: a multiplier keeps the mean cost at ``limit``."""
+    limit: float = 0.0
+    """Allowed mean cost, in [0, 1] (``lagrangian``)."""
+    weight: float = 1.0
+    """Weight of the cost (``penalty``)."""
+    max_attempts: int = 4
+    """Responses sampled at most per slot, the first included (``reject``)."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    device: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class KLSpec:
+    """The leash to the reference policy (the actor as it was at the start)."""
+
+    coefficient: float = 0.0
+    """beta; 0 = no reference model is kept for the task."""
+    placement: str = "reward"
+    """``reward`` (k1 inside the reward: the unbiased choice, arXiv:2512.21852) or ``loss``."""
+    estimator: str = "k3"
+    """Estimator in the loss: ``k1``, ``k2``, ``k3``."""
+    target: float | None = None
+    """Nats per response; given = adaptive coefficient (Ziegler et al., arXiv:1909.08593), None = fixed."""
+    horizon: float = 100.0
+    """Steps over which the adaptive controller corrects."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskSpec:
+    """A task: data, prompt, rewards, constraints, algorithm, and its share of the run."""
+
+    name: str
+    type: str = "grpo"
+    """Algorithm: an entry point of ``multitask_rl.algorithms``."""
+    dataset: str = ""
+    """Path (.jsonl, .jsonl.gz, .parquet), Hugging Face id, ``plugin:<task plugin>``; empty = given in Python."""
+    split: str = "train"
+    """Split to train on; rows with another ``split`` column are left out."""
+    eval_dataset: str = ""
+    """Held-out data; empty = ``dataset`` with ``eval_split``, or a hashed 10 % held out of it."""
+    eval_split: str = ""
+    """Split to evaluate on; empty = first of ``test``, ``validation``, ``dev`` that has rows, else held out."""
+    prompt: str = "{prompt}"
+    """Template over the row's columns; with ``chat`` it becomes the user's message."""
+    system: str = ""
+    """System message (chat only)."""
+    chat: bool | None = None
+    """Use the tokenizer's chat template; None = if it has one."""
+    weight: float | None = None
+    """Initial weight; None = mean of those given."""
+    min_share: float | None = None
+    """Floor of its share of a step's prompts; None = the scheduler's ``min_weight``."""
+    loss_weight: float = 1.0
+    """Factor on the task's loss, after normalisation."""
+    group_size: int | None = None
+    """Rollouts per prompt; None = the run's ``batch.group_size``."""
+    sampling: SamplingParams | None = None
+    """None = the run's ``rollout`` settings; keys given override them one by one."""
+    kl: KLSpec = field(default_factory=KLSpec)
+    rewards: list[RewardSpec] = field(default_factory=list)
+    constraints: list[ConstraintSpec] = field(default_factory=list)
+    algorithm_config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the algorithm's ``Config``."""
+    evaluation_only: bool = False
+    """Never trained; evaluated and guarded."""
+    primary_metric: str = "reward"
+    """``reward``, the name of one of its rewards, or a ``reward/component``."""
+    higher_is_better: bool = True
+    target: float = 1.0
+    """Level of the primary metric at which the task counts as learnt (schedulers)."""
+    renamed_from: str = ""
+    """Name of the task in an older checkpoint."""
+    source: str = ""
+    """``file:line`` of its definition, for errors."""
