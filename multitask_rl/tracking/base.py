@@ -1,4 +1,10 @@
-"""What a tracker is. Tracking never raises into the run: a tracker that fails is reported once and left out."""
+"""What a tracker is. Tracking never raises into the run: a tracker that fails is reported once and left out.
+
+Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean over tasks), ``worst/<metric>``
+(the worst task), ``time/<name>_s`` and ``time/<things>_per_s``, anything else as ``<area>/<metric>``.
+The console shows these per task where they are given: ``reward_mean``, ``weight``, ``share_requested``,
+``share_sampled``, ``share_trained``, ``informative_rate``, ``rejection_rate``, ``samples_per_s``.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +23,18 @@ class Tracker(Protocol):
     run_id: str | None
     """Identity that a resumed run continues (kept in the checkpoint); None = has none."""
 
-    def start(self, parameters: Mapping[str, Any]) -> None:
-        """Open the run; ``parameters`` is the resolved configuration, nested."""
+    def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
+        """Open the run.
+
+        Args:
+            parameters: the resolved configuration, nested.
+            resume_step: the last step the checkpoint holds; what an aborted run logged of later steps is
+                dropped where the medium allows it. None = a new run.
+        """
         ...
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Numbers of one step: ``task/<name>/...``, ``macro/...``, ``worst/...``, ``time/...``."""
+        """Numbers of one step, under the names of this module's docstring."""
         ...
 
     def log_event(self, event: Event) -> None:
@@ -30,7 +42,7 @@ class Tracker(Protocol):
         ...
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """A sample of the step's scored rollouts."""
+        """All scored rollouts of the step; the tracker keeps ``store_rollouts`` of each task."""
         ...
 
     def log_artifact(self, path: Path) -> None:
