@@ -1,0 +1,83 @@
+"""The sampled distribution, in one place: engine and trainer must mean the same one.
+
+Axes: ``B`` rows, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["draw_uniforms", "keep_top", "sample_tokens"]
+
+
+def draw_uniforms(seed: int, count: int) -> np.ndarray:
+    """Return ``count`` uniforms in [0, 1) of the stream ``seed``: [count] float32.
+
+    Each sample owns its stream, so its tokens do not depend on what else is in the batch.
+    """
+    return np.random.Generator(np.random.Philox(key=seed)).random(count, dtype=np.float32)
+
+
+def keep_top(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None = None) -> Tensor:
+    """Set the logits outside top-k and the nucleus top-p to -inf (Holtzman et al., arXiv:1904.09751).
+
+    Args:
+        logits: [B, V], already divided by the temperature.
+        top_k: number of tokens kept; 0 = all.
+        top_p: mass kept, in (0, 1]; 1 = all.
+        keep: [B] token ids that stay whatever the filter says. The trainer passes the sampled tokens: a
+            rounding difference at the border must not give one of them probability zero.
+
+    Returns:
+        [B, V]; ``logits`` itself when nothing is filtered.
+    """
+    size = logits.shape[-1]
+    if (top_k <= 0 or top_k >= size) and top_p >= 1.0:
+        return logits
+    with torch.no_grad():
+        drop = torch.zeros_like(logits, dtype=torch.bool)
+        if 0 < top_k < size:
+            smallest = logits.topk(top_k, dim=-1).values[..., -1:]
+            drop |= logits < smallest
+        if top_p < 1.0:
+            ordered, order = logits.masked_fill(drop, float("-inf")).sort(dim=-1, descending=True)
+            mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+            # a token is dropped when the mass before it already reaches top_p: the first always stays
+            outside = (mass - ordered.softmax(dim=-1)) >= top_p
+            drop |= torch.zeros_like(drop).scatter(-1, order, outside)
+        if keep is not None:
+            drop.scatter_(-1, keep.unsqueeze(-1), False)
+    return logits.masked_fill(drop, float("-inf"))
+
+
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution at ``uniforms``.
+
+    Args:
+        logits: [B, V].
+        uniforms: [B] in [0, 1).
+        temperature: > 0 samples; 0 takes the most likely token.
+        top_k: see ``keep_top``.
+        top_p: see ``keep_top``.
+
+    Returns:
+        ``(tokens [B] int64, logprobs [B] float32)``; log-probabilities are those of the sampled distribution,
+        for temperature 0 those of temperature 1.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1)
+    else:
+        logits = keep_top(logits / temperature, top_k, top_p)
+        cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
+        threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+        # u * total can round up to the total itself: the last token with mass, not one past it
+        last = (logits > float("-inf")).int().cumsum(dim=-1).argmax(dim=-1)
+        tokens = torch.minimum(tokens, last)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return tokens, chosen - logits.logsumexp(dim=-1)

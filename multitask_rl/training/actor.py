@@ -1,0 +1,234 @@
+"""The shared actor: one Hugging Face causal language model, its tokenizer, and the way to load and save both.
+
+``transformers`` is imported by this module (and by plugins that load models of their own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from multitask_rl.config.run import ModelConfig
+from multitask_rl.errors import ConfigError
+from multitask_rl.training.critic import Critic
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Actor", "get_actor_critic", "load_actor"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Actor:
+    """The policy that every task trains."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.engine = ""
+        """Rollout engine asked for in Python (``use_vllm``); empty = the run configuration's."""
+        self.policy_version = 0
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.model.parameters()).device
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence the positions of the model cover; 0 = no limit known."""
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the last hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Parameters with a gradient, in a fixed order."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def add_control_tokens(self, number: int) -> list[int]:
+        """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``, adding what the vocabulary lacks.
+
+        New embedding rows start as the mean of the old ones (deterministic, no jump of the logits' scale).
+        """
+        names = [f"<|reward_{i}|>" for i in range(number)]
+        known = self.tokenizer.get_vocab()
+        missing = [name for name in names if name not in known]
+        if missing:
+            old_size = self.model.get_input_embeddings().weight.shape[0]
+            self.tokenizer.add_tokens(missing, special_tokens=True)
+            if len(self.tokenizer) > old_size:
+                self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
+                _fill_with_mean(self.model, old_size)
+        return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
+
+    @contextlib.contextmanager
+    def reference_policy(self, reference: PreTrainedModel | None) -> Iterator[PreTrainedModel]:
+        """Yield the model that scores the reference: ``reference``, or this one with adapters off."""
+        if reference is not None:
+            yield reference
+        else:
+            with self.model.disable_adapter():
+                yield self.model
+
+    def clone_for_reference(self) -> PreTrainedModel | None:
+        """Return a frozen copy of the weights as they are now; None when adapters make it needless."""
+        if self.config.lora.rank > 0:
+            return None
+        reference = copy.deepcopy(self.model)
+        reference.requires_grad_(False)
+        return reference.eval()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights by name as an engine loads them: tied weights once, adapters merged."""
+        if self.config.lora.rank > 0:
+            from multitask_rl.training.lora import merged_state_dict
+
+            return merged_state_dict(self.model)
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        state = self.model.state_dict()
+        if getattr(self.model.config, "tie_word_embeddings", False):
+            return {name: value for name, value in state.items() if name not in tied}
+        return dict(state)
+
+    def save(self, directory: Path) -> None:
+        """Write model and tokenizer as an ordinary Hugging Face directory (safetensors)."""
+        self.model.save_pretrained(directory, safe_serialization=True)
+        self.tokenizer.save_pretrained(directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """Restore the weights that ``save`` wrote, in place (the optimizer keeps its references)."""
+        state = read_weights(directory)
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, value in state.items():
+                if name in own:
+                    own[name].copy_(value)
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files of a model directory."""
+    from safetensors.torch import load_file
+
+    state: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        state.update(load_file(file))
+    return state
+
+
+def load_actor(config: ModelConfig, device: str = "") -> Actor:
+    """Load any causal language model of ``transformers`` with its tokenizer.
+
+    Raises:
+        ConfigError: no name given, nothing there, not a causal language model, or no tokenizer.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = config.name_or_path
+    if not name:
+        raise ConfigError(
+            "model.name_or_path is empty; give the directory or Hugging Face id of a causal language model, "
+            "e.g. model.name_or_path=Qwen/Qwen2.5-0.5B"
+        )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _DTYPES.get(config.dtype) or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=config.trust_remote_code, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(_load_problem(name, error)) from error
+    model.to(device)
+    if config.lora.rank > 0:
+        from multitask_rl.training.lora import add_adapters
+
+        model = add_adapters(model, config.lora)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Actor(model, tokenizer, config)
+
+
+def get_actor_critic(
+    model_name: str,
+    *,
+    use_vllm: bool = False,
+    device_map: Mapping[str, str] | None = None,
+    critic_trunk: str = "actor",
+    **model_config: Any,
+) -> tuple[Actor, Critic]:
+    """Return the shared actor and the critic whose heads the trainer adds, one per task that needs it.
+
+    Args:
+        model_name: directory or Hugging Face id of a causal language model.
+        use_vllm: sample with the vLLM engine instead of the Hugging Face one.
+        device_map: ``{"actor": "cuda:0", "critic": "cuda:1"}``; default: cuda if there is one, else cpu.
+        critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (an own copy).
+        model_config: further keys of ``ModelConfig`` (``dtype``, ``gradient_checkpointing``, ...).
+
+    Raises:
+        ConfigError: the model is not there, a device does not exist, roles overlap, an unknown key.
+    """
+    from multitask_rl.config.devices import resolve_devices
+
+    devices = resolve_devices(dict(device_map or {}))
+    try:
+        config = ModelConfig(name_or_path=model_name, **model_config)
+    except TypeError as error:
+        raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
+    actor = load_actor(config, devices.get("actor", ""))
+    actor.engine = "vllm" if use_vllm else ""
+    trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk
+    return actor, Critic(trunk=trunk, device=devices.get("critic", str(actor.device)))
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    found: list[int] = []
+    generation = getattr(model, "generation_config", None)
+    for source in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
+        ids: Sequence[int] = source if isinstance(source, (list, tuple)) else [source] if source is not None else []
+        found.extend(int(i) for i in ids if int(i) not in found)
+    if not found:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, so a response could "
+            "never end; set eos_token in its tokenizer_config.json"
+        )
+    return tuple(found)
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]) -> int:
+    return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos_token_ids[0]
+
+
+def _fill_with_mean(model: PreTrainedModel, old_size: int) -> None:
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    with torch.no_grad():
+        for layer in embeddings:
+            if layer is not None and layer.weight.shape[0] > old_size:
+                layer.weight[old_size:] = layer.weight[:old_size].mean(dim=0)
+
+
+def _load_problem(name: str, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(name).is_dir():
+        have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
+        return (
+            f"model.name_or_path {name!r} is a directory without a loadable causal language model (it holds "
+            f"{have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
+        )
+    return (
+        f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had from "
+        f"the Hugging Face hub: {first}. Check the path, or download the model first."
+    )

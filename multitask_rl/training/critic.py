@@ -1,0 +1,82 @@
+"""The critic: a value head per task on a shared trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from multitask_rl.training.actor import Actor
+
+__all__ = ["Critic"]
+
+
+class Critic(nn.Module):
+    """Values of states, one linear head per task, so that no task's returns move another's scale.
+
+    With ``trunk="actor"`` the heads read the actor's last hidden state (one forward serves policy and value);
+    with ``trunk="separate"`` an own copy of the actor's weights is the trunk, on its own device.
+    Heads start at zero: the first advantages are the plain returns.
+    """
+
+    def __init__(self, trunk: str = "actor", device: str = "cpu") -> None:
+        super().__init__()
+        self.trunk_kind = trunk
+        self.device = torch.device(device)
+        self.trunk: PreTrainedModel | None = None
+        self.heads = nn.ModuleDict()
+        self._keys: dict[str, str] = {}
+
+    def build(self, actor: Actor, tasks: Sequence[str]) -> None:
+        """Make the heads of ``tasks`` (in order) and the trunk; existing heads are kept."""
+        if not tasks:
+            return
+        if self.trunk_kind == "separate" and self.trunk is None:
+            import copy
+
+            self.trunk = copy.deepcopy(actor.model).to(self.device).requires_grad_(True)
+        for task in tasks:
+            # ModuleDict keys may hold no dot and must not shadow its methods
+            key = self._keys.setdefault(task, f"task_{task.replace('.', '_dot_')}")
+            if key not in self.heads:
+                head = nn.Linear(actor.hidden_size, 1, dtype=torch.float32)
+                nn.init.zeros_(head.weight)
+                nn.init.zeros_(head.bias)
+                self.heads[key] = head.to(self.device)
+
+    @property
+    def is_used(self) -> bool:
+        """Some task needs it."""
+        return len(self.heads) > 0
+
+    def has_head(self, task: str) -> bool:
+        """The task has a value head."""
+        return task in self._keys
+
+    def values(self, task: str, hidden: Tensor) -> Tensor:
+        """Return the values of ``hidden`` [N, H] under the head of ``task``: [N] float32."""
+        head = self.heads[self._keys[task]]
+        values: Tensor = head(hidden.to(device=self.device, dtype=torch.float32)).squeeze(-1)
+        return values
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps."""
+        return {name: value.detach() for name, value in self.state_dict().items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
+        """Restore ``tensors``; heads of tasks that are new keep their start, ``renamed`` maps old to new."""
+        own = self.state_dict()
+        renames = {f"heads.task_{old}.": f"heads.task_{new}." for old, new in (renamed or {}).items()}
+        with torch.no_grad():
+            for name, value in tensors.items():
+                target = name
+                for old, new in renames.items():
+                    if name.startswith(old):
+                        target = new + name[len(old) :]
+                if target in own:
+                    own[target].copy_(value)

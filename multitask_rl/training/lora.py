@@ -1,0 +1,50 @@
+"""Low-rank adapters through ``peft`` (extra ``peft``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from multitask_rl.config.run import LoraConfig
+from multitask_rl.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["add_adapters", "merged_state_dict"]
+
+
+def add_adapters(model: Any, config: LoraConfig) -> Any:
+    """Wrap ``model`` so that only adapters of rank ``config.rank`` train.
+
+    Raises:
+        MissingExtraError: ``peft`` is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError(
+            "model.lora.rank > 0 needs the package peft; install it with: pip install 'multitask-rl[peft]'"
+        ) from error
+    names = config.target_modules
+    targets = names if names == "all-linear" else [n.strip() for n in names.split(",")]
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, settings)
+
+
+def merged_state_dict(model: Any) -> dict[str, Tensor]:
+    """Return the weights of the base model with the adapters merged in; the model is left as it was."""
+    model.merge_adapter()
+    try:
+        return {
+            name.replace("base_model.model.", "").replace(".base_layer", ""): value.detach().clone()
+            for name, value in model.state_dict().items()
+            if "lora_" not in name
+        }
+    finally:
+        model.unmerge_adapter()
