@@ -1,7 +1,7 @@
 """What a tracker is. Tracking never raises into the run: a tracker that fails is reported once and left out.
 
-Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean over tasks), ``worst/<metric>``
-(the worst task), ``time/<name>_s`` and ``time/<things>_per_s``, anything else as ``<area>/<metric>``.
+Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean over tasks),
+``worst/<metric>`` (the worst task), ``time/<name>_s`` and ``time/<things>_per_s``, else ``<area>/<metric>``.
 The console shows these per task where they are given: ``reward_mean``, ``weight``, ``share_requested``,
 ``share_sampled``, ``share_trained``, ``informative_rate``, ``rejection_rate``, ``samples_per_s``.
 """
@@ -18,7 +18,10 @@ __all__ = ["Tracker"]
 
 
 class Tracker(Protocol):
-    """Receives what the run knows. Built as ``Cls(output_dir=..., config=TrackingConfig, run_id=str | None)``."""
+    """Receives what the run knows.
+
+    Built as ``Cls(output_dir=Path, config=TrackingConfig, run_id=str | None)``.
+    """
 
     run_id: str | None
     """Identity that a resumed run continues (kept in the checkpoint); None = has none."""

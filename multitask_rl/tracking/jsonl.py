@@ -1,4 +1,4 @@
-"""Tracker that appends JSON lines: ``metrics.jsonl``, ``events.jsonl``, ``rollouts.jsonl`` in the output directory.
+"""Tracker that appends JSON lines to the output directory: metrics, events, rollouts.
 
 The plainest record of a run and the one that ``report``, ``compare`` and ``rescore`` read. A line is written
 whole and flushed; a last line that a kill cut in half is dropped on resume.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -99,16 +98,17 @@ class JsonlTracker:
         self._append("events.jsonl", [event_to_dict(event)])
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Append the first ``store_rollouts`` of each task (-1: all)."""
-        taken: Counter[str] = Counter()
-        kept = []
+        """Append ``store_rollouts`` of each task, spread evenly over its list (-1: all)."""
+        by_task: dict[str, list[Scored]] = {}
         for item in scored:
-            task = item.rollout.task
-            if self._store_rollouts < 0 or taken[task] < self._store_rollouts:
-                taken[task] += 1
-                kept.append(scored_to_dict(item, step))
-        if kept:
-            self._append("rollouts.jsonl", kept)
+            by_task.setdefault(item.rollout.task, []).append(item)
+        lines = []
+        for items in by_task.values():
+            size = len(items)
+            num_kept = size if self._store_rollouts < 0 else min(size, self._store_rollouts)
+            lines += [scored_to_dict(items[index * size // num_kept], step) for index in range(num_kept)]
+        if lines:
+            self._append("rollouts.jsonl", lines)
 
     def log_artifact(self, path: Path) -> None:
         """Do nothing: files already are in the output directory."""

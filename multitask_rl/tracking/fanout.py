@@ -1,0 +1,94 @@
+"""Every configured tracker behind one: what fails is reported once and left out; the run goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.config.run import TrackingConfig
+from multitask_rl.errors import PluginError
+from multitask_rl.records import Event, Scored
+from multitask_rl.tracking.base import Tracker
+
+__all__ = ["Trackers"]
+
+_GROUP = "multitask_rl.trackers"
+_LOG = logging.getLogger(__name__)
+
+
+def _load(name: str) -> Callable[..., Tracker]:
+    found = {point.name: point for point in entry_points(group=_GROUP)}
+    if name not in found:
+        raise PluginError(
+            f"unknown tracker {name!r} (tracking.trackers); installed: {', '.join(sorted(found))}. "
+            "A plugin just written is found after its distribution is installed again."
+        )
+    try:
+        factory: Callable[..., Tracker] = found[name].load()
+    except Exception as error:
+        raise PluginError(f"tracker {name!r} ({found[name].value}) cannot be imported: {error!r}") from error
+    return factory
+
+
+class Trackers:
+    """Fans out to the trackers of the entry points ``multitask_rl.trackers``; itself a ``Tracker``.
+
+    ``run_id`` is the trackers' identities as one string (JSON, name -> id), to be kept in the checkpoint
+    and given back on resume.
+
+    Raises:
+        PluginError: a tracker is unknown or cannot be imported.
+        MissingExtraError: a tracker's library is not installed.
+    """
+
+    def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
+        identities: dict[str, str] = json.loads(run_id) if run_id else {}
+        self.failures: dict[str, str] = {}
+        """Trackers left out: name -> what went wrong."""
+        self._trackers: dict[str, Tracker] = {
+            name: _load(name)(output_dir=Path(output_dir), config=config, run_id=identities.get(name))
+            for name in dict.fromkeys(config.trackers)
+        }
+
+    @property
+    def run_id(self) -> str | None:
+        """The identities of the trackers that have one."""
+        identities = {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id}
+        return json.dumps(identities, sort_keys=True) if identities else None
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
+                self.failures[name] = repr(error)
+                del self._trackers[name]
+                _LOG.warning("tracker %r failed and is left out from here on: %r", name, error)
+
+    def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.start(parameters, resume_step))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_metrics(metrics, step))
+
+    def log_event(self, event: Event) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_event(event))
+
+    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_rollouts(scored, step))
+
+    def log_artifact(self, path: Path) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_artifact(path))
+
+    def finish(self, status: str) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.finish(status))

@@ -1,0 +1,279 @@
+"""Tracker that writes to MLflow (extra ``mlflow``).
+
+Without a URI the run goes to ``<output_dir>/mlflow.db`` (SQLite; MLflow 3.17 refuses its file store) with the
+artifacts beside it. Names are made legal, non-finite values are dropped and counted, all writes after
+``start`` happen in a background thread that batches, and a failing server costs numbers, never the run.
+MLflow cannot delete points: after a resume the steps repeated since the checkpoint appear twice there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import queue
+import re
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multitask_rl.config.run import TrackingConfig
+from multitask_rl.errors import MissingExtraError
+from multitask_rl.records import Event, Scored
+from multitask_rl.tracking.lines import dump_line, event_to_dict
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+__all__ = ["MLflowTracker", "flatten_parameters", "legal_name"]
+
+_LOG = logging.getLogger(__name__)
+_MAX_NAME = 250
+_MAX_PARAMETER = 500
+"""Characters of a parameter's value; newer servers allow 6000, this one passes everywhere."""
+_MAX_TAG = 5000
+_MAX_METRICS_PER_BATCH = 1000
+_MAX_PARAMETERS_PER_BATCH = 100
+_EVENTS_EVERY_S = 60.0
+_MAX_FAILURES = 5
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+
+
+def legal_name(name: str) -> str:
+    """Return ``name`` as MLflow accepts it: ``[A-Za-z0-9_. /-]``, a relative path without dots, <= 250 long.
+
+    A name that had to change gets four hex digits of its hash, so that two names never become one.
+    """
+    parts = [re.sub(r"[^\w\-. ]", "_", part, flags=re.ASCII) for part in name.split("/")]
+    legal = "/".join(part if part.strip(".") else "_" for part in parts if part) or "_"
+    if legal == name and len(legal) <= _MAX_NAME:
+        return legal
+    return f"{legal[: _MAX_NAME - 5]}_{hashlib.blake2b(name.encode(), digest_size=2).hexdigest()}"
+
+
+def flatten_parameters(parameters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted legal names and values cut to MLflow's limit; lists are written as JSON."""
+    for key, value in parameters.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten_parameters(value, f"{name}.")
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield legal_name(name), text if len(text) <= _MAX_PARAMETER else text[: _MAX_PARAMETER - 3] + "..."
+
+
+class _Worker(threading.Thread):
+    """Runs calls in order, joins neighbouring metrics into batches; after five failures in a row it stops."""
+
+    def __init__(self, log_metrics: Callable[[Sequence[Metric]], None]) -> None:
+        super().__init__(name="mlflow-tracker", daemon=True)
+        self._log_metrics = log_metrics
+        self._queue: queue.Queue[Callable[[], None] | list[Metric] | None] = queue.Queue(maxsize=10_000)
+        self.num_failed = 0
+        self._num_failed_in_row = 0
+
+    def put(self, item: Callable[[], None] | list[Metric]) -> None:
+        """Queue a call or metrics; never blocks: a full queue (a server that hangs) loses the item."""
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self.num_failed += 1
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is queued; False if that took longer than ``timeout_s``."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return False
+        self.join(timeout_s)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        """Work until ``None`` comes."""
+        item = self._queue.get()
+        while item is not None:
+            following = None
+            if isinstance(item, list):
+                item, following = self._drain(item)
+                self._attempt(self._log_metrics, item)
+            else:
+                self._attempt(item)
+            item = following or self._queue.get()
+
+    def _drain(self, metrics: list[Metric]) -> tuple[list[Metric], Callable[[], None] | None]:
+        """Return all metrics queued up to the next call, and that call."""
+        while len(metrics) < _MAX_METRICS_PER_BATCH:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if item is None:
+                self._queue.put(None)
+                break
+            if not isinstance(item, list):
+                return metrics, item
+            metrics = metrics + item
+        return metrics, None
+
+    def _attempt(self, call: Callable[..., None], *arguments: Any) -> None:
+        if self._num_failed_in_row >= _MAX_FAILURES:
+            self.num_failed += 1
+            return
+        try:
+            call(*arguments)
+            self._num_failed_in_row = 0
+        except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
+            self.num_failed += 1
+            self._num_failed_in_row += 1
+            if self.num_failed == 1:
+                _LOG.warning(
+                    "MLflow refused a write (the run goes on; later refusals are counted): %r", error
+                )
+            if self._num_failed_in_row == _MAX_FAILURES:
+                _LOG.warning("MLflow refused %d writes in a row; nothing more is sent to it", _MAX_FAILURES)
+
+
+class MLflowTracker:
+    """One MLflow run; a resumed run continues it under its ``run_id``.
+
+    Raises:
+        MissingExtraError: MLflow is not installed.
+    """
+
+    def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
+        if find_spec("mlflow") is None:
+            raise MissingExtraError(
+                "tracking.trackers names mlflow, which is not installed: pip install 'multitask-rl[mlflow]', "
+                "or choose others: tracking.trackers=[console,jsonl]."
+            )
+        self.run_id = run_id
+        self.num_dropped = 0
+        """Metric values left out because they were not finite numbers."""
+        self.uri = config.uri or f"sqlite:///{Path(output_dir).resolve() / 'mlflow.db'}"
+        self._config = config
+        self._artifacts = None if config.uri else (Path(output_dir).resolve() / "mlartifacts").as_uri()
+        self._directory = Path(output_dir)
+        self._client: MlflowClient
+        self._worker: _Worker | None = None
+        self._events: list[dict[str, Any]] = []
+        self._event_counts: Counter[str] = Counter()
+        self._events_written_s = time.monotonic()
+
+    def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
+        """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema)."""
+        from mlflow import MlflowClient
+
+        for noisy in ("alembic", "mlflow.store.db.utils"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri=self.uri)
+        if self.run_id is not None:
+            self._client.update_run(self.run_id, status="RUNNING")
+            self._load_events(resume_step)
+        else:
+            name = self._config.run_name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
+            self.run_id = self._client.create_run(self._experiment_id(), run_name=name).info.run_id
+        self._worker = _Worker(self._send_metrics)
+        self._worker.start()
+        self._worker.put(lambda: self._send_parameters(parameters))
+
+    def _experiment_id(self) -> str:
+        name = self._config.experiment
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            return str(self._client.create_experiment(name, artifact_location=self._artifacts))
+        return str(experiment.experiment_id)
+
+    def _load_events(self, resume_step: int | None) -> None:
+        assert self.run_id is not None, "only a reopened run has earlier events"
+        if not any(entry.path == "events.jsonl" for entry in self._client.list_artifacts(self.run_id)):
+            return
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(self._client.download_artifacts(self.run_id, "events.jsonl", directory))
+            lines = path.read_text(encoding="utf-8").splitlines()
+        self._events = [
+            event for event in map(json.loads, lines) if resume_step is None or event["step"] <= resume_step
+        ]
+        self._event_counts.update(f"{event['source']}.{event['kind']}" for event in self._events)
+
+    def _send_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Log what the run does not have yet; changed values go to ``config.resumed.json``."""
+        from mlflow.entities import Param
+
+        assert self.run_id is not None, "started"
+        present = self._client.get_run(self.run_id).data.params
+        wanted = dict(flatten_parameters(parameters))
+        new = [Param(key, value) for key, value in wanted.items() if key not in present]
+        for index in range(0, len(new), _MAX_PARAMETERS_PER_BATCH):
+            batch = new[index : index + _MAX_PARAMETERS_PER_BATCH]
+            self._client.log_batch(self.run_id, params=batch, synchronous=True)
+        changed = {key: value for key, value in wanted.items() if present.get(key, value) != value}
+        if changed:
+            self._client.log_dict(self.run_id, changed, "config.resumed.json")
+
+    def _send_metrics(self, metrics: Sequence[Metric]) -> None:
+        assert self.run_id is not None, "started"
+        for index in range(0, len(metrics), _MAX_METRICS_PER_BATCH):
+            batch = metrics[index : index + _MAX_METRICS_PER_BATCH]
+            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Queue the finite values under legal names."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        finite = {legal_name(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.num_dropped += len(metrics) - len(finite)
+        if finite and self._worker is not None:
+            self._worker.put([Metric(name, value, now_ms, step) for name, value in finite.items()])
+
+    def log_event(self, event: Event) -> None:
+        """Queue the event: counted and quoted in a tag, kept whole in the artifact ``events.jsonl``."""
+        if self._worker is not None:
+            self._worker.put(lambda: self._send_event(event))
+
+    def _send_event(self, event: Event) -> None:
+        assert self.run_id is not None, "started"
+        self._events.append(event_to_dict(event))
+        key = f"{event.source}.{event.kind}"
+        self._event_counts[key] += 1
+        text = f"{self._event_counts[key]} x, last at step {event.step}: {event.reason}"
+        self._client.set_tag(self.run_id, legal_name(f"event.{key}"), text[:_MAX_TAG])
+        if time.monotonic() - self._events_written_s > _EVENTS_EVERY_S:
+            self._send_events()
+
+    def _send_events(self) -> None:
+        assert self.run_id is not None, "started"
+        if not self._events:
+            return
+        self._client.log_text(self.run_id, "".join(map(dump_line, self._events)), "events.jsonl")
+        self._events_written_s = time.monotonic()
+
+    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
+        """Do nothing: thousands of small artifacts help nobody; they are in ``rollouts.jsonl``."""
+
+    def log_artifact(self, path: Path) -> None:
+        """Queue the upload of a file."""
+        if self._worker is not None:
+            self._worker.put(lambda: self._client.log_artifact(self.run_id, str(path)))
+
+    def finish(self, status: str) -> None:
+        """Send what is queued (at most a minute) and close the run. A second call does nothing."""
+        worker, self._worker = self._worker, None
+        if worker is None or self.run_id is None:
+            return
+        run_id = self.run_id
+        worker.put(self._send_events)
+        if self.num_dropped:
+            worker.put(lambda: self._client.set_tag(run_id, "metrics_not_finite", str(self.num_dropped)))
+        worker.put(lambda: self._client.set_terminated(run_id, _STATUS.get(status, "FAILED")))
+        if not worker.close(timeout_s=60.0) or worker.num_failed:
+            _LOG.warning("MLflow at %s did not take everything: %d writes lost", self.uri, worker.num_failed)

@@ -1,0 +1,201 @@
+"""What the console and the JSON lines show of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.config.run import TrackingConfig
+from multitask_rl.errors import PluginError
+from multitask_rl.records import (
+    NOT_APPLICABLE,
+    Event,
+    Failure,
+    FailureKind,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Scored,
+    Verdict,
+)
+from multitask_rl.tracking.console import ConsoleTracker
+from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.jsonl import JsonlTracker
+from multitask_rl.tracking.lines import rollout_from_dict
+
+METRICS = {
+    "task/math/reward_mean": 0.5,
+    "task/math/weight": 0.25,
+    "task/math/share_requested": 0.25,
+    "task/math/share_sampled": 0.3,
+    "task/math/share_trained": 0.2,
+    "task/math/rejection_rate": 0.0,
+    "task/a-long-name/reward_mean": math.nan,
+    "macro/reward_mean": 0.5,
+    "time/samples_per_s": 250.0,
+    "time/step_s": 1.25,
+}
+
+
+def _scored(task: str, sample: int) -> Scored:
+    prompt = Prompt(
+        task=task, prompt_id=f"{task}/7", draw=3, row={"reference": "4"}, text="2+2=", prompt_ids=[5, 6]
+    )
+    rollout = Rollout(
+        prompt=prompt,
+        sample=sample,
+        response_ids=[7, 2],
+        rollout_logprobs=[-0.5, -0.1],
+        response="4",
+        policy_version=9,
+        sampling=SamplingParams(stop=("\n",), temperature=0.7),
+        verdicts={"safety": Verdict(cost=0.1, violated=False)},
+    )
+    failure = Failure(kind=FailureKind.timeout, message="30 s", source="slow")
+    breakdown = {
+        "exact": Score(value=1.0, components={"len": math.inf}),
+        "other": NOT_APPLICABLE,
+        "slow": failure,
+    }
+    return Scored(rollout=rollout, reward=None, breakdown=breakdown, failure=failure)
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _jsonl(directory: Path, resume_step: int | None = None, **config: object) -> JsonlTracker:
+    tracker = JsonlTracker(directory, TrackingConfig(**config), None)  # type: ignore[arg-type]
+    tracker.start({}, resume_step)
+    return tracker
+
+
+def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
+    tracker.start({"max_steps": 10})
+    tracker.log_metrics(METRICS, 3)
+    tracker.log_event(Event(step=3, source="guard", kind="alarm", reason="fell", task="math"))
+    tracker.finish("finished")
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == "step 3/10  macro reward 0.5  samples/s 250  step s 1.25"
+    assert lines[2] == (
+        "  math         reward 0.5  weight 0.25  share req/sampled/trained 0.25/0.3/0.2  rejected 0"
+    )
+    assert lines[3] == "  a-long-name  reward -"
+    assert lines[4:] == ["step 3  guard alarm [math]: fell", "run finished"]
+
+
+def test_terminal_console_draws_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
+    tracker.start({})
+    tracker.log_metrics(METRICS, 3)
+    tracker.log_event(Event(step=3, source="guard", kind="alarm", reason="it [fell]"))
+    tracker.finish("stopped")
+    text = stream.getvalue()
+    assert "step 3" in text
+    assert "0.25/0.3/0.2" in text
+    assert "guard alarm: it [fell]" in text
+    assert text.rstrip().endswith("run stopped")
+
+
+def test_json_lines_are_strict_and_hold_every_record(tmp_path: Path) -> None:
+    tracker = _jsonl(tmp_path)
+    tracker.log_metrics(METRICS, 3)
+    tracker.log_event(Event(step=3, source="guard", kind="alarm", reason="fell", data={"drop": math.nan}))
+    tracker.log_rollouts([_scored("math", 0)], 3)
+    tracker.finish("finished")
+    (metrics,) = _lines(tmp_path / "metrics.jsonl")
+    assert metrics == {"step": 3, **METRICS, "task/a-long-name/reward_mean": None}
+    (event,) = _lines(tmp_path / "events.jsonl")
+    assert (event["reason"], event["data"]) == ("fell", {"drop": None})
+    (line,) = _lines(tmp_path / "rollouts.jsonl")
+    assert line["breakdown"] == {
+        "exact": {"value": 1.0, "components": {"len": None}},
+        "other": {"not_applicable": True},
+        "slow": {"failure": {"kind": "timeout", "message": "30 s", "source": "slow"}},
+    }
+
+
+def test_stored_rollout_can_be_rebuilt_for_scoring_again(tmp_path: Path) -> None:
+    scored = _scored("math", 1)
+    tracker = _jsonl(tmp_path)
+    tracker.log_rollouts([scored], 3)
+    tracker.finish("finished")
+    (line,) = _lines(tmp_path / "rollouts.jsonl")
+    expected = scored.rollout
+    expected.rollout_logprobs, expected.verdicts = [], {}
+    assert rollout_from_dict(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [(2, {"a": [0, 3], "b": [0, 1]}), (0, {}), (-1, {"a": list(range(6)), "b": list(range(2))})],
+)
+def test_rollouts_are_kept_per_task_and_spread(
+    tmp_path: Path, limit: int, kept: dict[str, list[int]]
+) -> None:
+    tracker = _jsonl(tmp_path, store_rollouts=limit)
+    tracker.log_rollouts([_scored("a", i) for i in range(6)] + [_scored("b", i) for i in range(2)], 1)
+    tracker.finish("finished")
+    path = tmp_path / "rollouts.jsonl"
+    found: dict[str, list[object]] = {}
+    for line in _lines(path) if path.exists() else []:
+        found.setdefault(str(line["task"]), []).append(line["sample"])
+    assert found == kept
+
+
+def test_resume_cuts_later_and_torn_lines_and_appends(tmp_path: Path) -> None:
+    first = _jsonl(tmp_path)
+    for step in range(1, 6):
+        first.log_metrics({"x": float(step)}, step)
+        first.log_event(Event(step=step, source="run", kind="note", reason="."))
+    first.finish("failed")
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write('{"step": 2, "x')
+    second = _jsonl(tmp_path, resume_step=3)
+    second.log_metrics({"x": 40.0}, 4)
+    second.finish("finished")
+    assert [line["x"] for line in _lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 40.0]
+    assert [line["step"] for line in _lines(tmp_path / "events.jsonl")] == [1, 2, 3]
+
+
+def test_new_run_sets_the_old_files_aside(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        tracker = _jsonl(tmp_path)
+        tracker.log_metrics({"x": value}, 1)
+        tracker.finish("finished")
+    assert _lines(tmp_path / "metrics.jsonl")[0]["x"] == 3.0
+    assert _lines(tmp_path / "previous-1" / "metrics.jsonl")[0]["x"] == 1.0
+    assert _lines(tmp_path / "previous-2" / "metrics.jsonl")[0]["x"] == 2.0
+
+
+def test_failing_tracker_is_reported_once_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    trackers = Trackers(tmp_path, TrackingConfig(trackers=["jsonl", "console"]), None)
+    trackers.start({}, resume_step=0)
+    trackers.log_metrics({"macro/reward_mean": 1.0}, 1)
+    trackers.log_metrics({"macro/reward_mean": 2.0}, 2)
+    trackers.finish("finished")
+    assert list(trackers.failures) == ["jsonl"]
+    assert len(caplog.records) == 1
+    assert "step 2  macro reward 2" in capsys.readouterr().out
+
+
+def test_unknown_tracker_is_an_error_that_lists_the_installed(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"'wandb'.*console, jsonl, mlflow"):
+        Trackers(tmp_path, TrackingConfig(trackers=["wandb"]), None)
