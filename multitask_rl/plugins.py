@@ -102,8 +102,8 @@ def load_plugin(group: str, name: str, *, expects: str | Sequence[str] | None = 
     if len(matches) > 1:
         owners = "; ".join(f"{i.distribution} {i.version} ({i.value})" for i in matches)
         raise PluginError(
-            f"{_kind(group)} {name!r} is declared by {len(matches)} distributions: {owners}. Uninstall one, or "
-            f"name the object directly as 'module:object' instead of {name!r}."
+            f"{_kind(group)} {name!r} is declared by {len(matches)} distributions: {owners}. Uninstall one, "
+            f"or name the object directly as 'module:object' instead of {name!r}."
         )
     info = matches[0]
     entry = next(e for i, e in _entry_points(tuple(sys.path)) if i == info)
@@ -120,8 +120,8 @@ def load_plugin(group: str, name: str, *, expects: str | Sequence[str] | None = 
     missing = [attribute for attribute in required if not hasattr(loaded, attribute)]
     if missing:
         raise PluginError(
-            f"{_kind(group)} {name!r} of {info.distribution} {info.version} ({info.value}, group {group}) has no "
-            f"{' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group"
+            f"{_kind(group)} {name!r} of {info.distribution} {info.version} ({info.value}, group {group}) has "
+            f"no {' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group"
         )
     return loaded
 
@@ -142,12 +142,12 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
     if config_class is None or not dataclasses.is_dataclass(config_class):
         if config:
             raise ConfigError(
-                f"{where}: {_label(cls)} takes no configuration, got {', '.join(map(repr, config))}. Remove the "
-                "keys, or give the plugin a nested dataclass 'Config'."
+                f"{where}: {_label(cls)} takes no configuration, got {', '.join(map(repr, config))}. Remove "
+                "the keys, or give the plugin a nested dataclass 'Config'."
             )
         arguments: tuple[Any, ...] = ()
     else:
-        arguments = (build_dataclass(config_class, config, Where(where)),)
+        arguments = (build_dataclass(config_class, config, Where(path=(where,))),)
     try:
         return cls(*arguments)
     except (ConfigError, MissingExtraError, PluginError):
@@ -160,10 +160,10 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _entry_points(path: tuple[str, ...]) -> list[tuple[PluginInfo, importlib.metadata.EntryPoint]]:
-    """Return every entry point of our groups with its distribution (``path``: what the answer depends on).
+    """Return every entry point of our groups with its distribution, looking in ``path``.
 
-    ``importlib.metadata.entry_points()`` answers with the first of two equal names and hides the second, so the
-    distributions are walked here. One distribution found twice on the path (an editable install and its build
+    ``importlib.metadata.entry_points()`` answers with the first of two equal names and hides the second, so
+    the distributions are walked here. One distribution found twice on the path (an editable install and its build
     directory) counts once, the first, as it does for imports.
     """
     found: dict[tuple[str, str, str], tuple[PluginInfo, importlib.metadata.EntryPoint]] = {}
@@ -190,8 +190,8 @@ def _unknown(group: str, name: str, installed: list[str]) -> str:
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     known = ", ".join(installed) if installed else "none"
     return (
-        f"unknown {_kind(group)} {name!r}.{hint} Installed in group {group}: {known}. An entry point just added "
-        "to a pyproject.toml is seen only after its distribution is installed again (pip install -e .)."
+        f"unknown {_kind(group)} {name!r}.{hint} Installed in group {group}: {known}. An entry point just "
+        "added to a pyproject.toml is seen only after its distribution is installed again (pip install -e .)."
     )
 
 
