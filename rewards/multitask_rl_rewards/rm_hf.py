@@ -1,0 +1,103 @@
+"""``rm_hf``: any sequence-classification reward model of ``transformers``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
+from multitask_rl_rewards.sequence_classifier import SequenceClassifier
+from multitask_rl_rewards.text import question_of
+from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+
+__all__ = ["RewardModel"]
+
+
+class RewardModel:
+    """Score a response by the logit of a reward model, as trained on preference pairs.
+
+    With one output the value is that logit (unbounded; only differences mean something). With several,
+    ``label`` names one, and the value is its probability.
+
+    A reward model is a proxy: pair it with a held-out metric of another kind, and a KL leash.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(
+        isolate=False, timeout_s=120.0, batch_size=256, device="any"
+    )
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``rm_hf`` in a tasks file."""
+
+        model_name: str = ""
+        """Directory or Hugging Face id. Required."""
+        device: str = "auto"
+        """``cpu``, ``cuda:4``...; ``auto`` = the first accelerator, else the CPU."""
+        dtype: str = "auto"
+        """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
+        batch_size: int = 16
+        """Responses per forward, > 0."""
+        max_length: int = 2048
+        """Tokens of prompt and response, capped by the model's limit; longer ones lose their beginning."""
+        label: str = ""
+        """Output to use of a model with several."""
+        template: str = ""
+        """Text with ``{prompt}`` and ``{response}``; empty = chat template, else the tokenizer's pair."""
+        prompt_column: str = "prompt"
+        """Column with the question; a row without it is judged on the prompt the actor saw."""
+
+    def __init__(self, config: Config) -> None:
+        """Check model and device; weights load at ``warm_up`` or the first score.
+
+        Raises:
+            ConfigError: missing model or device, or several outputs and no ``label``.
+        """
+        self.config = config
+        if config.batch_size < 1:
+            raise ConfigError(f"rm_hf: `batch_size` must be > 0, got {config.batch_size}.")
+        resolve_device(config.device, "rm_hf")
+        model_config = read_model_config(config.model_name, "rm_hf")
+        labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
+        if config.label and config.label not in labels:
+            raise ConfigError(f"rm_hf: {config.model_name!r} has no label {config.label!r}; it has {labels}.")
+        if len(labels) > 1 and not config.label:
+            raise ConfigError(
+                f"rm_hf: {config.model_name!r} has {len(labels)} outputs; set `label` to one of {labels}."
+            )
+        self._index = labels.index(config.label) if config.label else 0
+
+    @cached_property
+    def _classifier(self) -> SequenceClassifier:
+        config = self.config
+        return SequenceClassifier(
+            config.model_name,
+            device=config.device,
+            dtype=config.dtype,
+            batch_size=config.batch_size,
+            max_length=config.max_length,
+            plugin="rm_hf",
+        )
+
+    def warm_up(self) -> None:
+        """Load the weights (before step 1, so that a full device is found then)."""
+        self._classifier.logits([("warm", "up")], self.config.template)
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return one value per rollout, in order."""
+        exchanges = [(question_of(r, self.config.prompt_column), r.response) for r in rollouts]
+        logits = self._classifier.logits(exchanges, self.config.template)
+        if logits.shape[1] > 1:
+            logits = logits.softmax(dim=1)
+        return [_result(value) for value in logits[:, self._index].tolist()]
+
+
+def _result(value: float) -> Score | Failure:
+    if math.isfinite(value):
+        return Score(value=value)
+    return Failure(kind=FailureKind.grader, message=f"the reward model returned {value}", source="rm_hf")

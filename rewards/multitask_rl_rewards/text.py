@@ -1,0 +1,61 @@
+"""Plain-text helpers that several rewards share: templates, reasoning blocks, the question of a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from multitask_rl.records import Failure, FailureKind, Rollout
+
+__all__ = ["data_failure", "question_of", "render", "strip_thinking", "value_of"]
+
+_THINKING_END = "</think>"
+
+
+def render(template: str, **values: str) -> str:
+    """Replace ``{name}`` by its value, for the given names only.
+
+    Unlike ``str.format`` other braces stay as they are and a value is never read as a template, so a
+    response that spells ``{prompt}`` injects nothing.
+
+    >>> render("Q: {q} {x}", q="{q}")
+    'Q: {q} {x}'
+    """
+    names = "|".join(re.escape(name) for name in values)
+    return re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], template)
+
+
+def strip_thinking(response: str) -> str:
+    """Return what follows the last ``</think>``; an unfinished ``<think>`` block leaves nothing.
+
+    >>> strip_thinking("<think>is it 3?</think> 4")
+    ' 4'
+    """
+    _, end, answer = response.rpartition(_THINKING_END)
+    if end:
+        return answer
+    return "" if response.lstrip().startswith("<think>") else response
+
+
+def question_of(rollout: Rollout, column: str = "prompt") -> str:
+    """Return the question as the data set words it, else the prompt as the actor saw it.
+
+    A judge has its own chat template: the actor's (in ``prompt.text``) would be noise to it.
+    """
+    value = rollout.row.get(column)
+    return value if isinstance(value, str) and value else rollout.prompt.text
+
+
+def value_of(row: Mapping[str, Any], column: str, source: str) -> Any | Failure:
+    """Return ``row[column]``, or a typed failure that names the columns there are."""
+    value = row.get(column)
+    if value is None:
+        present = ", ".join(sorted(map(str, row))) or "none"
+        return data_failure(f"row has no {column!r}; its columns: {present}", source)
+    return value
+
+
+def data_failure(message: str, source: str) -> Failure:
+    """Return the failure of a row that lacks what ``source`` needs."""
+    return Failure(kind=FailureKind.data, message=message, source=source)

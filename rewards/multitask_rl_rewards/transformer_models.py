@@ -1,0 +1,174 @@
+"""Loading of ``transformers`` models for rewards: one place that knows devices, dtypes and tokenizers.
+
+A model is loaded once per (name, device, dtype) and shared by every plugin that names it, as long as
+one of them lives.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from multitask_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadedModel", "load_model", "read_model_config", "remove_special_tokens", "resolve_device"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class LoadedModel:
+    """A model in evaluation mode with its tokenizer. Weak-referenceable, so that it can be shared."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.device = device
+        self.lock = threading.Lock()
+        """Held during a forward: two tasks may share the model from two threads."""
+
+    def max_length(self, wanted: int) -> int:
+        """Return the tokens one input may have: ``wanted`` (0 = no wish), capped by the model's own limit."""
+        limits = [
+            wanted or None,
+            getattr(self.tokenizer, "model_max_length", None),
+            getattr(self.model.config, "max_position_embeddings", None),
+        ]
+        return min(int(limit) for limit in limits if limit)
+
+
+_loaded: WeakValueDictionary[tuple[str, ...], LoadedModel] = WeakValueDictionary()
+_loading = threading.Lock()
+
+
+def resolve_device(device: str, plugin: str) -> torch.device:
+    """Return the torch device named ``device``; ``auto`` is the first accelerator, else the CPU.
+
+    Raises:
+        ConfigError: no such device on this machine.
+    """
+    import torch
+
+    if device in ("", "auto"):
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"{plugin}: device {device!r} is not a torch device ({error}).") from error
+    if resolved.type == "cpu":
+        return resolved
+    backend = getattr(torch, resolved.type, None)
+    count = backend.device_count() if backend is not None and hasattr(backend, "device_count") else 0
+    if (resolved.index or 0) >= count:
+        there = ", ".join(f"{resolved.type}:{i}" for i in range(count)) or f"no {resolved.type} device"
+        raise ConfigError(
+            f"{plugin}: device {device!r} does not exist on this machine, which has {there} and the cpu. "
+            f"Set `device` in the plugin's configuration to one of them, or to 'auto'."
+        )
+    return resolved
+
+
+def read_model_config(model_name: str, plugin: str) -> Any:
+    """Return the ``transformers`` configuration of ``model_name`` without loading weights.
+
+    Raises:
+        ConfigError: no such model directory, nor in the local cache, nor (online) on the hub.
+    """
+    from transformers import AutoConfig
+
+    if not model_name:
+        raise ConfigError(f"{plugin}: `model_name` is required: a model directory or a Hugging Face id.")
+    try:
+        return AutoConfig.from_pretrained(model_name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{plugin}: the model {model_name!r} cannot be read. It is neither a directory with a "
+            f"config.json that this version of transformers knows, nor a model in the local Hugging Face "
+            f"cache, nor one that could be downloaded. Give a path, or download it first "
+            f"(`hf download {model_name}`). Cause: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def load_model(auto_class: str, model_name: str, *, device: str, dtype: str, plugin: str) -> LoadedModel:
+    """Return ``transformers.<auto_class>`` of ``model_name`` with its tokenizer, loaded at most once.
+
+    Args:
+        auto_class: ``AutoModelForSequenceClassification`` or ``AutoModelForCausalLM``.
+        model_name: directory or Hugging Face id.
+        device: ``cpu``, ``cuda:1``... or ``auto``.
+        dtype: ``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``.
+        plugin: who asks, for errors.
+
+    Raises:
+        ConfigError: unknown dtype, missing device or unreadable model.
+    """
+    target = resolve_device(device, plugin)
+    if dtype not in _DTYPES:
+        raise ConfigError(f"{plugin}: `dtype` must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
+    if dtype == "auto" and target.type == "cpu":
+        dtype = "float32"
+    key = (auto_class, model_name, str(target), dtype)
+    with _loading:
+        loaded = _loaded.get(key)
+        if loaded is None:
+            loaded = _load(auto_class, model_name, target, dtype, plugin)
+            _loaded[key] = loaded
+    return loaded
+
+
+def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, plugin: str) -> LoadedModel:
+    import torch
+    import transformers
+
+    config = read_model_config(model_name, plugin)
+    loader: Callable[..., Any] = getattr(transformers, auto_class).from_pretrained
+    torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
+    try:
+        tokenizer = _load_tokenizer(model_name)
+        model = loader(model_name, config=config, dtype=torch_dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{plugin}: {model_name!r} cannot be loaded as {auto_class}: {str(error).splitlines()[0]}"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if model.config.pad_token_id is None:
+        # A decoder classifier finds its last token by this id; without it a padded batch is refused.
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return LoadedModel(model.to(device).eval(), tokenizer, device)
+
+
+def _load_tokenizer(model_name: str) -> Any:
+    """Load the tokenizer that was saved.
+
+    Trap: for a directory with, say, a qwen2 ``config.json`` ``AutoTokenizer`` returns ``Qwen2Tokenizer``
+    whatever ``tokenizer_config.json`` says, and replaces the pre-tokenizer of a tokenizer of one's own.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    saved = Path(model_name) / "tokenizer_config.json"
+    if saved.is_file() and (Path(model_name) / "tokenizer.json").is_file():
+        name = json.loads(saved.read_text(encoding="utf-8")).get("tokenizer_class")
+        if name in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+            return PreTrainedTokenizerFast.from_pretrained(model_name)
+    return AutoTokenizer.from_pretrained(model_name)
+
+
+def remove_special_tokens(text: str, specials: Sequence[str]) -> str:
+    """Return ``text`` without strings a tokenizer would read as control tokens.
+
+    A response that spells ``<|eot_id|>`` could otherwise close its own turn and speak as the judge.
+    Repeated until nothing is left, since removing one may form another.
+    """
+    before = None
+    while before != text:
+        before = text
+        for token in specials:
+            text = text.replace(token, "")
+    return text
