@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multitask_rl.records import SamplingParams
@@ -72,13 +72,16 @@ class TaskSpec:
     type: str = "grpo"
     """Algorithm: an entry point of ``multitask_rl.algorithms``."""
     dataset: str = ""
-    """Path (.jsonl, .jsonl.gz, .parquet), Hugging Face id, ``plugin:<task plugin>``; empty = given in Python."""
+    """Path (.jsonl, .jsonl.gz, .json, .parquet), Hugging Face id, ``plugin:<task plugin>``; empty = given in
+    Python."""
+    dataset_config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the task plugin's ``Config``, or keywords of ``datasets.load_dataset`` (Hugging Face id)."""
     split: str = "train"
     """Split to train on; rows with another ``split`` column are left out."""
     eval_dataset: str = ""
     """Held-out data; empty = ``dataset`` with ``eval_split``, or a hashed 10 % held out of it."""
     eval_split: str = ""
-    """Split to evaluate on; empty = first of ``test``, ``validation``, ``dev`` that has rows, else held out."""
+    """Split to evaluate on; empty = the first of ``test``, ``validation``, ``dev`` with rows, else held out."""
     prompt: str = "{prompt}"
     """Template over the row's columns; with ``chat`` it becomes the user's message."""
     system: str = ""
@@ -95,11 +98,15 @@ class TaskSpec:
     """Rollouts per prompt; None = the run's ``batch.group_size``."""
     sampling: SamplingParams | None = None
     """None = the run's ``rollout`` settings; keys given override them one by one."""
+    sampling_keys: tuple[str, ...] = ()
+    """Which keys of ``sampling`` the tasks file gave; empty = all of them count."""
     kl: KLSpec = field(default_factory=KLSpec)
     rewards: list[RewardSpec] = field(default_factory=list)
     constraints: list[ConstraintSpec] = field(default_factory=list)
     algorithm_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the algorithm's ``Config``."""
+    device: str = ""
+    """Device of its model-backed plugins that name none themselves."""
     evaluation_only: bool = False
     """Never trained; evaluated and guarded."""
     primary_metric: str = "reward"
@@ -111,3 +118,9 @@ class TaskSpec:
     """Name of the task in an older checkpoint."""
     source: str = ""
     """``file:line`` of its definition, for errors."""
+
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        """Return how the task is sampled, given the run's ``default``."""
+        if self.sampling is None or not self.sampling_keys:
+            return self.sampling or default
+        return replace(default, **{key: getattr(self.sampling, key) for key in self.sampling_keys})

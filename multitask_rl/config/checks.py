@@ -1,0 +1,219 @@
+"""What a tasks file may say, beyond keys and types; checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from multitask_rl.config.build import suggest
+from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.task import ConstraintSpec, TaskSpec
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import list_plugins
+
+__all__ = ["DATA_SUFFIXES", "FOREIGN_PREFIXES", "check_task", "check_tasks", "is_data_path"]
+
+RESERVED_NAMES = ("all", "macro", "worst", "global")
+DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")
+"""Reward functions of other libraries; ``scoring.adapt`` reads what follows the prefix."""
+CONSTRAINT_MODES = ("reject", "penalty", "lagrangian")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def is_data_path(dataset: str) -> bool:
+    """Whether ``dataset`` names a file rather than a hub id or a plugin."""
+    return dataset.endswith(DATA_SUFFIXES) or dataset.startswith(("/", "./", "../", "~"))
+
+
+def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
+    """Check what concerns all tasks together.
+
+    Raises:
+        ConfigError: no task to train, all weights zero, floors that add up to more than 1.
+    """
+    trained = [s for s in specs.values() if not s.evaluation_only]
+    if not trained:
+        raise ConfigError(f"{where.file or 'tasks'}: every task is evaluation_only; nothing would be trained")
+    given = [s.weight for s in trained if s.weight is not None]
+    if given and max(given) <= 0:
+        raise ConfigError(
+            f"{where.file or 'tasks'}: the weights of {', '.join(s.name for s in trained)} are all 0; "
+            f"give at least one task a weight > 0, or leave them out for equal weights"
+        )
+    floors = sum(s.min_share or 0.0 for s in trained)
+    if floors > 1:
+        raise ConfigError(f"{where.file or 'tasks'}: the min_share of all tasks add up to {floors:g} > 1")
+
+
+def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
+    """Check one task.
+
+    Raises:
+        ConfigError: says where, what and what is allowed.
+    """
+    _check_name(spec.name, where)
+    _check_numbers(spec, where)
+    _one_of(where.at("kl", "placement"), spec.kl.placement, ("reward", "loss"))
+    _one_of(where.at("kl", "estimator"), spec.kl.estimator, ("k1", "k2", "k3"))
+    _check_entry_point(where.at("type"), "multitask_rl.algorithms", spec.type)
+    for index, reward in enumerate(spec.rewards):
+        _check_plugin(where.at("rewards", index), "multitask_rl.rewards", reward.plugin)
+    for index, constraint in enumerate(spec.constraints):
+        here = where.at("constraints", index)
+        _check_plugin(here, "multitask_rl.constraints", constraint.plugin)
+        _check_constraint(here, constraint)
+    if not spec.rewards and not spec.constraints and not spec.dataset.startswith("plugin:"):
+        raise ConfigError(
+            f"{where}: the task has neither rewards nor constraints, so nothing could be learnt; "
+            f"add 'rewards: [<name>]' (`multitask-rl plugins list` shows what is installed)"
+        )
+    _check_primary_metric(spec, where.at("primary_metric"))
+    for key in ("dataset", "eval_dataset"):
+        _check_dataset(where.at(key), getattr(spec, key))
+    if need_data and not spec.dataset:
+        raise ConfigError(
+            f"{where.at('dataset')}: task {spec.name!r} has no data set; give a path, a Hugging Face id or "
+            f"plugin:<task>, or pass a dataloader in Python"
+        )
+
+
+def _check_name(name: str, where: Where) -> None:
+    if name in RESERVED_NAMES:
+        raise ConfigError(
+            f"{where}: the task name {name!r} is reserved for aggregates; rename it "
+            f"(reserved: {', '.join(RESERVED_NAMES)})"
+        )
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: the task name {name!r} is not allowed: letters, digits, '_' and '-', at most 64, "
+            f"the first a letter or digit (it becomes part of metric names and command-line keys)"
+        )
+
+
+def _check_numbers(spec: TaskSpec, where: Where) -> None:
+    _in_range(where.at("weight"), spec.weight, low=0.0)
+    _in_range(where.at("min_share"), spec.min_share, low=0.0, high=1.0)
+    _in_range(where.at("loss_weight"), spec.loss_weight, low=0.0)
+    _in_range(where.at("group_size"), spec.group_size, low=1)
+    _in_range(where.at("kl", "coefficient"), spec.kl.coefficient, low=0.0)
+    _in_range(where.at("kl", "target"), spec.kl.target, low=0.0)
+    _in_range(where.at("kl", "horizon"), spec.kl.horizon, low=1.0)
+    if spec.sampling is not None:
+        here = where.at("sampling")
+        _in_range(here.at("max_new_tokens"), spec.sampling.max_new_tokens, low=1)
+        _in_range(here.at("temperature"), spec.sampling.temperature, low=0.0)
+        _in_range(here.at("top_p"), spec.sampling.top_p, low=0.0, high=1.0)
+        _in_range(here.at("top_k"), spec.sampling.top_k, low=0)
+
+
+def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
+    _one_of(where.at("mode"), constraint.mode, CONSTRAINT_MODES)
+    _in_range(where.at("limit"), constraint.limit, low=0.0, high=1.0)
+    _in_range(where.at("weight"), constraint.weight, low=0.0)
+    _in_range(where.at("max_attempts"), constraint.max_attempts, low=1)
+
+
+def _check_primary_metric(spec: TaskSpec, where: Where) -> None:
+    known = ["reward", *(r.name or r.plugin for r in spec.rewards)]
+    from_plugin = spec.dataset.startswith("plugin:")
+    if spec.primary_metric.split("/", 1)[0] not in known and not from_plugin:
+        raise ConfigError(
+            f"{where}: primary_metric {spec.primary_metric!r} is none of the task's rewards"
+            f"{suggest(spec.primary_metric, known)} (allowed: {', '.join(known)}, or <reward>/<component>)"
+        )
+
+
+def _check_plugin(where: Where, group: str, plugin: str) -> None:
+    """Check that a reward or constraint can be found, without importing it."""
+    prefix, _, rest = plugin.partition(":")
+    if not rest:
+        _check_entry_point(where, group, plugin)
+    elif prefix in FOREIGN_PREFIXES:
+        if prefix == "verl":
+            _check_function(where, rest)
+    else:
+        _check_function(where, plugin)
+
+
+def _check_entry_point(where: Where, group: str, name: str) -> None:
+    names = sorted({plugin.name for plugin in list_plugins(group)})
+    if name not in names:
+        kind = group.rpartition(".")[2].removesuffix("s")
+        raise ConfigError(
+            f"{where}: unknown {kind} {name!r}{suggest(name, names)} "
+            f"(installed: {', '.join(names) or 'none'}); a plugin added since the last install appears after `pip install -e .`"
+        )
+
+
+def _check_function(where: Where, target: str) -> None:
+    """Check ``file.py:name`` by parsing the file, ``package.module:name`` by finding the package."""
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).expanduser()
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: cannot read {place!r} of {target!r}: {error}") from error
+        names = _top_level_names(tree)
+        if name not in names:
+            raise ConfigError(
+                f"{where}: {place!r} has no {name!r}{suggest(name, names)} (it has: {', '.join(names)})"
+            )
+        return
+    if not place or importlib.util.find_spec(place.split(".")[0]) is None:
+        raise ConfigError(
+            f"{where}: {target!r} is not found: no module {place!r}; expected an entry-point name, "
+            f"module:function, file.py:function, or one of the prefixes {', '.join(FOREIGN_PREFIXES)}"
+        )
+
+
+def _top_level_names(tree: ast.Module) -> list[str]:
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [t.id for t in node.targets if isinstance(t, ast.Name)]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [(a.asname or a.name).split(".")[0] for a in node.names]
+    return names
+
+
+def _check_dataset(where: Where, dataset: str) -> None:
+    if not dataset:
+        return
+    if dataset.startswith("plugin:"):
+        _check_entry_point(where, "multitask_rl.tasks", dataset.removeprefix("plugin:"))
+    elif is_data_path(dataset):
+        if not Path(dataset).expanduser().is_file():
+            beside = Path(where.file).parent if where.line > 0 else Path()
+            raise ConfigError(
+                f"{where}: the data set {dataset!r} does not exist (looked in {str(beside)!r} and the "
+                f"working directory); paths end in {', '.join(DATA_SUFFIXES)}"
+            )
+        if not dataset.endswith(DATA_SUFFIXES):
+            raise ConfigError(f"{where}: {dataset!r} must end in one of {', '.join(DATA_SUFFIXES)}")
+    elif not _HUB_ID.fullmatch(dataset):
+        raise ConfigError(
+            f"{where}: {dataset!r} is neither a path ({', '.join(DATA_SUFFIXES)}), a Hugging Face id "
+            f"(owner/name) nor plugin:<task>"
+        )
+
+
+def _one_of(where: Where, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"{where}: {value!r} is unknown{suggest(value, allowed)} (allowed: {', '.join(allowed)})"
+        )
+
+
+def _in_range(where: Where, value: float | None, *, low: float, high: float = float("inf")) -> None:
+    if value is not None and not low <= value <= high:
+        limits = f">= {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+        raise ConfigError(f"{where}: must be {limits}, got {value!r}")

@@ -1,0 +1,133 @@
+"""Which role runs on which device, checked before anything loads.
+
+    device_map: {actor: "cuda:0-3", critic: "cuda:4-5", reward.code: cpu}
+
+Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. Two roles may
+use the same set of devices (that is placing them together on purpose); sets that overlap in part are refused:
+one of the roles would wait for the other without anybody having asked for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from multitask_rl.config.build import suggest
+from multitask_rl.errors import ConfigError
+
+__all__ = ["DeviceSet", "count_cuda_devices", "parse_device_map", "parse_devices", "resolve_devices"]
+
+_ROLES = ("actor", "critic", "reference", "rollout")
+_PER_TASK = ("reward", "constraint")
+_CUDA = re.compile(r"cuda:(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSet:
+    """Devices of one kind."""
+
+    kind: str
+    """``cpu`` or ``cuda``"""
+    indices: tuple[int, ...] = ()
+    """CUDA indices, ascending, each once; empty for the CPU and for plain ``cuda``."""
+
+    @property
+    def first(self) -> str:
+        """The name ``torch.device`` takes for the first device."""
+        return f"{self.kind}:{self.indices[0]}" if self.indices else self.kind
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{','.join(map(str, self.indices))}" if self.indices else self.kind
+
+
+def parse_devices(text: str, where: str = "device") -> DeviceSet:
+    """Return the devices that ``text`` names.
+
+    >>> parse_devices("cuda:0-2,5").indices
+    (0, 1, 2, 5)
+
+    Raises:
+        ConfigError: another form than ``cpu``, ``cuda``, ``cuda:0``, ``cuda:0-3``, ``cuda:4,5``.
+    """
+    text = str(text).replace(" ", "")
+    if text in ("cpu", "cuda"):
+        return DeviceSet(text)
+    match = _CUDA.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{where}: {text!r} is no device (allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5)")
+    indices: list[int] = []
+    for part in match[1].split(","):
+        low, _, high = part.partition("-")
+        if high and int(high) < int(low):
+            raise ConfigError(f"{where}: the range {part!r} of {text!r} runs backwards; write {high}-{low}")
+        indices += range(int(low), int(high or low) + 1)
+    if len(set(indices)) < len(indices):
+        raise ConfigError(f"{where}: {text!r} names a device twice")
+    return DeviceSet("cuda", tuple(sorted(indices)))
+
+
+def parse_device_map(
+    device_map: Mapping[str, str], *, num_cuda: int | None = None, tasks: Sequence[str] | None = None
+) -> dict[str, DeviceSet]:
+    """Return the devices of every role named in ``device_map``.
+
+    Args:
+        device_map: role -> devices.
+        num_cuda: CUDA devices of the machine; None = ask (``count_cuda_devices``), and only if one is named.
+        tasks: names allowed after ``reward.`` and ``constraint.``; None = any.
+
+    Raises:
+        ConfigError: unknown role or task, malformed or missing device, sets that overlap in part.
+    """
+    parsed: dict[str, DeviceSet] = {}
+    for role, text in device_map.items():
+        _check_role(role, tasks)
+        parsed[role] = parse_devices(text, f"device_map.{role}")
+    if any(d.kind == "cuda" for d in parsed.values()):
+        available = count_cuda_devices() if num_cuda is None else num_cuda
+        for role, devices in parsed.items():
+            _check_present(role, devices, available)
+    for (role, mine), (other, theirs) in combinations(parsed.items(), 2):
+        shared = set(mine.indices) & set(theirs.indices)
+        if shared and mine != theirs:
+            common = DeviceSet("cuda", tuple(sorted(shared)))
+            raise ConfigError(
+                f"device_map: {role} ({mine}) and {other} ({theirs}) share {common} but not all; give them separate devices, or the same set to place them together"
+            )
+    return parsed
+
+
+def resolve_devices(device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None) -> dict[str, str]:
+    """Check ``device_map`` as ``parse_device_map`` does and return the first device of every role for torch."""
+    return {role: devices.first for role, devices in parse_device_map(device_map, tasks=tasks).items()}
+
+
+def count_cuda_devices() -> int:
+    """Return how many CUDA devices torch sees."""
+    import torch  # heavy: only a device map that names cuda pays for it
+
+    return torch.cuda.device_count()
+
+
+def _check_role(role: str, tasks: Sequence[str] | None) -> None:
+    kind, dot, task = role.partition(".")
+    if not dot and role in _ROLES:
+        return
+    if dot and kind in _PER_TASK:
+        if tasks is None or task in tasks:
+            return
+        raise ConfigError(
+            f"device_map.{role}: no task {task!r}{suggest(task, tasks)} (tasks: {', '.join(tasks)})"
+        )
+    known = [*_ROLES, *(f"{k}.<task>" for k in _PER_TASK)]
+    raise ConfigError(f"device_map.{role}: unknown role{suggest(role, known)} (allowed: {', '.join(known)})")
+
+
+def _check_present(role: str, devices: DeviceSet, available: int) -> None:
+    missing = [i for i in devices.indices if i >= available]
+    if devices.kind == "cuda" and (missing or not available):
+        names = f"cuda:{','.join(map(str, missing))}" if missing else "cuda"
+        have = f"cuda:0-{available - 1}" if available > 1 else "cuda:0" if available else "no CUDA device"
+        raise ConfigError(f"device_map.{role}: {names} is not on this machine, which has {have} and cpu")

@@ -1,0 +1,59 @@
+"""Device maps: every form, and every refusal."""
+
+import pytest
+
+from multitask_rl.config.devices import DeviceSet, parse_device_map, parse_devices
+from multitask_rl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cpu", DeviceSet("cpu")),
+        ("cuda", DeviceSet("cuda")),
+        ("cuda:0", DeviceSet("cuda", (0,))),
+        ("cuda:0-3", DeviceSet("cuda", (0, 1, 2, 3))),
+        ("cuda:4,5", DeviceSet("cuda", (4, 5))),
+        ("cuda: 6, 0-1", DeviceSet("cuda", (0, 1, 6))),
+    ],
+)
+def test_form_is_read(text: str, expected: DeviceSet) -> None:
+    assert parse_devices(text) == expected
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:a", "cuda:0-", "cuda:3-1", "cuda:0,0", "cpu:1", ""])
+def test_malformed_device_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"allowed|backwards|twice"):
+        parse_devices(text)
+
+
+def test_reference_map_parses_where_the_devices_exist() -> None:
+    parsed = parse_device_map({"actor": "cuda:0-3", "critic": "cuda:4-5", "reward.code": "cpu"}, num_cuda=6)
+    assert parsed["actor"].indices == (0, 1, 2, 3)
+    assert str(parsed["critic"]) == "cuda:4,5"
+    assert parsed["reward.code"].first == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device_map", "parts"),
+    [
+        ({"actor": "cuda:0-3", "critic": "cuda:3-5"}, ["actor", "critic", "share cuda:3"]),
+        ({"actor": "cuda:7-9"}, ["device_map.actor", "cuda:8,9", "cuda:0-7"]),
+        ({"actr": "cpu"}, ["did you mean 'actor'", "reward.<task>"]),
+        ({"reward.mth": "cpu"}, ["did you mean 'math'"]),
+    ],
+)
+def test_impossible_map_is_refused(device_map: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_device_map(device_map, num_cuda=8, tasks=["math"])
+    assert [p for p in parts if p not in str(caught.value)] == [], caught.value
+
+
+def test_roles_may_share_a_whole_set() -> None:
+    parsed = parse_device_map({"actor": "cuda:0-1", "rollout": "cuda:0,1"}, num_cuda=2)
+    assert parsed["actor"] == parsed["rollout"]
+
+
+def test_cuda_on_a_machine_without_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        parse_device_map({"actor": "cuda"}, num_cuda=0)

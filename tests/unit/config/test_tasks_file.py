@@ -1,0 +1,215 @@
+"""The tasks file: what loads, and what each mistake is told."""
+
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks, validate_tasks
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import SamplingParams
+
+REFERENCE = Path(__file__).parents[3] / "configs" / "reference_tasks.yaml"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "tasks.yaml"
+    path.write_text(dedent(text), encoding="utf-8")
+    return path
+
+
+def refusal(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(write(tmp_path, text), overrides)
+    return str(caught.value)
+
+
+def test_reference_file_loads_as_written() -> None:
+    tasks = load_tasks(REFERENCE)
+    assert list(tasks) == ["preference_alignment", "code_generation", "fact_checking"]
+    assert [t.type for t in tasks.values()] == ["ppo", "reward_conditioned", "constrained_decoding"]
+    reward = tasks["preference_alignment"].rewards[0]
+    assert (reward.plugin, reward.name, reward.weight) == ("rm_hf", "rm_hf", 1.0)
+    assert reward.config == {"model_name": "openbmb/MiniRM-27B", "device": "cuda:4"}
+    assert reward.device == "cuda:4"
+    assert tasks["code_generation"].rewards[0].config == {"evaluator": "codebleu", "timeout": 10}
+    constraint = tasks["fact_checking"].constraints[0]
+    assert (constraint.plugin, constraint.mode) == ("fact_checker", "reject")
+    assert constraint.config["max_new_tokens"] == 128
+    assert tasks["code_generation"].source.endswith("reference_tasks.yaml:7")
+
+
+def test_every_key_of_a_task_is_read(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    (tmp_path / "graders.py").write_text("def brevity(response, **row):\n    return 1.0\n")
+    path = write(
+        tmp_path,
+        """
+        tasks:
+          math:
+            type: grpo
+            dataset: d.jsonl
+            split: train
+            eval_dataset: d.jsonl
+            prompt: "Q: {prompt}"
+            weight: 2
+            min_share: 0.1
+            loss_weight: 0.5
+            group_size: 4
+            sampling: {temperature: 0.7, stop: ["\\n"]}
+            kl: {coefficient: 1e-3, placement: loss}
+            device: cpu
+            rewards:
+              - math_answer
+              - {plugin: "graders.py:brevity", weight: 0}
+            constraints:
+              - {plugin: safety_classifier, mode: lagrangian, limit: 0.1}
+            algorithm_config: {clip_high: 0.28}
+            primary_metric: math_answer
+            higher_is_better: true
+        """,
+    )
+    task = load_tasks(path)["math"]
+    assert task.dataset == str((tmp_path / "d.jsonl").resolve())
+    assert [r.name for r in task.rewards] == ["math_answer", "brevity"]
+    assert task.rewards[1].plugin == f"{(tmp_path / 'graders.py').resolve()}:brevity"
+    assert task.rewards[0].device == "cpu"
+    assert task.kl.coefficient == 1e-3
+    assert isinstance(task.weight, float)
+    default = SamplingParams(max_new_tokens=99, temperature=1.0)
+    assert task.sampling_params(default) == SamplingParams(max_new_tokens=99, temperature=0.7, stop=("\n",))
+    validate_tasks({"math": task}, need_data=True)
+
+
+def test_list_form_and_mapping_form_give_the_same_tasks() -> None:
+    body = {"rewards": ["math_answer"], "weight": 1.0}
+    listed = parse_tasks({"tasks": [{"name": "a", **body}]})
+    mapped = parse_tasks({"tasks": {"a": body}})
+    listed["a"].source = mapped["a"].source = ""
+    assert listed == mapped
+
+
+def test_overrides_merge_into_the_file_and_can_add_a_task(tmp_path: Path) -> None:
+    path = write(tmp_path, "tasks: {a: {reward_model: code_evaluator, reward_config: {timeout: 10}}}")
+    tasks = load_tasks(
+        path, {"a": {"weight": 2, "reward_config": {"tests": 1}}, "b": {"rewards": ["math_answer"]}}
+    )
+    assert tasks["a"].weight == 2.0
+    assert tasks["a"].rewards[0].config == {"timeout": 10, "tests": 1}
+    assert list(tasks) == ["a", "b"]
+    assert list(load_tasks("", {"b": {"rewards": ["math_answer"]}})) == ["b"]
+
+
+OK = "rewards: [math_answer]"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "tasks:\n  m:\n    wieght: 1\n",
+            ["tasks.yaml:3", "tasks.m.wieght", "did you mean 'weight'", "sampling"],
+        ),
+        (
+            f"tasks:\n  m:\n    weight: heavy\n    {OK}\n",
+            ["tasks.yaml:3", "tasks.m.weight", "a number", "'heavy'"],
+        ),
+        (f"tasks:\n  m:\n    weight: true\n    {OK}\n", ["tasks.yaml:3", "a number", "True"]),
+        (f"tasks:\n  m:\n    weight: -1\n    {OK}\n", ["tasks.yaml:3", "tasks.m.weight", ">= 0", "-1"]),
+        (f"tasks:\n  m:\n    weight: .nan\n    {OK}\n", ["tasks.yaml:3", "tasks.m.weight", "finite"]),
+        (f"tasks: {{a: {{weight: 0, {OK}}}, b: {{weight: 0, {OK}}}}}", ["a, b", "all 0"]),
+        (f"tasks:\n  m: {{{OK}}}\n  m: {{{OK}}}\n", ["tasks.yaml:3", "'m'", "twice", "line 2"]),
+        (f"tasks:\n  - {{name: m, {OK}}}\n  - {{name: m, {OK}}}\n", ["tasks.yaml:3", "twice", ":2"]),
+        (f"tasks:\n  worst: {{{OK}}}\n", ["tasks.yaml:2", "'worst'", "reserved", "macro"]),
+        (f"tasks:\n  a.b: {{{OK}}}\n", ["tasks.yaml:2", "'a.b'", "letters"]),
+        (f"tasks:\n  1: {{{OK}}}\n", ["tasks.yaml:2", "must be text", "quotes"]),
+        (f"tasks:\n  - {{{OK}}}\n", ["tasks.yaml:2", "'name'"]),
+        (f"tasks:\n  m:\n    type: gpro\n    {OK}\n", ["tasks.yaml:3", "tasks.m.type", "'grpo'", "ppo"]),
+        (
+            "tasks:\n  m:\n    rewards:\n      - math_anwser\n",
+            ["tasks.yaml:4", "rewards[0]", "'math_answer'", "rm_hf"],
+        ),
+        ("tasks:\n  m:\n    reward_model: nope\n", ["tasks.yaml:3", "'nope'", "installed"]),
+        (
+            "tasks:\n  m:\n    constraint_model: fact_cheker\n",
+            ["tasks.yaml:3", "constraint", "'fact_checker'"],
+        ),
+        ("tasks:\n  m:\n    rewards: ['no_such_package.x:f']\n", ["tasks.yaml:3", "no module", "prefixes"]),
+        ("tasks:\n  m:\n    rewards: ['absent.py:f']\n", ["tasks.yaml:3", "cannot read", "absent.py"]),
+        (
+            "tasks:\n  m:\n    constraints:\n      - {plugin: fact_checker,\n         mode: rejct}\n",
+            ["tasks.yaml:5", "constraints[0].mode", "'reject'", "lagrangian"],
+        ),
+        (
+            f"tasks:\n  m:\n    {OK}\n    dataset: gone.jsonl\n",
+            ["tasks.yaml:4", "gone.jsonl", "does not exist"],
+        ),
+        (f"tasks:\n  m:\n    {OK}\n    dataset: a b c\n", ["tasks.yaml:4", "Hugging Face id"]),
+        (f"tasks:\n  m:\n    {OK}\n    dataset: plugin:nope\n", ["tasks.yaml:4", "unknown task 'nope'"]),
+        ("tasks:\n  m:\n    type: grpo\n", ["tasks.yaml:2", "neither rewards nor constraints"]),
+        ("tasks:\n  m:\n    reward_config: {a: 1}\n", ["tasks.yaml:3", "'reward_model'"]),
+        (
+            f"tasks:\n  m:\n    {OK}\n    reward_model: math_answer\n",
+            ["tasks.yaml:4", "short form", "one of them"],
+        ),
+        ("tasks:\n  m:\n    rewards: [math_answer, math_answer]\n", ["rewards[1]", "taken", "'name'"]),
+        ("tasks:\n  m:\n    rewards: math_answer\n", ["tasks.yaml:3", "a list of plugins"]),
+        (f"tasks:\n  m:\n    {OK}\n    kl: {{placement: lss}}\n", ["tasks.yaml:4", "kl.placement", "'loss'"]),
+        (f"tasks:\n  m:\n    {OK}\n    sampling: {{temprature: 1}}\n", ["tasks.yaml:4", "'temperature'"]),
+        (f"tasks:\n  m:\n    {OK}\n    sampling: {{top_p: 2}}\n", ["tasks.yaml:4", "between 0 and 1"]),
+        (f"tasks:\n  m:\n    {OK}\n    primary_metric: math\n", ["tasks.yaml:4", "math_answer", "reward"]),
+        (
+            f"tasks:\n  m:\n    {OK}\n    evaluation_only: true\n",
+            ["evaluation_only", "nothing would be trained"],
+        ),
+        (f"tasks: {{a: {{min_share: 0.6, {OK}}}, b: {{min_share: 0.6, {OK}}}}}", ["min_share", "1.2"]),
+        ("task:\n  m: {}\n", ["tasks.yaml:1", "'task'", "did you mean 'tasks'"]),
+        ("tasks: []\n", ["tasks.yaml:1", "a list of tasks"]),
+        ("tasks: {m: 3}\n", ["tasks.yaml:1", "tasks.m", "3"]),
+        ("- a\n", ["expected a mapping"]),
+        ("", ["tasks.yaml", "empty"]),
+        ("tasks:\n  m: {rewards: [a\n  b: c\n", ["tasks.yaml:3:4", "not valid YAML"]),
+        ("tasks:\n\tm: 1\n", ["tasks.yaml:2:1", "not valid YAML"]),
+        ("tasks: &x\n  m: *x\n", ["alias"]),
+        ("tasks: !!python/object:os.system {}\n", ["tasks.yaml:1", "not valid YAML"]),
+    ],
+)
+def test_mistake_is_told_with_place_and_remedy(tmp_path: Path, text: str, parts: list[str]) -> None:
+    message = refusal(tmp_path, text)
+    assert [part for part in parts if part not in message] == [], message
+    assert "\n" not in message.split("not valid YAML")[0]
+
+
+def test_mistake_of_an_override_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    text = f"tasks: {{math: {{{OK}}}}}"
+    assert "override: tasks.math.weight" in refusal(tmp_path, text, {"math": {"weight": -2}})
+    assert "did you mean 'math'" in refusal(tmp_path, text, {"mth": {"weight": 2}})
+
+
+def test_missing_file_and_undecodable_file_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_tasks(tmp_path / "absent.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_bytes(b"\xff\xfe\x00tasks")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_tasks(bad)
+
+
+def test_data_set_is_demanded_only_when_a_run_is_about_to_start() -> None:
+    tasks = load_tasks(REFERENCE)
+    with pytest.raises(ConfigError, match="has no data set"):
+        validate_tasks(tasks, need_data=True)
+
+
+def test_missing_weight_is_the_mean_of_those_given() -> None:
+    assert fill_weights(["a", "b", "c"], {"a": 1.0, "b": 3.0}) == pytest.approx(
+        {"a": 1 / 6, "b": 0.5, "c": 1 / 3}
+    )
+    assert fill_weights(["a", "b"], {}) == {"a": 0.5, "b": 0.5}
+    with pytest.raises(ConfigError, match="did you mean 'math'"):
+        fill_weights(["math"], {"mth": 1.0})
+    with pytest.raises(ConfigError, match="all 0"):
+        fill_weights(["a"], {"a": 0.0})
+    with pytest.raises(ConfigError, match="finite"):
+        fill_weights(["a"], {"a": float("nan")})
