@@ -16,12 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from multitask_rl.errors import ConfigError
 from multitask_rl.records import Scored, TrainSample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Algorithm", "AlgorithmConfig", "Credit", "CreditBatch", "LossOutput", "TokenBatch"]
+
+_AGGREGATIONS = ("token", "sequence", "constant")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +44,20 @@ class AlgorithmConfig:
     aggregation: str = "token"
     """Loss denominator of the task: ``token`` (mean over its tokens), ``sequence`` (mean over samples of
     their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens))."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value outside its documented range."""
+        self.require("clip_low", 0.0 < self.clip_low <= 1.0, "in (0, 1]")
+        self.require("clip_high", self.clip_high > 0.0, "> 0")
+        self.require("dual_clip", self.dual_clip == 0.0 or self.dual_clip > 1.0, "0 (off) or > 1")
+        self.require("truncated_is", self.truncated_is >= 0.0, "0 (off) or > 0")
+        self.require("entropy_coefficient", self.entropy_coefficient >= 0.0, ">= 0")
+        self.require("aggregation", self.aggregation in _AGGREGATIONS, f"one of {', '.join(_AGGREGATIONS)}")
+
+    def require(self, name: str, holds: bool, allowed: str) -> None:
+        """Raise ``ConfigError`` naming the field ``name`` unless ``holds``."""
+        if not holds:
+            raise ConfigError(f"algorithm_config.{name} must be {allowed}, got {getattr(self, name)!r}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,7 +128,8 @@ class TokenBatch:
     returns: Tensor | None = None
     """[N]"""
     kl_coefficient: float = 0.0
-    """beta of the KL term inside the loss; 0 when it is in the reward or off."""
+    """beta of the KL term inside the loss; 0 when it is in the reward or off. An algorithm that
+    ``wants_exact_kl`` has no reward to put it in: it gets its beta here whatever the placement."""
     kl_estimator: str = "k3"
     """``k1``, ``k2`` or ``k3`` (see ``kl.py``)."""
 
@@ -156,6 +174,13 @@ class Algorithm:
         """Whether a group with these rewards gives a gradient (False: refilled and counted)."""
         return True
 
+    def outcome(self, scored: Scored) -> float:
+        """Return the reward this algorithm credits to a scored rollout (0 for a failed one).
+
+        ``is_informative`` is asked with these numbers, and ``select`` puts them into ``TrainSample.reward``.
+        """
+        return scored.reward if scored.reward is not None else 0.0
+
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
         """Turn the step's scored rollouts of the task (failures already left out) into samples."""
         return [
@@ -164,7 +189,7 @@ class Algorithm:
                 prompt_ids=s.rollout.prompt.prompt_ids,
                 response_ids=s.rollout.response_ids,
                 rollout_logprobs=s.rollout.rollout_logprobs,
-                reward=s.reward if s.reward is not None else 0.0,
+                reward=self.outcome(s),
             )
             for s in scored
         ]

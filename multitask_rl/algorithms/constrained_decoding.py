@@ -1,0 +1,52 @@
+"""Policy gradient under a rejecting constraint: every attempt counts, the refused ones too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.algorithms.base import AlgorithmConfig
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.records import Scored
+
+__all__ = ["ConstrainedDecoding", "ConstrainedDecodingConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ConstrainedDecodingConfig(GRPOConfig):
+    """Settings of ``ConstrainedDecoding``."""
+
+    rejected_reward: float = 0.0
+    """Reward of an attempt that a constraint refused; below what an acceptable response earns."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value outside its documented range."""
+        GRPOConfig.__post_init__(self)
+        self.require("rejected_reward", math.isfinite(self.rejected_reward), "a finite number")
+
+
+class ConstrainedDecoding(GRPO):
+    """GRPO on all attempts of reject-and-resample decoding, each under its own log-probability.
+
+    A slot is sampled until a response is accepted or the attempts run out. Each attempt is one draw from the
+    unconstrained policy pi, and its recorded log-probabilities are pi's, so each gives an ordinary
+    policy-gradient term ``g_j = r_j grad log pi(y_j)`` with ``r_j = rejected_reward`` for a refused one.
+    Whether attempt j happens depends on earlier attempts only; by Wald's identity the sum over a slot has
+    the mean ``E[attempts] E_pi[r grad log pi]``: the true gradient, times a positive number.
+
+    Training on the accepted responses alone is biased. They come from ``pi(y) 1[accepted] / Z`` whose score
+    is ``grad log pi - grad log Z``; using ``grad log pi`` drops ``grad log Z``, the probability of being
+    accepted. Under such training a policy that is refused 99 times in 100 has no reason to change, as the
+    resampling hides it.
+
+    Limits: a prompt with many refusals has more samples and so more weight; a group may be larger than
+    ``group_size``; dividing by the realised number of tokens is unbiased only in the limit of many samples.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = ConstrainedDecodingConfig
+    config: ConstrainedDecodingConfig
+
+    def outcome(self, scored: Scored) -> float:
+        """Return the scored reward, or ``rejected_reward`` of a refused attempt."""
+        return self.config.rejected_reward if scored.rollout.rejected else super().outcome(scored)

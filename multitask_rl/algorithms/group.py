@@ -1,0 +1,142 @@
+"""Group-relative credit: what a response is worth against its siblings.
+
+A group is the rollouts of one draw of one prompt. Statistics are taken in float64 and never leave the group;
+a group of one has nothing to compare with and gets 0 (not its raw reward).
+Axes: ``B`` samples, ``M`` groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from multitask_rl.algorithms.ragged import segment_mean, segment_sum
+
+__all__ = [
+    "centre",
+    "centre_leave_one_out",
+    "centre_length_weighted",
+    "divide_by_group_std",
+    "has_variance",
+    "mean_square_deviation",
+    "whiten",
+]
+
+
+def _index(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's group number [B] in 0 .. M - 1 and the group sizes [M]."""
+    _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    return index, sizes
+
+
+def _above_minimum(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
+    """Return float64 values [B] relative to their group's smallest.
+
+    Equal values become exact zeros and a large common shift costs no digits.
+    """
+    wide = values.double()
+    lowest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amin", include_self=False)
+    return wide - lowest[index]
+
+
+def _check(values: Tensor, groups: Tensor) -> None:
+    if values.ndim != 1 or values.shape != groups.shape:
+        raise ValueError(f"values {list(values.shape)} and groups {list(groups.shape)} must both be [B]")
+
+
+def centre(values: Tensor, groups: Tensor) -> Tensor:
+    """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783, Eq. 3 without the length term).
+
+    >>> centre(torch.tensor([1.0, 0.0, 7.0]), torch.tensor([3, 3, 8])).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    _check(values, groups)
+    index, sizes = _index(groups)
+    wide = _above_minimum(values, index, len(sizes))
+    return (wide - segment_mean(wide, index, len(sizes))[index]).to(values.dtype)
+
+
+def centre_leave_one_out(values: Tensor, groups: Tensor) -> Tensor:
+    """Return ``r - mean of the others in its group = G / (G - 1) (r - mean)`` [B].
+
+    Source: RLOO (arXiv:2402.14740) Eq. 6. The baseline is independent of the sample, so it adds no bias.
+    """
+    _check(values, groups)
+    index, sizes = _index(groups)
+    wide = _above_minimum(values, index, len(sizes))
+    size = sizes[index].double()
+    deviation = wide - segment_mean(wide, index, len(sizes))[index]
+    return (deviation * size / (size - 1.0).clamp(min=1.0)).to(values.dtype)
+
+
+def centre_length_weighted(values: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """Return ``r - sum(L r) / sum(L)`` over its group [B].
+
+    Source: OPO (arXiv:2505.23585) Eq. 8: the variance-optimal baseline when the score's squared norm grows
+    with the length L. A group of one, or of empty responses, gets 0.
+    """
+    _check(values, groups)
+    index, sizes = _index(groups)
+    wide, weight = _above_minimum(values, index, len(sizes)), lengths.double()
+    total = segment_sum(weight, index, len(sizes))
+    baseline = segment_sum(weight * wide, index, len(sizes)) / total.clamp(min=1.0)
+    deviation = wide - baseline[index]
+    return torch.where((sizes[index] > 1) & (total[index] > 0), deviation, 0.0).to(values.dtype)
+
+
+def divide_by_group_std(
+    deviations: Tensor, groups: Tensor, *, ddof: int = 1, epsilon: float = 1e-6
+) -> Tensor:
+    """Return ``d / (std of its group + epsilon)`` for deviations that are already centred [B].
+
+    Source: GRPO (arXiv:2402.03300) sec. 4.1.2; ``ddof = 1`` and ``epsilon = 1e-6`` as commonly implemented.
+
+    Raises:
+        ValueError: ddof is neither 0 nor 1.
+    """
+    _check(deviations, groups)
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 or 1, got {ddof!r}")
+    index, sizes = _index(groups)
+    wide = deviations.double()
+    square = segment_sum(wide.square(), index, len(sizes))
+    std = (square / (sizes - ddof).clamp(min=1)).sqrt()
+    return (wide / (std[index] + epsilon)).to(deviations.dtype)
+
+
+def mean_square_deviation(deviations: Tensor, groups: Tensor) -> float:
+    """Return the pooled unbiased variance of the groups that have any, ``sum d^2 / sum (G - 1)``; 0 if none.
+
+    Args:
+        deviations: [B] centred in their group.
+        groups: [B]
+    """
+    _check(deviations, groups)
+    index, sizes = _index(groups)
+    square = segment_sum(deviations.double().square(), index, len(sizes))
+    varied = square > 0
+    degrees = (sizes[varied] - 1).clamp(min=1).sum()
+    return float(square[varied].sum() / degrees) if bool(varied.any()) else 0.0
+
+
+def whiten(values: Tensor) -> Tensor:
+    """Return ``(x - mean) / std`` over all values given; zeros where they do not vary or are fewer than two.
+
+    Called with the values of one task, so that no statistic mixes tasks.
+    """
+    if values.numel() < 2:
+        return torch.zeros_like(values)
+    wide = values.double()
+    deviation = wide - wide.mean()
+    std = deviation.square().mean().sqrt()
+    # Rounding of equal values must not be blown up to unit variance.
+    negligible = 1e-12 * wide.abs().max()
+    return torch.where(std > negligible, deviation / std.clamp(min=1e-300), 0.0).to(values.dtype)
+
+
+def has_variance(rewards: Sequence[float]) -> bool:
+    """Whether not all rewards of a group are equal: only then is there a group-relative gradient."""
+    values = [float(r) for r in rewards]
+    return len(values) > 1 and max(values) > min(values)

@@ -1,0 +1,134 @@
+"""Group-relative policy optimisation: the plain default, and the base of its relatives.
+
+One advantage per response, from its group; relatives override the baseline (``centre``) or the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from multitask_rl.algorithms import group
+from multitask_rl.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    Credit,
+    CreditBatch,
+    LossOutput,
+    TokenBatch,
+)
+from multitask_rl.algorithms.kl import sampled_kl
+from multitask_rl.algorithms.policy_loss import policy_loss
+from multitask_rl.algorithms.ragged import broadcast, check_tokens, segment_sum
+from multitask_rl.algorithms.running import RunningScale
+
+__all__ = ["GRPO", "GRPOConfig"]
+
+_NORMALISATIONS = ("group", "task", "none")
+
+
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig(AlgorithmConfig):
+    """Settings of ``GRPO``."""
+
+    clip_high: float = 0.28
+    """Upper clip of the ratio: 1 + clip_high (clip-higher of DAPO). Fraction, > 0."""
+    normalisation: str = "task"
+    """What centred rewards are divided by: ``group`` = standard deviation of their group (the paper; weighs
+    almost-solved and almost-hopeless prompts up), ``task`` = running scale of the task's within-group
+    deviations (tasks comparable, prompts unweighted), ``none`` = 1 (the reward's scale acts as
+    a loss weight)."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value outside its documented range."""
+        AlgorithmConfig.__post_init__(self)
+        allowed = f"one of {', '.join(_NORMALISATIONS)}"
+        self.require("normalisation", self.normalisation in _NORMALISATIONS, allowed)
+
+
+class GRPO(Algorithm):
+    """Group-relative advantages with PPO's clipped ratio.
+
+    ``A_i = (A^r_i - lambda A^c_i) / (1 + lambda) - beta (K_i - mean K)`` for every token of response i, where
+    ``A^r = (r_i - mean r) / s`` over the group, ``A^c`` the same of the constraint costs (only with a
+    multiplier lambda > 0), and ``K_i = sum_t log(old / reference)`` the KL penalty inside the reward (k1).
+
+    Rewards, costs and KL meet as advantages, after scaling. Normalising a combined reward instead lets
+    lambda act through its sign alone (r - lambda c over its own deviation), and turns the tiny KL
+    differences of an all-solved group into full-size advantages. So beta is in units of the normalised
+    reward: multiplying a task's reward by 100 changes nothing, KL included.
+
+    Source: DeepSeekMath (arXiv:2402.03300) sec. 4.1; centring without the group's deviation: Dr.GRPO
+    (arXiv:2503.20783); scale per task: AgentRL (arXiv:2510.04206); (1 + lambda): OmniSafe's ``sum_norm`` and
+    Stooke et al. (arXiv:2007.03964); k1 in the reward: arXiv:2512.21852.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = GRPOConfig
+    config: GRPOConfig
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        super().__init__(config)
+        self._scales = {"reward": RunningScale(), "cost": RunningScale()}
+
+    def is_informative(self, rewards: Sequence[float]) -> bool:
+        """Whether the group's rewards differ."""
+        return group.has_variance(rewards)
+
+    def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
+        """Return values [B] minus the baseline of their group."""
+        return group.centre(values, batch.groups)
+
+    def normalise(self, deviations: Tensor, batch: CreditBatch, signal: str) -> Tensor:
+        """Divide centred values [B] by their scale.
+
+        Args:
+            deviations: [B]
+            batch: for the groups.
+            signal: whose running scale: ``reward`` or ``cost``.
+        """
+        if self.config.normalisation == "none":
+            return deviations
+        if self.config.normalisation == "group":
+            return group.divide_by_group_std(deviations, batch.groups)
+        scale = self._scales[signal]
+        mean_square = group.mean_square_deviation(deviations, batch.groups)
+        if mean_square > 0:
+            scale.update(mean_square)
+        return deviations / scale.value
+
+    def reward_advantages(self, batch: CreditBatch) -> Tensor:
+        """Return the rewards' part of the advantage [B]."""
+        return self.normalise(self.centre(batch.rewards, batch), batch, "reward")
+
+    def credit(self, batch: CreditBatch) -> Credit:
+        """Return one advantage per response, given to each of its tokens."""
+        check_tokens(batch.lengths, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
+        advantages = self.reward_advantages(batch)
+        metrics = {"reward_scale": self._scales["reward"].value}
+        if batch.costs is not None and batch.multiplier > 0:
+            costs = self.normalise(self.centre(batch.costs, batch), batch, "cost")
+            advantages = (advantages - batch.multiplier * costs) / (1.0 + batch.multiplier)
+        if batch.kl_coefficient > 0:
+            samples = broadcast(batch.groups.new_tensor(range(len(batch.groups))), batch.lengths)
+            response_kl = segment_sum(sampled_kl(batch), samples, len(batch.groups))
+            penalty = self.centre(response_kl, batch).to(advantages.dtype)
+            advantages = advantages - batch.kl_coefficient * penalty
+            metrics["response_kl"] = float(response_kl.mean())
+        metrics["advantage_rms"] = float(advantages.square().mean().sqrt()) if len(advantages) else 0.0
+        return Credit(advantages=broadcast(advantages, batch.lengths), metrics=metrics)
+
+    def loss(self, batch: TokenBatch) -> LossOutput:
+        """Return the clipped policy loss per token."""
+        return policy_loss(batch, self.config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running scales, JSON-able."""
+        return {f"{signal}_scale": scale.state_dict() for signal, scale in self._scales.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        for signal, scale in self._scales.items():
+            scale.load_state_dict(state[f"{signal}_scale"])

@@ -1,0 +1,182 @@
+"""Kullback-Leibler divergence to the reference: estimators, the exact sum, the controller of beta.
+
+What each estimator does as a *loss* on on-policy samples (expected gradient; "A Comedy of Estimators",
+arXiv:2512.21852; the tests check it by enumeration):
+
+=====  ==============================  ===========================  ==========================================
+name   value, with r = ref/policy      mean under the policy        expected gradient as a loss
+=====  ==============================  ===========================  ==========================================
+k1     -log r                          KL(policy || ref), unbiased  0: it regularises nothing
+k2     (log r)^2 / 2                   biased                       that of KL(policy || ref)
+k3     r - 1 - log r                   KL(policy || ref), unbiased  that of KL(ref || policy): another optimum
+=====  ==============================  ===========================  ==========================================
+
+k1 *inside the reward* (detached) gives the gradient of KL(policy || ref) and is the default placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitask_rl.algorithms.base import CreditBatch
+from multitask_rl.config.task import KLSpec
+from multitask_rl.errors import ConfigError
+
+__all__ = ["KL_ESTIMATORS", "KLChange", "KLController", "estimate_kl", "exact_kl", "sampled_kl"]
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+_MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: only keeps float32 finite, far above any meaningful ratio
+
+_MAX_ERROR = 0.2  # Ziegler et al.: the proportional error is clipped to +-0.2
+
+
+def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(policy || reference) at the sampled tokens.
+
+    Source: Schulman, "Approximating KL Divergence" (2020); the table in this module's docstring.
+
+    Args:
+        logprobs: [N] nats, policy.
+        ref_logprobs: [N] nats, reference.
+        estimator: ``k1``, ``k2`` or ``k3``.
+
+    Returns:
+        [N] nats; differentiable in ``logprobs``.
+
+    Raises:
+        ValueError: unknown estimator or unequal shapes.
+    """
+    if logprobs.shape != ref_logprobs.shape:
+        raise ValueError(
+            f"logprobs {list(logprobs.shape)} and ref_logprobs {list(ref_logprobs.shape)} differ"
+        )
+    log_ratio = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        return log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1.0 - log_ratio
+    raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {estimator!r}")
+
+
+def sampled_kl(batch: CreditBatch) -> Tensor:
+    """Return k1, ``log old - log reference``, of every response token [N]: what goes into the reward.
+
+    Raises:
+        ValueError: the batch lacks one of the two.
+    """
+    if batch.old_logprobs is None or batch.ref_logprobs is None:
+        raise ValueError("a KL penalty inside the reward needs old_logprobs [N] and ref_logprobs [N]")
+    return estimate_kl(batch.old_logprobs, batch.ref_logprobs, "k1")
+
+
+def exact_kl(policy_logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Return KL(policy || reference) summed over the vocabulary, ``sum_v p_v (log p_v - log q_v)``.
+
+    Tokens the policy gives probability 0 (logit -inf under a mask) add 0, also to the gradient.
+
+    Args:
+        policy_logits: [..., V], unnormalised or log-probabilities.
+        ref_logits: [..., V]
+
+    Returns:
+        [...] nats; differentiable in ``policy_logits``.
+    """
+    log_p = torch.log_softmax(policy_logits, dim=-1)
+    log_q = torch.log_softmax(ref_logits, dim=-1)
+    impossible = torch.isneginf(log_p)
+    # Mask before multiplying: 0 * (-inf) would put NaN into value and gradient.
+    difference = torch.where(impossible, 0.0, log_p) - torch.where(impossible, 0.0, log_q)
+    return (log_p.exp() * difference).sum(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KLChange:
+    """One move of an adaptive coefficient, for the event log."""
+
+    old: float
+    new: float
+    observed: float
+    """Nats per response that caused it."""
+    target: float
+
+    @property
+    def reason(self) -> str:
+        """One sentence for a person."""
+        word = "above" if self.observed > self.target else "below"
+        return (
+            f"KL of {self.observed:.4g} nats per response is {word} the target {self.target:.4g}: "
+            f"coefficient {self.old:.4g} -> {self.new:.4g}"
+        )
+
+
+class KLController:
+    """The coefficient beta of one task: fixed, or steered to a target KL.
+
+    Adaptive update per optimizer step, with ``e = clip(observed / target - 1, -0.2, 0.2)``::
+
+        beta <- beta * (1 + e / horizon)
+
+    Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv:1909.08593), sec. 2.2,
+    with the horizon counted in steps. Several steps at once compound, so beta never changes sign.
+
+    Raises:
+        ConfigError: adaptive without a positive target, horizon and starting coefficient.
+    """
+
+    def __init__(self, spec: KLSpec) -> None:
+        if spec.coefficient < 0 or not math.isfinite(spec.coefficient):
+            raise ConfigError(f"kl.coefficient must be a finite number >= 0, got {spec.coefficient!r}")
+        if spec.target is not None:
+            if spec.target <= 0:
+                raise ConfigError(f"kl.target must be > 0 nats per response, got {spec.target!r}")
+            if spec.horizon < 1:
+                raise ConfigError(f"kl.horizon must be >= 1 step, got {spec.horizon!r}")
+            if spec.coefficient == 0:
+                raise ConfigError(
+                    f"kl.target = {spec.target!r} needs a starting kl.coefficient > 0: the adaptive "
+                    "controller multiplies it, and 0 stays 0. Set for example kl.coefficient: 0.01."
+                )
+        self._spec = spec
+        self._coefficient = float(spec.coefficient)
+
+    @property
+    def coefficient(self) -> float:
+        """Beta for the next step."""
+        return self._coefficient
+
+    def update(self, observed_kl_per_response: float, num_steps: int = 1) -> KLChange | None:
+        """Account for one measurement.
+
+        Args:
+            observed_kl_per_response: mean over responses of the summed KL, nats; NaN = nothing measured.
+            num_steps: optimizer steps since the last measurement.
+
+        Returns:
+            The change, or None when the coefficient stayed as it was.
+        """
+        target = self._spec.target
+        if target is None or num_steps < 1 or not math.isfinite(observed_kl_per_response):
+            return None
+        error = min(max(observed_kl_per_response / target - 1.0, -_MAX_ERROR), _MAX_ERROR)
+        old = self._coefficient
+        self._coefficient = old * (1.0 + error / self._spec.horizon) ** num_steps
+        if self._coefficient == old:
+            return None
+        return KLChange(old=old, new=self._coefficient, observed=observed_kl_per_response, target=target)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State across steps, JSON-able."""
+        return {"coefficient": self._coefficient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self._coefficient = float(state["coefficient"])

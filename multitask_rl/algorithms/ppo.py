@@ -1,0 +1,170 @@
+"""Proximal policy optimisation with a critic: a value head per task, GAE, KL penalty per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from multitask_rl.algorithms import group
+from multitask_rl.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    Credit,
+    CreditBatch,
+    LossOutput,
+    TokenBatch,
+)
+from multitask_rl.algorithms.gae import compute_gae
+from multitask_rl.algorithms.kl import sampled_kl
+from multitask_rl.algorithms.policy_loss import policy_loss
+from multitask_rl.algorithms.ragged import check_tokens, last_tokens
+from multitask_rl.algorithms.running import RunningMoments
+
+__all__ = ["PPO", "PPOConfig", "clipped_value_loss"]
+
+
+@dataclass(kw_only=True, slots=True)
+class PPOConfig(AlgorithmConfig):
+    """Settings of ``PPO``."""
+
+    gamma: float = 1.0
+    """Discount per token, in [0, 1]."""
+    gae_lambda: float = 0.95
+    """1 = Monte-Carlo, 0 = one-step temporal difference."""
+    value_coefficient: float = 0.5
+    """Weight of the value loss beside the policy loss; it also shapes the shared trunk."""
+    value_clip: float = 0.2
+    """How far a value may move from the step's start, in standard deviations of the reward; 0 = off."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value outside its documented range."""
+        AlgorithmConfig.__post_init__(self)
+        self.require("gamma", 0.0 <= self.gamma <= 1.0, "in [0, 1]")
+        self.require("gae_lambda", 0.0 <= self.gae_lambda <= 1.0, "in [0, 1]")
+        self.require("value_coefficient", self.value_coefficient >= 0.0, ">= 0")
+        self.require("value_clip", self.value_clip >= 0.0, ">= 0")
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """Return the pessimistic value loss per token and where the clip held.
+
+    ``L = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)``
+
+    Source: "Implementation Matters in Deep Policy Gradients" (arXiv:2005.12729), sec. 3, item 1.
+
+    Args:
+        values: [N] critic now, with gradient.
+        old_values: [N] critic at the start of the step.
+        returns: [N] targets.
+        clip: eps; 0 = off.
+
+    Returns:
+        (loss [N], 1.0 where the clipped term is the larger one [N])
+    """
+    plain = (values - returns).square()
+    if clip == 0:
+        return 0.5 * plain, torch.zeros_like(plain)
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (near - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), (clipped > plain).to(plain.dtype)
+
+
+class PPO(Algorithm):
+    """PPO for language models: the response's reward on its last token, a KL penalty on every token.
+
+    ``r_t = -beta log(old_t / reference_t) + [t last] (r' - lambda c) / (1 + lambda)``, GAE, then advantages
+    whitened over the tokens of the task.
+
+    ``r' = (r - mean) / std`` with the task's running moments (state of the algorithm): a reward model of any
+    scale and shift (x20, -50) gives the same training as one of unit scale, the critic's targets stay within
+    a few units, and beta is in units of the reward's standard deviation. The moments follow the policy over
+    about 20 steps; as the shift is common to all responses it moves the critic's target, not the preferences.
+
+    Needs value heads only. A reward that drifts faster than that would call for PopArt (arXiv:1809.04474).
+
+    Source: PPO (arXiv:1707.06347); the KL penalty per token: Ziegler et al. (arXiv:1909.08593);
+    InstructGPT (arXiv:2203.02155).
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
+    needs_critic: ClassVar[bool] = True
+    config: PPOConfig
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        super().__init__(config)
+        self._reward_moments = RunningMoments()
+
+    def credit(self, batch: CreditBatch) -> Credit:
+        """Return whitened GAE advantages and the critic's targets."""
+        if batch.values is None:
+            raise ValueError("ppo needs values [N] of the critic in its credit batch")
+        check_tokens(batch.lengths, values=batch.values)
+        outcomes = self._whiten_rewards(batch.rewards)
+        if batch.costs is not None and batch.multiplier > 0:
+            costs = batch.costs.to(outcomes.dtype)
+            outcomes = (outcomes - batch.multiplier * costs) / (1.0 + batch.multiplier)
+        token_rewards = torch.zeros_like(batch.values)
+        metrics = {"reward_running_mean": self._reward_moments.mean, "reward_scale": self._reward_moments.std}
+        if batch.kl_coefficient > 0:
+            kl = sampled_kl(batch)
+            token_rewards -= batch.kl_coefficient * kl.to(token_rewards.dtype)
+            metrics["response_kl"] = float(kl.sum() / max(len(batch.lengths), 1))
+        token_rewards[last_tokens(batch.lengths)] += outcomes[batch.lengths > 0].to(token_rewards.dtype)
+        advantages, returns = compute_gae(
+            token_rewards,
+            batch.values,
+            batch.lengths,
+            gamma=self.config.gamma,
+            gae_lambda=self.config.gae_lambda,
+        )
+        metrics["explained_variance"] = _explained_variance(batch.values, returns)
+        return Credit(advantages=group.whiten(advantages), returns=returns, metrics=metrics)
+
+    def _whiten_rewards(self, rewards: Tensor) -> Tensor:
+        """Update the running moments with this step's rewards and return the whitened rewards [B]."""
+        if rewards.numel() == 0:
+            return rewards
+        wide = rewards.double()
+        moments = self._reward_moments
+        moments.update(float(wide.mean()), float(wide.var(correction=0)))
+        if moments.std == 0.0:
+            return torch.zeros_like(rewards)
+        return ((wide - moments.mean) / moments.std).to(rewards.dtype)
+
+    def loss(self, batch: TokenBatch) -> LossOutput:
+        """Return policy loss plus weighted value loss per token."""
+        if batch.values is None or batch.old_values is None or batch.returns is None:
+            raise ValueError("ppo needs values, old_values and returns [N] in its token batch")
+        policy = policy_loss(batch, self.config)
+        value_loss, is_clipped = clipped_value_loss(
+            batch.values, batch.old_values, batch.returns, self.config.value_clip
+        )
+        metrics = {
+            **policy.metrics,
+            "policy_loss": policy.loss.detach(),
+            "value_loss": value_loss.detach(),
+            "value_clip_fraction": is_clipped,
+        }
+        return LossOutput(loss=policy.loss + self.config.value_coefficient * value_loss, metrics=metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reward's running moments, JSON-able."""
+        return {"reward_moments": self._reward_moments.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self._reward_moments.load_state_dict(state["reward_moments"])
+
+
+def _explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Return 1 - var(R - V) / var(R); 0 when the targets do not vary."""
+    if returns.numel() < 2:
+        return 0.0
+    spread = float(returns.var(correction=0))
+    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

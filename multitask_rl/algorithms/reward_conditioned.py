@@ -1,0 +1,244 @@
+"""Reward-conditioned training (Quark): learn what every level of reward looks like, then ask for the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from multitask_rl.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    Credit,
+    CreditBatch,
+    LossOutput,
+    TokenBatch,
+)
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
+from multitask_rl.seeding import random_stream
+
+__all__ = ["RewardConditioned", "RewardConditionedConfig", "quantile_of_each"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConditionedConfig(AlgorithmConfig):
+    """Settings of ``RewardConditioned``; the clip and importance settings of the base have no effect here."""
+
+    quantiles: int = 5
+    """K control tokens, one per quantile of reward, >= 2."""
+    pool_size: int = 2048
+    """Rollouts remembered; the oldest leave first."""
+    seed: int = 0
+    """Seed of the draws from the pool."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a value outside its documented range."""
+        AlgorithmConfig.__post_init__(self)
+        self.require("quantiles", self.quantiles >= 2, ">= 2")
+        self.require("pool_size", self.pool_size >= self.quantiles, ">= quantiles")
+
+
+def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
+    """Return the quantile 0 .. K - 1 of every reward by rank, equal rewards sharing the highest of theirs.
+
+    ``q = ceil(K F(r)) - 1`` with F the share of rewards <= r. Splitting ties by rank would teach
+    contradictory tokens for the same reward; taking the upper one means the best reward always owns the top
+    token. Some quantiles may then be empty.
+
+    >>> quantile_of_each([0.0, 0.0, 0.0, 1.0], 4)
+    [2, 2, 2, 3]
+    """
+    num_at_most: dict[float, int] = {}
+    for rank, reward in enumerate(sorted(rewards), start=1):
+        num_at_most[reward] = rank
+    # Integer ceiling: K * F in floating point would move a value that sits exactly on a border.
+    return [-(-num_quantiles * num_at_most[r] // len(rewards)) - 1 for r in rewards]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PoolEntry:
+    """What is kept of a scored rollout: enough to train on it again, also after a resume."""
+
+    task: str
+    prompt_id: str
+    draw: int
+    sample: int
+    prompt_ids: list[int]
+    """[P] without control token."""
+    response_ids: list[int]
+    reward: float
+    cost: float
+    finish_reason: str
+    policy_version: int
+    sampling: dict[str, Any]
+
+    def to_scored(self) -> Scored:
+        """Return the record, without texts, row and engine log-probabilities (not kept)."""
+        sampling = SamplingParams(**{**self.sampling, "stop": tuple(self.sampling["stop"])})
+        prompt = Prompt(
+            task=self.task,
+            prompt_id=self.prompt_id,
+            draw=self.draw,
+            row={},
+            text="",
+            prompt_ids=list(self.prompt_ids),
+        )
+        rollout = Rollout(
+            prompt=prompt,
+            sample=self.sample,
+            response_ids=list(self.response_ids),
+            finish_reason=self.finish_reason,
+            policy_version=self.policy_version,
+            sampling=sampling,
+        )
+        return Scored(rollout=rollout, reward=self.reward, cost=self.cost)
+
+
+class RewardConditioned(Algorithm):
+    """Quark: sample, sort all experience into K quantiles of reward, fit each under its control token.
+
+    ``L = -log pi(y_t | k, x, y_<t) + beta KL(pi(. | k, x, y_<t) || ref(. | x, y_<t))`` with the KL summed
+    over the vocabulary; the training set of a step is drawn from the pool evenly over the quantiles that hold something,
+    and sampling conditions on the top quantile's token. No critic, no ratio, no advantage.
+
+    Deviations: the pool is bounded and forgets the oldest; equal rewards share a quantile; the KL is taken
+    from the policy to the reference (the paper's has the reference first).
+
+    Source: Quark (arXiv:2205.13636) sec. 2, Eq. 1-2.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = RewardConditionedConfig
+    wants_exact_kl: ClassVar[bool] = True
+    on_policy: ClassVar[bool] = False
+    config: RewardConditionedConfig
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        super().__init__(config)
+        self.num_control_tokens = self.config.quantiles
+        self._control_ids: tuple[int, ...] = ()
+        self._pool: deque[_PoolEntry] = deque(maxlen=self.config.pool_size)
+        self._num_selections = 0
+
+    def bind(self, control_token_ids: Sequence[int]) -> None:
+        """Receive the K control tokens, from the lowest quantile to the top."""
+        if (
+            len(set(control_token_ids)) != self.config.quantiles
+            or len(control_token_ids) != self.config.quantiles
+        ):
+            raise ConfigError(
+                f"reward_conditioned needs {self.config.quantiles} different control tokens (its quantiles), "
+                f"got {list(control_token_ids)!r}"
+            )
+        self._control_ids = tuple(control_token_ids)
+
+    def condition(self, prompt_ids: list[int], *, evaluation: bool) -> list[int]:
+        """Prepend the top token: always in evaluation, in training once there is experience to ask for."""
+        if evaluation or self._pool:
+            return [self._control_id(self.config.quantiles - 1), *prompt_ids]
+        return prompt_ids
+
+    def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
+        """Add the step's rollouts to the pool and draw as many samples from it, evenly over quantiles."""
+        for item in scored:
+            self._pool.append(self._pool_entry(item))
+        if not scored:
+            return []
+        entries = list(self._pool)
+        by_quantile: dict[int, list[_PoolEntry]] = {}
+        for entry, quantile in zip(
+            entries, quantile_of_each([e.reward for e in entries], self.config.quantiles), strict=True
+        ):
+            by_quantile.setdefault(quantile, []).append(entry)
+        return self._draw(by_quantile, len(scored), task=scored[0].rollout.task)
+
+    def _draw(
+        self, by_quantile: Mapping[int, list[_PoolEntry]], count: int, *, task: str
+    ) -> list[TrainSample]:
+        """Draw ``count`` samples, equal counts per quantile; a remainder goes to the best ones."""
+        rng = random_stream(self.config.seed, "reward_conditioned", task, self._num_selections)
+        self._num_selections += 1
+        each, remainder = divmod(count, len(by_quantile))
+        samples = []
+        for place, quantile in enumerate(sorted(by_quantile, reverse=True)):
+            entries, wanted = by_quantile[quantile], each + (place < remainder)
+            # Whole rounds over a quantile that is too small, then a draw without replacement.
+            rounds, rest = divmod(wanted, len(entries))
+            chosen = entries * rounds + rng.sample(entries, rest)
+            samples += [self._train_sample(entry, quantile) for entry in chosen]
+        rng.shuffle(samples)
+        return samples
+
+    def _train_sample(self, entry: _PoolEntry, quantile: int) -> TrainSample:
+        return TrainSample(
+            scored=entry.to_scored(),
+            prompt_ids=[self._control_id(quantile), *entry.prompt_ids],
+            response_ids=list(entry.response_ids),
+            rollout_logprobs=[],
+            reward=entry.reward,
+            ref_prompt_ids=list(entry.prompt_ids),
+        )
+
+    def _pool_entry(self, item: Scored) -> _PoolEntry:
+        rollout = item.rollout
+        prompt_ids = list(rollout.prompt.prompt_ids)
+        if prompt_ids and prompt_ids[0] in self._control_ids:
+            prompt_ids = prompt_ids[1:]
+        return _PoolEntry(
+            task=rollout.task,
+            prompt_id=rollout.prompt.prompt_id,
+            draw=rollout.prompt.draw,
+            sample=rollout.sample,
+            prompt_ids=prompt_ids,
+            response_ids=list(rollout.response_ids),
+            reward=self.outcome(item),
+            cost=item.cost,
+            finish_reason=rollout.finish_reason,
+            policy_version=rollout.policy_version,
+            sampling=dataclasses.asdict(rollout.sampling),
+        )
+
+    def _control_id(self, quantile: int) -> int:
+        if not self._control_ids:
+            raise RuntimeError("reward_conditioned has no control tokens yet: bind() must come first")
+        return self._control_ids[quantile]
+
+    def credit(self, batch: CreditBatch) -> Credit:
+        """Return ones: every token of a drawn sample counts alike."""
+        metrics = {"pool_size": float(len(self._pool))}
+        if self._pool:
+            metrics["pool_reward_max"] = max(entry.reward for entry in self._pool)
+            metrics["pool_reward_mean"] = sum(entry.reward for entry in self._pool) / len(self._pool)
+        ones = torch.ones(int(batch.lengths.sum()), dtype=batch.rewards.dtype, device=batch.rewards.device)
+        return Credit(advantages=ones, metrics=metrics)
+
+    def loss(self, batch: TokenBatch) -> LossOutput:
+        """Return negative log-likelihood plus the exact KL per token."""
+        loss = -batch.logprobs
+        metrics = {"nll": loss.detach()}
+        if batch.kl_coefficient > 0:
+            if batch.exact_kl is None:
+                raise ValueError("reward_conditioned with a KL coefficient needs exact_kl [N]")
+            loss = loss + batch.kl_coefficient * batch.exact_kl
+            metrics["kl_loss"] = batch.exact_kl.detach()
+        if self.config.entropy_coefficient > 0:
+            if batch.entropy is None:
+                raise ValueError("entropy_coefficient > 0 needs entropy [N]")
+            loss = loss - self.config.entropy_coefficient * batch.entropy
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pool and the count of draws, JSON-able."""
+        return {
+            "num_selections": self._num_selections,
+            "pool": [dataclasses.asdict(entry) for entry in self._pool],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self._num_selections = int(state["num_selections"])
+        self._pool = deque((_PoolEntry(**entry) for entry in state["pool"]), maxlen=self.config.pool_size)
