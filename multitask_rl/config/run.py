@@ -77,8 +77,6 @@ class CriticConfig:
     """``actor``: heads on the actor's last hidden state; ``separate``: an own copy of the model."""
     learning_rate: float = 0.0
     """Learning rate of heads and own trunk; 0 = 10 x the actor's."""
-    coefficient: float = 0.5
-    """Weight of the value loss beside the policy loss."""
 
     def __post_init__(self) -> None:
         """Check choices."""

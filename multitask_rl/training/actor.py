@@ -29,7 +29,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Actor:
     """The policy that every task trains."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
@@ -42,7 +44,8 @@ class Actor:
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def max_length(self) -> int:
@@ -198,8 +201,10 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     found: list[int] = []
     generation = getattr(model, "generation_config", None)
     for source in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
-        ids: Sequence[int] = source if isinstance(source, (list, tuple)) else [source] if source is not None else []
-        found.extend(int(i) for i in ids if int(i) not in found)
+        ids: Sequence[int] = (
+            source if isinstance(source, (list, tuple)) else [source] if source is not None else []
+        )
+        found.extend(int(i) for i in ids if i is not None and int(i) not in found)
     if not found:
         raise ConfigError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, so a response could "

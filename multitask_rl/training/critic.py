@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from multitask_rl.training.forward import response_hidden
+from multitask_rl.training.microbatch import MicroBatch
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -57,6 +60,13 @@ class Critic(nn.Module):
     def has_head(self, task: str) -> bool:
         """The task has a value head."""
         return task in self._keys
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Return the trunk's last hidden states [N, H] before each response token (``separate`` only)."""
+        if self.trunk is None:
+            raise AssertionError("the actor is the trunk")
+        moved = batch.to(self.device)
+        return response_hidden(self.trunk, moved)
 
     def values(self, task: str, hidden: Tensor) -> Tensor:
         """Return the values of ``hidden`` [N, H] under the head of ``task``: [N] float32."""

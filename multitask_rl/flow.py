@@ -1,0 +1,238 @@
+"""Stages as nodes of a data flow: typed inputs, typed outputs, data passes once from top to bottom.
+
+The built-in run is such a flow (``prompts -> rollout -> constraints -> rewards -> advantages -> update``); a user
+inserts a node without touching the others, or composes a flow of their own:
+
+>>> double = FunctionStage("double", lambda n: n * 2, consumes=int, produces=int)
+>>> show = FunctionStage("show", str, consumes=int, produces=str)
+>>> flow = DataFlow([double]).connect(double, show)
+>>> flow([1, 2])
+['2', '4']
+>>> print(flow)
+double[int -> int] -> show[int -> str]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from multitask_rl.errors import ConfigError
+
+__all__ = ["DataFlow", "FunctionStage", "Stage"]
+
+
+class Stage:
+    """A node: a list of records in, a list of records out.
+
+    Subclasses name the record types they consume and produce and implement ``process``. With ``num_workers``
+    above 1 the list is cut into as many parts that are processed at once; only stages whose records do not
+    depend on each other may say so.
+    """
+
+    name: str = ""
+    consumes: type = object
+    produces: type = object
+    num_workers: int = 1
+
+    def process(self, items: list[Any]) -> list[Any]:
+        """Turn the records of one step into those of the next stage."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the stage holds. Idempotent."""
+
+    def __str__(self) -> str:
+        workers = f" x{self.num_workers}" if self.num_workers > 1 else ""
+        return f"{self.name}[{self.consumes.__name__} -> {self.produces.__name__}]{workers}"
+
+
+class FunctionStage(Stage):
+    """A stage of a function of one record; a result of None drops the record (a filter)."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[Any], Any],
+        *,
+        consumes: type = object,
+        produces: type = object,
+        num_workers: int = 1,
+    ) -> None:
+        self.name = name
+        self.consumes = consumes
+        self.produces = produces
+        self.num_workers = num_workers
+        self._function = function
+
+    def process(self, items: list[Any]) -> list[Any]:
+        """Apply the function to every record."""
+        results = (self._function(item) for item in items)
+        return [r for r in results if r is not None]
+
+
+class DataFlow:
+    """Stages and the edges between them; runs in topological order."""
+
+    def __init__(self, stages: Sequence[Stage] = ()) -> None:
+        self._stages: list[Stage] = []
+        self._successors: dict[str, list[str]] = {}
+        previous: Stage | None = None
+        for stage in stages:
+            self.add(stage)
+            if previous is not None:
+                self.connect(previous, stage)
+            previous = stage
+
+    @property
+    def stages(self) -> list[Stage]:
+        """All stages in the order they run."""
+        return [self._by_name(n) for n in self._order()]
+
+    def add(self, stage: Stage) -> DataFlow:
+        """Add a stage without edges.
+
+        Raises:
+            ConfigError: no name, or the name is taken.
+        """
+        if not stage.name or any(s.name == stage.name for s in self._stages):
+            raise ConfigError(f"a stage needs a name of its own in the flow, got {stage.name!r}")
+        if stage.num_workers < 1:
+            raise ConfigError(f"stage {stage.name!r}: num_workers must be >= 1, got {stage.num_workers}")
+        self._stages.append(stage)
+        self._successors[stage.name] = []
+        return self
+
+    def connect(self, source: Stage | str, target: Stage | str) -> DataFlow:
+        """Let the records of ``source`` flow to ``target``; stages not yet in the flow are added.
+
+        Raises:
+            ConfigError: ``target`` does not consume what ``source`` produces, or the edge closes a circle.
+        """
+        for stage in (source, target):
+            if isinstance(stage, Stage) and stage not in self._stages:
+                self.add(stage)
+        first, second = self._by_name(_name(source)), self._by_name(_name(target))
+        if not issubclass(first.produces, second.consumes):
+            raise ConfigError(
+                f"stage {second.name!r} consumes {second.consumes.__name__}, but {first.name!r} produces "
+                f"{first.produces.__name__}; put a stage between them that converts"
+            )
+        self._successors[first.name].append(second.name)
+        try:
+            self._order()
+        except ConfigError:
+            self._successors[first.name].remove(second.name)
+            raise
+        return self
+
+    def insert(self, stage: Stage, *, after: Stage | str) -> DataFlow:
+        """Put ``stage`` on every edge that leaves ``after`` (and at its end, if none does)."""
+        self.add(stage)
+        origin = _name(after)
+        followers = list(self._successors[self._by_name(origin).name])
+        self._successors[origin] = []
+        self.connect(origin, stage)
+        for follower in followers:
+            self.connect(stage, follower)
+        return self
+
+    def __call__(
+        self, items: Iterable[Any], *, start: str | None = None, before: str | None = None
+    ) -> list[Any]:
+        """Pass ``items`` through once and return what the last stage that ran produced.
+
+        Args:
+            items: records for the first stage (or ``start``).
+            start: first stage that runs.
+            before: stage to stop at, not run.
+        """
+        order = self._order()
+        first = order.index(start) if start else 0
+        last = order.index(before) if before else len(order)
+        inbox: dict[str, list[Any]] = {order[first]: list(items)} if first < len(order) else {}
+        output: list[Any] = list(items) if first >= last else []
+        for name in order[first:last]:
+            if name not in inbox:
+                continue
+            output = _process(self._by_name(name), inbox.pop(name))
+            for follower in self._successors[name]:
+                inbox.setdefault(follower, []).extend(output)
+        return output
+
+    def run(
+        self, source: Callable[[int], Iterable[Any]] | Iterable[Iterable[Any]], *, max_steps: int
+    ) -> list[Any]:
+        """Feed ``max_steps`` batches of ``source`` through the flow; return the output of the last.
+
+        Args:
+            source: a function of the step's number, or an iterable of batches.
+            max_steps: batches at most.
+        """
+        batches: Iterator[Iterable[Any]] = (
+            (source(step) for step in range(max_steps)) if callable(source) else iter(source)
+        )
+        output: list[Any] = []
+        for _, batch in zip(range(max_steps), batches, strict=False):
+            output = self(batch)
+        return output
+
+    def close(self) -> None:
+        """Close every stage."""
+        for stage in self._stages:
+            stage.close()
+
+    def to_mermaid(self) -> str:
+        """Return the graph as Mermaid text (any Markdown viewer draws it)."""
+        lines = ["graph TD"]
+        for stage in self._stages:
+            lines.append(f'    {stage.name}["{stage}"]')
+        for name, followers in self._successors.items():
+            produced = self._by_name(name).produces.__name__
+            lines.extend(f"    {name} -- {produced} --> {follower}" for follower in followers)
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        if all(len(f) <= 1 for f in self._successors.values()):
+            return " -> ".join(str(self._by_name(n)) for n in self._order())
+        rows = [f"{self._by_name(n)} -> {', '.join(f) or 'end'}" for n, f in self._successors.items()]
+        return "\n".join(rows)
+
+    def _by_name(self, name: str) -> Stage:
+        for stage in self._stages:
+            if stage.name == name:
+                return stage
+        raise ConfigError(
+            f"no stage {name!r} in the flow; there are: {', '.join(s.name for s in self._stages)}"
+        )
+
+    def _order(self) -> list[str]:
+        """Topological order, stable in the order of adding."""
+        waiting = {s.name: 0 for s in self._stages}
+        for followers in self._successors.values():
+            for follower in followers:
+                waiting[follower] += 1
+        order: list[str] = []
+        while waiting:
+            ready = next((n for n, count in waiting.items() if count == 0), None)
+            if ready is None:
+                raise ConfigError(f"the flow has a circle through: {', '.join(waiting)}")
+            order.append(ready)
+            del waiting[ready]
+            for follower in self._successors[ready]:
+                waiting[follower] -= 1
+        return order
+
+
+def _name(stage: Stage | str) -> str:
+    return stage if isinstance(stage, str) else stage.name
+
+
+def _process(stage: Stage, items: list[Any]) -> list[Any]:
+    if stage.num_workers == 1 or len(items) < 2:
+        return stage.process(items)
+    size = -(-len(items) // stage.num_workers)
+    parts = [items[i : i + size] for i in range(0, len(items), size)]
+    with ThreadPoolExecutor(stage.num_workers, thread_name_prefix=stage.name) as pool:
+        return [record for part in pool.map(stage.process, parts) for record in part]

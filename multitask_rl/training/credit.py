@@ -1,0 +1,168 @@
+"""Credit: rewards of scored samples become advantages of tokens, task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multitask_rl.algorithms.base import Algorithm, CreditBatch
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.records import Score, TrainSample
+from multitask_rl.training.runner import ModelRunner, scatter
+
+__all__ = ["CreditAssigner", "CreditedSample", "LearnerTask"]
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerTask:
+    """What learning needs to know of a task."""
+
+    spec: TaskSpec
+    algorithm: Algorithm
+    kl_coefficient: float = 0.0
+    """beta now (the controller's)."""
+    multiplier: float = 0.0
+    """Lagrange multiplier now."""
+
+    @property
+    def zero_advantage_is_zero_gradient(self) -> bool:
+        """A sample whose advantages are all zero cannot move the weights."""
+        kl_in_loss = self.kl_coefficient > 0 and self.spec.kl.placement == "loss"
+        plain = self.algorithm.config.entropy_coefficient == 0 and not kl_in_loss
+        return plain and self.algorithm.on_policy and not self.algorithm.needs_critic
+
+
+@dataclass(kw_only=True, slots=True)
+class CreditedSample:
+    """A training sample with the credit of each of its response tokens."""
+
+    sample: TrainSample
+    advantages: Tensor
+    """[T]"""
+    old_logprobs: Tensor | None = None
+    """[T]; None when the step makes one update (the ratio is then exactly 1)."""
+    ref_logprobs: Tensor | None = None
+    """[T]"""
+    old_values: Tensor | None = None
+    """[T]"""
+    returns: Tensor | None = None
+    """[T]"""
+    has_gradient: bool = True
+    """False: the loss does not depend on the sample; it only counts in the denominator."""
+
+
+@dataclass(slots=True)
+class _Before:
+    """What the models say of the samples before the update, ragged [T] each."""
+
+    old_logprobs: list[Tensor]
+    ref_logprobs: list[Tensor] | None
+    values: list[Tensor] | None
+
+
+class CreditAssigner:
+    """Calls each task's algorithm with all of the task's samples of the step, and nobody else's."""
+
+    def __init__(self, runner: ModelRunner, tasks: Mapping[str, LearnerTask], *, many_updates: bool) -> None:
+        self._runner = runner
+        self._tasks = tasks
+        self._many_updates = many_updates
+
+    def credit(
+        self, samples: Sequence[TrainSample]
+    ) -> tuple[list[CreditedSample], dict[str, dict[str, float]]]:
+        """Return the credited samples (by task as configured, then as given) and metrics per task.
+
+        Samples without a response token are left out: there is no token to credit.
+        """
+        credited: list[CreditedSample] = []
+        metrics: dict[str, dict[str, float]] = {}
+        for name, task in self._tasks.items():
+            own = [s for s in samples if s.task == name and len(s.response_ids)]
+            if own:
+                part, metrics[name] = self._credit_task(task, own)
+                credited.extend(part)
+        return credited, metrics
+
+    def _credit_task(
+        self, task: LearnerTask, samples: list[TrainSample]
+    ) -> tuple[list[CreditedSample], dict[str, float]]:
+        before = self._look_before(task, samples)
+        lengths = torch.tensor([len(s.response_ids) for s in samples])
+        credit = task.algorithm.credit(_credit_batch(task, samples, lengths, before))
+        sizes = lengths.tolist()
+        advantages = torch.split(credit.advantages, sizes)
+        returns = torch.split(credit.returns, sizes) if credit.returns is not None else None
+        old = before.old_logprobs if before and self._many_updates else None
+        ref = before.ref_logprobs if before else None
+        values = before.values if before else None
+        may_skip = task.zero_advantage_is_zero_gradient
+        metrics = dict(credit.metrics)
+        if before and before.ref_logprobs:
+            gaps = [(o - r).sum() for o, r in zip(before.old_logprobs, before.ref_logprobs, strict=True)]
+            metrics["kl"] = float(torch.stack(gaps).mean())
+        return [
+            CreditedSample(
+                sample=sample,
+                advantages=advantages[i],
+                old_logprobs=old[i] if old else None,
+                ref_logprobs=ref[i] if ref else None,
+                old_values=values[i] if values else None,
+                returns=returns[i] if returns is not None else None,
+                has_gradient=not (may_skip and not bool(advantages[i].any())),
+            )
+            for i, sample in enumerate(samples)
+        ], metrics
+
+    @torch.no_grad()
+    def _look_before(self, task: LearnerTask, samples: list[TrainSample]) -> _Before | None:
+        """Compute what credit needs of the weights as they are; None when it needs nothing."""
+        needs_critic = task.algorithm.needs_critic
+        want_ref = task.spec.kl.coefficient > 0 and not task.algorithm.wants_exact_kl
+        if not (want_ref or needs_critic or self._many_updates):
+            return None
+        runner = self._runner
+        old: list[Tensor] = [torch.empty(0)] * len(samples)
+        values: list[Tensor] | None = [torch.empty(0)] * len(samples) if needs_critic else None
+        for batch in runner.batches(samples):
+            out = runner.forward(batch, samples, want_hidden=needs_critic and runner.shares_trunk)
+            scatter(old, batch, out.logprobs)
+            if values is not None:
+                scatter(values, batch, runner.values(task.spec.name, batch, out))
+        return _Before(old, runner.reference_logprobs(samples) if want_ref else None, values)
+
+
+def _credit_batch(
+    task: LearnerTask, samples: list[TrainSample], lengths: Tensor, before: _Before | None
+) -> CreditBatch:
+    groups: dict[str, int] = {}
+    return CreditBatch(
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        groups=torch.tensor([groups.setdefault(s.scored.rollout.group_id, len(groups)) for s in samples]),
+        lengths=lengths,
+        old_logprobs=torch.cat(before.old_logprobs) if before else None,
+        ref_logprobs=torch.cat(before.ref_logprobs) if before and before.ref_logprobs else None,
+        values=torch.cat(before.values) if before and before.values else None,
+        kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "reward" else 0.0,
+        costs=torch.tensor([s.scored.cost for s in samples]) if task.spec.constraints else None,
+        multiplier=task.multiplier,
+        **_components(task.spec, samples),
+    )
+
+
+def _components(spec: TaskSpec, samples: list[TrainSample]) -> dict[str, Tensor]:
+    """Return the separate rewards of each sample, for algorithms that normalise them one by one."""
+    trained = [r for r in spec.rewards if r.weight != 0]
+    if len(trained) < 2:
+        return {}
+    rows = []
+    for s in samples:
+        parts = [s.scored.breakdown.get(r.name or r.plugin) for r in trained]
+        rows.append([p.value if isinstance(p, Score) else float("nan") for p in parts])
+    return {
+        "component_rewards": torch.tensor(rows, dtype=torch.float32),
+        "component_weights": torch.tensor([r.weight for r in trained], dtype=torch.float32),
+    }

@@ -1,0 +1,245 @@
+"""The update: one loss over the mixed batch, one optimizer step.
+
+The loss of a step is ``sum_k share_k * loss_weight_k * loss_k`` with ``loss_k`` the task's own mean over
+*all* its tokens (or samples) of the minibatch: the denominator is counted before the samples are cut, so
+cutting, packing and padding change nothing, and a task with long answers gets no more weight than its share.
+
+Samples whose gradient is known to be zero (a group in which all rewards are equal) count in the denominator
+and are not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from multitask_rl.algorithms.base import LossOutput, TokenBatch
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import TrainingError
+from multitask_rl.records import TrainSample
+from multitask_rl.seeding import random_stream
+from multitask_rl.training.credit import CreditedSample, LearnerTask
+from multitask_rl.training.forward import TokenOutputs
+from multitask_rl.training.metrics import TokenMeans
+from multitask_rl.training.microbatch import MicroBatch, padding_share
+from multitask_rl.training.optimizer import ActorCriticOptimizer
+from multitask_rl.training.runner import ModelRunner
+
+__all__ = ["Learner", "UpdateReport"]
+
+MAX_BAD_UPDATES = 3
+"""Updates in a row with a gradient that is not finite before the run stops."""
+
+
+@dataclass(kw_only=True, slots=True)
+class UpdateReport:
+    """Numbers of one step's updates."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    task_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    num_skipped_updates: int = 0
+    """Updates not applied because a gradient was not finite."""
+
+
+class Learner:
+    """Trains actor and critic on credited samples of many tasks."""
+
+    def __init__(self, runner: ModelRunner, tasks: Mapping[str, LearnerTask], config: RunConfig) -> None:
+        self._runner = runner
+        self._tasks = tasks
+        self._config = config
+        critic = list(runner.critic.parameters()) if runner.critic.is_used else []
+        self.optimizer = ActorCriticOptimizer(
+            runner.actor.trainable_parameters(), critic, config.optimizer, config.critic
+        )
+        self._bad_updates = 0
+
+    def update(
+        self,
+        credited: Sequence[CreditedSample],
+        *,
+        shares: Mapping[str, float],
+        step: int,
+        learning_rate_factor: float = 1.0,
+    ) -> UpdateReport:
+        """Make the step's optimizer updates.
+
+        Args:
+            credited: samples of all tasks.
+            shares: task -> weight of its loss, summing to 1 over the tasks that have samples.
+            step: number of the training step (names the shuffling stream).
+            learning_rate_factor: of the schedule and the guard, multiplied.
+
+        Raises:
+            TrainingError: gradients were not finite ``MAX_BAD_UPDATES`` updates in a row.
+        """
+        report = UpdateReport()
+        means = TokenMeans()
+        norms: list[dict[str, float]] = []
+        self._runner.actor.model.train()
+        for epoch in range(self._config.batch.num_epochs):
+            for minibatch in self._minibatches(credited, step, epoch):
+                applied = self._apply(minibatch, shares, learning_rate_factor, means)
+                if applied is None:
+                    report.num_skipped_updates += 1
+                    self._count_bad_update()
+                else:
+                    self._bad_updates = 0
+                    norms.append(applied)
+        self._runner.actor.model.eval()
+        for key in ("grad_norm", "critic_grad_norm"):
+            found = [n[key] for n in norms if key in n]
+            if found:
+                report.metrics[key] = sum(found) / len(found)
+        report.metrics["padding_share"] = means.padding
+        report.metrics["skipped_updates"] = float(report.num_skipped_updates)
+        report.task_metrics = means.by_task()
+        return report
+
+    def _minibatches(
+        self, credited: Sequence[CreditedSample], step: int, epoch: int
+    ) -> list[list[CreditedSample]]:
+        """Split every task's samples evenly, so that each minibatch keeps the mix."""
+        number = self._config.batch.num_minibatches
+        if number == 1:
+            return [list(credited)]
+        parts: list[list[CreditedSample]] = [[] for _ in range(number)]
+        for name in self._tasks:
+            own = [c for c in credited if c.sample.task == name]
+            random_stream(self._config.seed, "minibatch", name, step, epoch).shuffle(own)
+            for i, one in enumerate(own):
+                parts[i % number].append(one)
+        return [p for p in parts if p]
+
+    def _apply(
+        self,
+        minibatch: list[CreditedSample],
+        shares: Mapping[str, float],
+        factor: float,
+        means: TokenMeans,
+    ) -> dict[str, float] | None:
+        """Accumulate the gradient of one minibatch and step; None when it was not finite."""
+        weights = self._token_weights(minibatch, shares)
+        active = [(c, w) for c, w in zip(minibatch, weights, strict=True) if c.has_gradient]
+        self.optimizer.zero_grad()
+        batches = self._runner.cut([c.sample for c, _ in active])
+        means.add_padding(padding_share(batches), sum(b.input_ids.numel() for b in batches))
+        for batch in batches:
+            loss = self._loss(batch.to(self._runner.actor.device), active, means)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+        return self.optimizer.step(factor)
+
+    def _token_weights(self, minibatch: list[CreditedSample], shares: Mapping[str, float]) -> list[float]:
+        """Return the factor of each sample's token losses: share * loss_weight / denominator."""
+        counts: dict[str, tuple[int, int]] = {}
+        for c in minibatch:
+            num_samples, num_tokens = counts.get(c.sample.task, (0, 0))
+            counts[c.sample.task] = (num_samples + 1, num_tokens + len(c.sample.response_ids))
+        weights = []
+        for c in minibatch:
+            task = self._tasks[c.sample.task]
+            num_samples, num_tokens = counts[c.sample.task]
+            denominator = {
+                "token": num_tokens,
+                "sequence": num_samples * len(c.sample.response_ids),
+                "constant": num_samples * c.sample.scored.rollout.sampling.max_new_tokens,
+            }[task.algorithm.config.aggregation]
+            weights.append(shares.get(c.sample.task, 0.0) * task.spec.loss_weight / denominator)
+        return weights
+
+    def _loss(
+        self, batch: MicroBatch, active: list[tuple[CreditedSample, float]], means: TokenMeans
+    ) -> Tensor:
+        """Return the weighted sum of the token losses of one micro-batch."""
+        chosen = [active[i] for i in batch.indices]
+        names = [c.sample.task for c, _ in chosen]
+        needs_critic = any(self._tasks[name].algorithm.needs_critic for name in names)
+        out = self._runner.forward(
+            batch, [c.sample for c, _ in active], want_hidden=needs_critic and self._runner.shares_trunk
+        )
+        device = out.logprobs.device
+        weight = torch.tensor([w for _, w in chosen], device=device)[batch.sequence]
+        total = out.logprobs.new_zeros(())
+        for name in dict.fromkeys(names):
+            members = torch.tensor([i for i, n in enumerate(names) if n == name], device=device)
+            tokens = torch.isin(batch.sequence, members).nonzero().squeeze(-1)
+            own = [chosen[i][0] for i in members.tolist()]
+            token_batch = self._token_batch(self._tasks[name], batch, out, tokens, own)
+            # samples are numbered within the task: 0 .. len(own) - 1
+            token_batch.sequence = torch.searchsorted(members, batch.sequence[tokens])
+            result = self._tasks[name].algorithm.loss(token_batch)
+            means.add(name, _token_metrics(token_batch, result, out.logits[tokens]))
+            total = total + (result.loss * weight[tokens]).sum()
+        return total
+
+    def _token_batch(
+        self,
+        task: LearnerTask,
+        batch: MicroBatch,
+        out: TokenOutputs,
+        tokens: Tensor,
+        own: list[CreditedSample],
+    ) -> TokenBatch:
+        """Gather the tensors of one task's tokens in a micro-batch."""
+        device, algorithm, runner = out.logprobs.device, task.algorithm, self._runner
+        logprobs = out.logprobs[tokens]
+        old = _stack(own, "old_logprobs", device)
+        rollout = torch.cat([_rollout_logprobs(c.sample) for c in own]).to(device)
+        exact = algorithm.wants_exact_kl and task.kl_coefficient > 0
+        wants_entropy = algorithm.config.entropy_coefficient > 0
+        return TokenBatch(
+            logprobs=logprobs,
+            old_logprobs=old if old is not None else logprobs.detach(),
+            advantages=torch.cat([c.advantages for c in own]).to(device),
+            sequence=batch.sequence[tokens],
+            num_sequences=len(own),
+            rollout_logprobs=rollout if algorithm.on_policy else None,
+            ref_logprobs=_stack(own, "ref_logprobs", device),
+            exact_kl=runner.exact_kl([c.sample for c in own], out.logits[tokens]) if exact else None,
+            entropy=_entropy(out.logits[tokens]) if wants_entropy else None,
+            values=runner.values(task.spec.name, batch, out, tokens) if algorithm.needs_critic else None,
+            old_values=_stack(own, "old_values", device),
+            returns=_stack(own, "returns", device),
+            kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "loss" or exact else 0.0,
+            kl_estimator=task.spec.kl.estimator,
+        )
+
+    def _count_bad_update(self) -> None:
+        self._bad_updates += 1
+        if self._bad_updates >= MAX_BAD_UPDATES:
+            raise TrainingError(
+                f"the gradient was not finite {self._bad_updates} updates in a row (none was applied); lower "
+                "optimizer.learning_rate, or look for rewards without bounds in metrics.jsonl. The last "
+                "checkpoint is intact."
+            )
+
+
+def _token_metrics(batch: TokenBatch, result: LossOutput, logits: Tensor) -> dict[str, Tensor]:
+    metrics = dict(result.metrics)
+    metrics["loss"] = result.loss.detach()
+    with torch.no_grad():
+        metrics["entropy"] = batch.entropy.detach() if batch.entropy is not None else _entropy(logits)
+        if batch.rollout_logprobs is not None:
+            gap = (batch.old_logprobs - batch.rollout_logprobs).abs()
+            metrics["mismatch"] = gap[~gap.isnan()]
+    return metrics
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    logprobs = logits.log_softmax(dim=-1)
+    return -(logprobs.exp() * logprobs).masked_fill(logprobs == float("-inf"), 0.0).sum(dim=-1)
+
+
+def _rollout_logprobs(sample: TrainSample) -> Tensor:
+    if len(sample.rollout_logprobs):
+        return torch.tensor(sample.rollout_logprobs, dtype=torch.float32)
+    return torch.full((len(sample.response_ids),), float("nan"))
+
+
+def _stack(own: list[CreditedSample], name: str, device: torch.device) -> Tensor | None:
+    parts = [getattr(c, name) for c in own]
+    return None if parts[0] is None else torch.cat(parts).to(device)

@@ -1,0 +1,114 @@
+"""AdamW over actor and critic, its schedule, and its state as plain tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multitask_rl.config.run import CriticConfig, OptimizerConfig
+from multitask_rl.errors import CheckpointError
+
+__all__ = ["ActorCriticOptimizer", "schedule_factor"]
+
+
+def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    """Return the learning rate's factor at ``step`` (0 = the first update), in (0, 1].
+
+    Linear warm-up, then constant, linear or cosine decay that would reach 0 at ``max_steps``.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class ActorCriticOptimizer:
+    """One AdamW with a parameter group for the actor and one for the critic.
+
+    Parameters without a gradient in a step are left untouched: the value head of a task that had no sample
+    neither decays nor moves by old momentum.
+    """
+
+    def __init__(
+        self,
+        actor: list[nn.Parameter],
+        critic: list[nn.Parameter],
+        config: OptimizerConfig,
+        critic_config: CriticConfig,
+    ) -> None:
+        self._rates = [
+            config.learning_rate,
+            critic_config.learning_rate or 10.0 * config.learning_rate,
+        ]
+        self._groups = [actor, critic]
+        self._max_grad_norm = config.max_grad_norm
+        self._adamw = torch.optim.AdamW(
+            [{"params": p, "lr": r} for p, r in zip(self._groups, self._rates, strict=True) if p],
+            betas=(config.betas[0], config.betas[1]),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self, factor: float) -> dict[str, float] | None:
+        """Clip and apply the gradients at ``factor`` times the learning rates.
+
+        Returns:
+            ``grad_norm`` (and ``critic_grad_norm``) before clipping; None when a gradient was not finite, in
+            which case nothing was applied.
+        """
+        norms: dict[str, float] = {}
+        for name, group in zip(("grad_norm", "critic_grad_norm"), self._groups, strict=True):
+            if any(p.grad is not None for p in group):
+                limit = self._max_grad_norm if self._max_grad_norm > 0 else math.inf
+                norms[name] = float(nn.utils.clip_grad_norm_(group, limit, foreach=True))
+        if not all(math.isfinite(n) for n in norms.values()):
+            self.zero_grad()
+            return None
+        for active, rate in zip(self._adamw.param_groups, self._active_rates(), strict=True):
+            active["lr"] = rate * factor
+        self._adamw.step()
+        return norms
+
+    def _active_rates(self) -> list[float]:
+        return [r for r, group in zip(self._rates, self._groups, strict=True) if group]
+
+    def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Return the state as ``<parameter name>|<key>`` -> tensor; ``names`` maps ``id(parameter)``."""
+        state: dict[str, Tensor] = {}
+        for parameter, values in self._adamw.state.items():
+            for key, value in values.items():
+                state[f"{names[id(parameter)]}|{key}"] = torch.as_tensor(value)
+        return state
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Restore ``tensors``; parameters that are new (a task's head) start without state.
+
+        Raises:
+            CheckpointError: a tensor has another shape than its parameter.
+        """
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for name, value in tensors.items():
+            owner, _, key = name.rpartition("|")
+            parameter = parameters.get(owner)
+            if parameter is None:
+                continue
+            if value.dim() and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"optimizer state {name!r} has shape {tuple(value.shape)}, the parameter has "
+                    f"{tuple(parameter.shape)}; the checkpoint belongs to another model"
+                )
+            kept = value.clone() if not value.dim() else value.to(parameter.device).clone()
+            state.setdefault(parameter, {})[key] = kept
+        self._adamw.state.clear()
+        for parameter, values in state.items():
+            self._adamw.state[parameter] = values

@@ -1,0 +1,114 @@
+"""Running the models over samples: cut, forward, values, reference. Credit and update both stand on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from multitask_rl.config.run import RunConfig
+from multitask_rl.records import TrainSample
+from multitask_rl.training.actor import Actor
+from multitask_rl.training.critic import Critic
+from multitask_rl.training.forward import TokenOutputs, forward_tokens
+from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Actor, critic and reference behind the few calls that losses need."""
+
+    def __init__(
+        self, actor: Actor, critic: Critic, config: RunConfig, reference: PreTrainedModel | None = None
+    ) -> None:
+        self.actor = actor
+        self.critic = critic
+        self.reference = reference
+        self._config = config
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Values are read from the actor's hidden states."""
+        return self.critic.trunk is None
+
+    def cut(self, samples: Sequence[TrainSample], *, for_reference: bool = False) -> list[MicroBatch]:
+        """Cut samples into micro-batches by the configured token budget and layout."""
+        return build_microbatches(
+            [_reference_prompt(s) if for_reference else s.prompt_ids for s in samples],
+            [s.response_ids for s in samples],
+            max_tokens=self._config.batch.tokens_per_microbatch,
+            layout=self._config.batch.layout,
+            pad_token_id=self.actor.pad_token_id,
+        )
+
+    def forward(
+        self, batch: MicroBatch, samples: Sequence[TrainSample], *, want_hidden: bool = False
+    ) -> TokenOutputs:
+        """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``)."""
+        sampling = [samples[i].scored.rollout.sampling for i in batch.indices]
+        with self._autocast():
+            return forward_tokens(self.actor.model, batch, sampling, want_hidden=want_hidden)
+
+    def batches(self, samples: Sequence[TrainSample]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of ``samples`` on the actor's device."""
+        for batch in self.cut(samples):
+            yield batch.to(self.actor.device)
+
+    @torch.no_grad()
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """Return the reference policy's log-probabilities of each response: [T] nats each, on the CPU."""
+        result: list[Tensor] = [torch.empty(0)] * len(samples)
+        with self.actor.reference_policy(self.reference) as reference, self._autocast():
+            for batch in self.cut(samples, for_reference=True):
+                sampling = [samples[i].scored.rollout.sampling for i in batch.indices]
+                out = forward_tokens(reference, batch.to(self.actor.device), sampling)
+                scatter(result, batch, out.logprobs)
+        return result
+
+    def exact_kl(self, samples: Sequence[TrainSample], logits: Tensor) -> Tensor:
+        """Return KL(policy || reference) over the whole vocabulary: [N], with gradient in the policy.
+
+        Args:
+            samples: the samples whose response tokens ``logits`` predicts, in order.
+            logits: [N, V] of the policy, after temperature and filter.
+        """
+        batch = make_microbatch(
+            list(range(len(samples))),
+            [_reference_prompt(s) for s in samples],
+            [s.response_ids for s in samples],
+            layout=self._config.batch.layout,
+            pad_token_id=self.actor.pad_token_id,
+        ).to(logits.device)
+        sampling = [s.scored.rollout.sampling for s in samples]
+        with torch.no_grad(), self.actor.reference_policy(self.reference) as reference, self._autocast():
+            ref = forward_tokens(reference, batch, sampling).logits.log_softmax(dim=-1)
+        policy = logits.log_softmax(dim=-1)
+        return (policy.exp() * (policy - ref)).masked_fill(policy == float("-inf"), 0.0).sum(dim=-1)
+
+    def values(self, task: str, batch: MicroBatch, out: TokenOutputs, tokens: Tensor | None = None) -> Tensor:
+        """Return the values of the task's head for ``tokens`` (default: all) of a micro-batch: [N]."""
+        hidden = out.hidden if self.shares_trunk else self.critic.hidden(batch)
+        if hidden is None:
+            raise AssertionError("hidden states were not asked for")
+        values = self.critic.values(task, hidden if tokens is None else hidden[tokens])
+        return values.to(out.logprobs.device)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.actor.device.type, torch.bfloat16, enabled=self._config.model.autocast)
+
+
+def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
+    """Hand the tokens [N] of each sample of ``batch`` back to its place in ``target``."""
+    sizes = torch.bincount(batch.sequence, minlength=len(batch.indices)).tolist()
+    for index, part in zip(batch.indices, torch.split(flat.detach().cpu(), sizes), strict=True):
+        target[index] = part
+
+
+def _reference_prompt(sample: TrainSample) -> Sequence[int]:
+    return sample.ref_prompt_ids if sample.ref_prompt_ids is not None else sample.prompt_ids
