@@ -8,7 +8,7 @@ from typing import Any
 
 from multitask_rl.records import Failure, FailureKind, Rollout
 
-__all__ = ["data_failure", "question_of", "render", "strip_thinking", "value_of"]
+__all__ = ["data_failure", "question_of", "render", "strip_thinking", "value_of", "without_question"]
 
 _THINKING_END = "</think>"
 
@@ -45,6 +45,14 @@ def question_of(rollout: Rollout, column: str = "prompt") -> str:
     """
     value = rollout.row.get(column)
     return value if isinstance(value, str) and value else rollout.prompt.text
+
+
+def without_question(response: str, rollout: Rollout) -> str:
+    """Return ``response`` without literal repetitions of the question, which answer nothing."""
+    for question in (rollout.row.get("prompt"), rollout.prompt.text):
+        if isinstance(question, str) and question.strip():
+            response = response.replace(question.strip(), " ")
+    return response
 
 
 def value_of(row: Mapping[str, Any], column: str, source: str) -> Any | Failure:

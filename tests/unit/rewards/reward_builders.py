@@ -88,3 +88,27 @@ def train_classifier(
         loss.backward()
         optimizer.step()
     model.save_pretrained(directory)
+
+
+def data_directory() -> Path:
+    import os
+
+    return Path(os.environ.get("MULTITASK_RL_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
+
+
+def real_rows(name: str, limit: int = 0) -> list[dict[str, Any]]:
+    """Return ``limit`` rows spread over the file (0 = all); skip the test where the data is absent."""
+    import gzip
+    import json
+
+    import pytest
+
+    directory = data_directory()
+    path = next(
+        (p for p in (directory / f"{name}.jsonl", directory / f"{name}.jsonl.gz") if p.is_file()), None
+    )
+    if path is None:
+        pytest.skip(f"real data absent: no {name}.jsonl in {directory} (set MULTITASK_RL_DATA)")
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return rows if not limit else rows[:: max(1, len(rows) // limit)][:limit]

@@ -1,0 +1,133 @@
+"""The ``evaluate`` adapter: text metrics as ``evaluate.Metric`` subclasses, defined here, working offline.
+
+``evaluate.load`` fetches a script from the hub even for exact match; a subclass needs nothing. Each metric
+returns its mean under its own name (what ``evaluate`` users expect) and one value per prediction under
+``values`` (what a reward needs). Importing this module costs seconds (``evaluate`` pulls in torch).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import evaluate
+
+__all__ = ["ROUGE_KINDS", "ReferenceMetric", "compute_f1", "compute_rouge", "normalise", "per_prediction"]
+
+ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WORDS = re.compile(r"\w+")
+
+
+def normalise(text: str) -> str:
+    """Lower-case, without punctuation, articles and repeated spaces (SQuAD, arXiv:1606.05250, section 6.1).
+
+    >>> normalise("The  Eiffel-Tower!")
+    'eiffeltower'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+class ReferenceMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
+    """Best value of ``compute_one(prediction, reference)`` over each prediction's references.
+
+    Args:
+        name: key of the mean in the result.
+        compute_one: similarity of two texts in [0, 1].
+    """
+
+    def __init__(self, name: str, compute_one: Callable[[str, str], float]) -> None:
+        self._compute_one = compute_one
+        self._metric_name = name
+        # A home that cannot be written to must not stop a metric that writes nothing.
+        super().__init__(
+            keep_in_memory=True, cache_dir=str(Path(tempfile.gettempdir()) / "multitask-rl-evaluate")
+        )
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description=f"{self._metric_name}: best over the references, 0 to 1.",
+            citation="",
+            inputs_description="predictions: texts; references: list of accepted texts each",
+            features=datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
+        )
+
+    def _compute(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Any]:
+        pairs = zip(predictions, references, strict=True)
+        values = [
+            max(self._compute_one(prediction, one) for one in accepted) for prediction, accepted in pairs
+        ]
+        return {self._metric_name: sum(values) / len(values), "values": values}
+
+
+def per_prediction(
+    name: str,
+    compute_one: Callable[[str, str], float],
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+) -> list[float]:
+    """Return one value per prediction (``references`` holds at least one text each)."""
+    if not predictions:
+        return []
+    metric = ReferenceMetric(name, compute_one)
+    values: list[float] = metric.compute(predictions=list(predictions), references=list(references))["values"]
+    return values
+
+
+def _f_measure(overlap: int, predicted: int, expected: int) -> float:
+    """Harmonic mean of precision and recall; 0 when nothing overlaps."""
+    return 2.0 * overlap / (predicted + expected) if overlap else 0.0
+
+
+def compute_f1(prediction: str, reference: str) -> float:
+    """Return the F1 of normalised words as bags (SQuAD, arXiv:1606.05250, section 6.1).
+
+    >>> compute_f1("the red house", "house red big")
+    0.8
+    """
+    predicted, expected = Counter(normalise(prediction).split()), Counter(normalise(reference).split())
+    return _f_measure((predicted & expected).total(), predicted.total(), expected.total())
+
+
+def compute_rouge(kind: str) -> Callable[[str, str], float]:
+    """Return the F-measure of ``rouge1``, ``rouge2`` or ``rougeL``, without stemming.
+
+    Source: ROUGE, A Package for Automatic Evaluation of Summaries (Lin, 2004), sections 2 and 3.1.
+    """
+    if kind == "rougeL":
+        return _rouge_l
+    size = int(kind.removeprefix("rouge"))
+
+    def rouge_n(prediction: str, reference: str) -> float:
+        predicted, expected = _ngrams(_words(prediction), size), _ngrams(_words(reference), size)
+        return _f_measure((predicted & expected).total(), predicted.total(), expected.total())
+
+    return rouge_n
+
+
+def _words(text: str) -> list[str]:
+    return _WORDS.findall(text.lower())
+
+
+def _ngrams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[i : i + size]) for i in range(len(words) - size + 1))
+
+
+def _rouge_l(prediction: str, reference: str) -> float:
+    predicted, expected = _words(prediction), _words(reference)
+    previous = [0] * (len(expected) + 1)
+    for word in predicted:
+        current = [0]
+        for column, other in enumerate(expected, start=1):
+            extended = previous[column - 1] + 1
+            current.append(extended if word == other else max(previous[column], current[-1]))
+        previous = current
+    return _f_measure(previous[-1], len(predicted), len(expected))

@@ -1,0 +1,147 @@
+r"""``math_answer``: is the final answer of a response mathematically the reference? Through ``math-verify``.
+
+Time limit: sympy can be sent to sleep by a short answer (``10^{10^{10}}``). ``math_verify`` limits itself
+with SIGALRM, which raises off the main thread; it is switched off here, and the reward runs in a killable
+worker process of the reward pool (``traits.isolate``).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.records import Failure, RewardResult, Rollout, Score
+from multitask_rl_rewards.text import data_failure, strip_thinking, value_of, without_question
+
+__all__ = ["MathAnswer", "last_boxed"]
+
+_ANSWERS = ("any", "boxed", "marked")
+_MARK = re.compile(r"####|\banswer\s*(?:is|:|=)", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|(?<=\S)\.(?=\s)")
+_MAX_CHARS = 4_000
+"""Only the end of a response can hold its final answer; extraction time grows with the length."""
+
+
+class MathAnswer:
+    r"""1 if the response's final answer equals the reference, else 0.
+
+    The final answer is the last ``\boxed{...}``, else the sentence after the last "####" or "answer is",
+    else (``answer: any``) the last expression. LaTeX, fractions, intervals, sets, units and percentages
+    are compared by value. An empty response, or one without an answer, scores 0. A repetition of the
+    question is no answer: its last number is the right one in 2 % of the rows of common data sets.
+
+    What it cannot see: whether the way to the answer is right.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=10.0)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``math_answer`` in a tasks file."""
+
+        reference_column: str = "reference"
+        """Column with the right answer: a number, or LaTeX without dollar signs."""
+        answer: str = "any"
+        r"""Where an answer counts: ``any`` (last expression, if nothing marks one), ``marked`` ("answer is",
+        "####" or ``\boxed``), ``boxed`` (only ``\boxed``)."""
+
+    def __init__(self, config: Config) -> None:
+        """Check the configuration.
+
+        Raises:
+            ConfigError: unknown value of ``answer``.
+        """
+        if config.answer not in _ANSWERS:
+            raise ConfigError(
+                f"math_answer: `answer` must be one of {', '.join(_ANSWERS)}; got {config.answer!r}."
+            )
+        self.config = config
+
+    def warm_up(self) -> None:
+        """Import ``math_verify`` (a second) before the first call's clock runs.
+
+        Raises:
+            MissingExtraError: it is not installed.
+        """
+        _library()
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return 1 or 0 per rollout, or a ``data`` failure for a reference that is no mathematics."""
+        return [self._score_one(rollout) for rollout in rollouts]
+
+    def _score_one(self, rollout: Rollout) -> RewardResult:
+        reference = value_of(rollout.row, self.config.reference_column, "math_answer")
+        if isinstance(reference, Failure):
+            return reference
+        reference = str(reference).strip().strip("$").strip()
+        gold = _parse_reference(reference)
+        if not gold:
+            return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
+        answer = self._final_answer(without_question(strip_thinking(rollout.response), rollout))
+        if not answer:
+            return Score(value=0.0)
+        if _bare(answer) == _bare(reference):
+            return Score(value=1.0)
+        return Score(value=float(_equal(gold, answer)))
+
+    def _final_answer(self, response: str) -> str:
+        """Return the text in which math-verify shall look, empty if there is no answer."""
+        boxed = last_boxed(response)
+        if boxed is not None or self.config.answer == "boxed":
+            return f"$\\boxed{{{boxed}}}$" if boxed and boxed.strip() else ""
+        marks = list(_MARK.finditer(response))
+        if marks:
+            return _SENTENCE_END.split(response[marks[-1].end() :].strip(), maxsplit=1)[0][:_MAX_CHARS]
+        return "" if self.config.answer == "marked" else response.strip()[-_MAX_CHARS:]
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last complete ``\boxed{...}`` (or ``\fbox``), None if there is none.
+
+    >>> last_boxed(r"so \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
+        depth = 1
+        for i in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                return text[match.end() : i]
+    return None
+
+
+def _bare(text: str) -> str:
+    """Text without box, dollar signs, spaces and final full stop: what needs no algebra to compare."""
+    inner = last_boxed(text)
+    return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".")
+
+
+@lru_cache(maxsize=4096)
+def _parse_reference(reference: str) -> tuple[Any, ...]:
+    parse, _ = _library()
+    return tuple(parse(f"${reference}$", parsing_timeout=None) or ()) if reference else ()
+
+
+def _equal(gold: tuple[Any, ...], answer: str) -> bool:
+    parse, verify = _library()
+    return bool(verify(list(gold), parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+
+@lru_cache(maxsize=1)
+def _library() -> tuple[Any, Any]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise MissingExtraError(
+            f"math_answer compares through `math-verify`, which cannot be imported ({error}). "
+            "Install it with: pip install 'multitask-rl[math]'"
+        ) from error
+    # It warns at every first use that its own time limit is off; the pool's is on.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return parse, verify

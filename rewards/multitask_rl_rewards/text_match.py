@@ -1,0 +1,186 @@
+"""``exact_match``, ``f1`` and ``rouge``: a response against reference texts, by ``evaluate``, offline."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.records import Failure, RewardResult, Rollout, Score
+from multitask_rl_rewards.text import data_failure, strip_thinking, value_of
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["F1", "ExactMatch", "Rouge", "extract_answer"]
+
+
+def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str:
+    """Return the answer inside a response: the last match of ``pattern``, else the whole, stripped.
+
+    The match's first group that took part is the answer. No match is no answer: an empty string.
+    """
+    response = strip_thinking(response)
+    if pattern is None:
+        return response.strip()
+    matches = list(pattern.finditer(response))
+    if not matches:
+        return ""
+    return next((group for group in matches[-1].groups() if group is not None), matches[-1][0]).strip()
+
+
+class _ReferenceReward(ABC):
+    """Common part: find the answer, find the references, compare the batch in one ``compute``."""
+
+    # evaluate imports torch: one process holds it, not every worker. The comparison itself cannot hang.
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, isolate=False)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys in a tasks file."""
+
+        reference_column: str = "reference"
+        """Column with the accepted text, or a list of them."""
+        pattern: str = ""
+        """Regular expression whose last match (first group) is the answer; empty = the whole response."""
+
+    name: ClassVar[str]
+
+    def __init__(self, config: Config) -> None:
+        """Compile the pattern.
+
+        Raises:
+            ConfigError: it is not a regular expression.
+        """
+        self.config = config
+        try:
+            self._pattern = re.compile(config.pattern, re.DOTALL | re.MULTILINE) if config.pattern else None
+        except re.error as error:
+            raise ConfigError(
+                f"{self.name}: `pattern` {config.pattern!r} is not a regular expression: {error}"
+            ) from error
+
+    def warm_up(self) -> None:
+        """Import ``evaluate`` (seconds), before step 1.
+
+        Raises:
+            MissingExtraError: it is not installed.
+        """
+        _metrics()
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return one value in [0, 1] per rollout; an empty answer is 0, a missing reference a failure."""
+        accepted = [self._references(rollout) for rollout in rollouts]
+        answers = [extract_answer(rollout.response, self._pattern) for rollout in rollouts]
+        asked = [i for i, texts in enumerate(accepted) if not isinstance(texts, Failure) and answers[i]]
+        values = dict(
+            zip(asked, self._compare([answers[i] for i in asked], [accepted[i] for i in asked]), strict=True)
+        )
+        return [
+            texts if isinstance(texts, Failure) else Score(value=values.get(i, 0.0))
+            for i, texts in enumerate(accepted)
+        ]
+
+    @abstractmethod
+    def _compare(self, answers: list[str], references: list[Any]) -> list[float]:
+        """Return one value per answer; each has at least one reference."""
+
+    def _references(self, rollout: Rollout) -> list[str] | Failure:
+        value = value_of(rollout.row, self.config.reference_column, self.name)
+        if isinstance(value, Failure):
+            return value
+        texts = [
+            str(text)
+            for text in ([value] if isinstance(value, str) or not isinstance(value, Sequence) else value)
+        ]
+        texts = [text for text in texts if text.strip()]
+        if not texts:
+            return data_failure(
+                f"column {self.config.reference_column!r} is empty: nothing would match it", self.name
+            )
+        return texts
+
+
+class ExactMatch(_ReferenceReward):
+    """1 if the answer equals one of the references, else 0."""
+
+    name = "exact_match"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_ReferenceReward.Config):
+        """Keys of ``exact_match`` in a tasks file."""
+
+        normalise: bool = True
+        """Ignore case, punctuation, articles and spacing."""
+
+    config: Config
+
+    def _compare(self, answers: list[str], references: list[Any]) -> list[float]:
+        metrics = _metrics()
+
+        def same(answer: str, reference: str) -> float:
+            if not self.config.normalise:
+                return float(answer == reference.strip())
+            left, right = metrics.normalise(answer), metrics.normalise(reference)
+            # A text of articles and punctuation alone (``"!"``) would equal any other such text.
+            return float(left == right) if right else float(answer == reference.strip())
+
+        values: list[float] = metrics.per_prediction(self.name, same, answers, references)
+        return values
+
+
+class F1(_ReferenceReward):
+    """Overlap of words with the best reference: harmonic mean of precision and recall."""
+
+    name = "f1"
+
+    def _compare(self, answers: list[str], references: list[Any]) -> list[float]:
+        metrics = _metrics()
+        values: list[float] = metrics.per_prediction(self.name, metrics.compute_f1, answers, references)
+        return values
+
+
+class Rouge(_ReferenceReward):
+    """ROUGE F-measure against the best reference."""
+
+    name = "rouge"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_ReferenceReward.Config):
+        """Keys of ``rouge`` in a tasks file."""
+
+        kind: str = "rougeL"
+        """``rouge1``, ``rouge2`` or ``rougeL``."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        """Check the kind.
+
+        Raises:
+            ConfigError: unknown kind.
+        """
+        super().__init__(config)
+        if config.kind not in ("rouge1", "rouge2", "rougeL"):
+            raise ConfigError(f"rouge: `kind` must be rouge1, rouge2 or rougeL; got {config.kind!r}.")
+
+    def _compare(self, answers: list[str], references: list[Any]) -> list[float]:
+        metrics = _metrics()
+        compute = metrics.compute_rouge(self.config.kind)
+        values: list[float] = metrics.per_prediction(self.config.kind, compute, answers, references)
+        return values
+
+
+def _metrics() -> ModuleType:
+    try:
+        from multitask_rl_rewards import evaluate_metrics
+    except ImportError as error:
+        raise MissingExtraError(
+            f"exact_match, f1 and rouge compute through the package `evaluate`, which cannot be imported "
+            f"({error}). Install it with: pip install 'multitask-rl[eval]'"
+        ) from error
+    return evaluate_metrics

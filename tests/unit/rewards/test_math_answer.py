@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from reward_builders import real_rows, rollout
+
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Failure, Score
+from multitask_rl_rewards.math_answer import MathAnswer, last_boxed
+
+
+def value(response: str, reference: object = "72", answer: str = "any", **row: object) -> float:
+    (result,) = MathAnswer(MathAnswer.Config(answer=answer)).score(
+        [rollout(response, reference=reference, **row)]
+    )
+    assert isinstance(result, Score), result
+    return result.value
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{72}",
+        "48 + 24 = 72",
+        "#### 72",
+        "The answer is 72. Note that 5 were left.",
+        "Answer: $72$",
+        "72.0",
+        r"first \boxed{70}, no: \boxed{72.0} at last",
+        "<think>maybe 3?</think>72",
+        "The answer is\n\n72",
+    ],
+)
+def test_right_answers_in_many_forms_score_one(response):
+    assert value(response) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "   ",
+        "I cannot determine the answer.",
+        "71",
+        "72 clips in April, 71 in all",
+        r"\boxed{}",
+        r"\boxed{71} and 72",
+        r"\boxed{72",
+        "<think>72",
+        "{{{{{{" * 50,
+        "\x00\ud83d",
+        "the answer is unknown",
+    ],
+)
+def test_wrong_empty_and_garbage_answers_score_zero(response):
+    assert value(response) == 0.0
+
+
+def test_repeating_the_question_is_no_answer():
+    question = "How many are 72 and 0? Think of 72"
+    assert value(question, prompt=question) == 0.0
+    assert value(f"{question}\n72", prompt=question) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "response"),
+    [
+        (r"\frac{1}{2}", r"\boxed{0.5}"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}"),
+        (r"x \in [-2,7]", r"$x \in [-2,7]$"),
+        ("1,000", "1000"),
+        (5, "5"),
+        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}"),
+        (r"11\sqrt2", r"\boxed{\sqrt{242}}"),
+    ],
+)
+def test_latex_is_compared_by_value(reference, response):
+    assert value(response, reference) == 1.0
+
+
+def test_answer_mode_says_where_an_answer_counts():
+    assert value("it is 72", answer="marked") == 0.0
+    assert value("the answer is 72", answer="marked") == 1.0
+    assert value("the answer is 72", answer="boxed") == 0.0
+    assert value(r"\boxed{72}", answer="boxed") == 1.0
+    with pytest.raises(ConfigError, match="`answer` must be one of any, boxed, marked"):
+        MathAnswer(MathAnswer.Config(answer="last"))
+
+
+def test_missing_or_unusable_reference_is_a_data_failure():
+    reward = MathAnswer(MathAnswer.Config())
+    for row in ({}, {"reference": None}, {"reference": ""}, {"reference": "$$"}):
+        (result,) = reward.score([rollout("72", **row)])
+        assert isinstance(result, Failure)
+        assert result.kind == "data"
+
+
+def test_works_off_the_main_thread():
+    # math_verify's own limit needs SIGALRM, which only the main thread may set.
+    results: list[float] = []
+    thread = threading.Thread(target=lambda: results.append(value(r"\boxed{\frac{144}{2}}")))
+    thread.start()
+    thread.join()
+    assert results == [1.0]
+
+
+def test_last_boxed_handles_nesting_and_truncation():
+    assert last_boxed(r"\boxed{a} \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{a} \boxed{\frac{1}{2}") == "a"
+    assert last_boxed("none") is None
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize("name", ["math500", "gsm8k_test", "math_easy"])
+def test_gold_answers_of_real_rows_score_one_and_echoes_zero(name):
+    for row in real_rows(name, 60):
+        assert value(rf"So \boxed{{{row['reference']}}}.", **row) == 1.0
+        assert value(f"The answer is ${row['reference']}$.", **row) == 1.0
+        assert value(row["prompt"], **row) == 0.0
+        assert value("", **row) == 0.0
+
+
+@pytest.mark.realdata
+def test_worked_solutions_of_gsm8k_score_one():
+    rows = real_rows("gsm8k_train", 200)
+    assert sum(value(row["solution"] + f"\n#### {row['reference']}", **row) for row in rows) == len(rows)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from reward_builders import real_rows, rollout
+
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Failure, Score
+from multitask_rl_rewards.text_match import F1, ExactMatch, Rouge
+
+LETTER = r"Answer:\s*\(?([A-Z])\b|^\W*([A-Z])\W*$"
+
+
+def one(reward, response, **row):
+    (result,) = reward.score([rollout(response, **row)])
+    return result
+
+
+def exact(response: str, reference: object, **config: object) -> float:
+    result = one(ExactMatch(ExactMatch.Config(**config)), response, reference=reference)
+    assert isinstance(result, Score), result
+    return result.value
+
+
+def test_exact_match_ignores_case_articles_and_punctuation():
+    assert exact(" The Eiffel tower. ", "eiffel tower") == 1.0
+    assert exact("the Eiffel towers", "eiffel tower") == 0.0
+    assert exact("The Eiffel tower.", "eiffel tower", normalise=False) == 0.0
+    assert exact("<think>Rome?</think>Paris", "paris") == 1.0
+
+
+def test_any_of_several_references_counts():
+    assert exact("paid monument", ["visited paid monument", "paid monument"]) == 1.0
+    result = one(ExactMatch(ExactMatch.Config(reference_column="answers")), "b", answers=["a", "b"])
+    assert result == Score(value=1.0)
+
+
+@pytest.mark.parametrize(
+    "response", ["", "   ", "!", "the", "garbage", "\x00", "paris or rome", "<think>paris"]
+)
+def test_empty_garbage_and_hedged_answers_score_zero(response):
+    assert exact(response, "paris") == 0.0
+
+
+def test_reference_of_punctuation_alone_matches_only_itself():
+    assert exact("!", "?") == 0.0
+    assert exact("?", "?") == 1.0
+
+
+def test_pattern_takes_the_last_match_and_no_match_is_no_answer():
+    assert exact("Answer: A\nno,\nAnswer: (B)", "B", pattern=LETTER) == 1.0
+    assert exact("B", "B", pattern=LETTER) == 1.0
+    assert exact("it is B", "B", pattern=LETTER) == 0.0
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        ExactMatch(ExactMatch.Config(pattern="("))
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"reference": None}, {"reference": ""}, {"reference": []}, {"reference": [" "]}]
+)
+def test_missing_reference_is_a_data_failure(row):
+    for reward in (ExactMatch(ExactMatch.Config()), F1(F1.Config()), Rouge(Rouge.Config())):
+        result = one(reward, "", **row)
+        assert isinstance(result, Failure)
+        assert result.kind == "data"
+        assert result.source == reward.name
+
+
+def test_one_bad_row_leaves_its_neighbours_alone():
+    results = ExactMatch(ExactMatch.Config()).score(
+        [
+            rollout("a b", reference="a b"),
+            rollout("x"),
+            rollout("", reference="q"),
+            rollout("q", reference="q"),
+        ]
+    )
+    assert [getattr(r, "value", r.__class__.__name__) for r in results] == [1.0, "Failure", 0.0, 1.0]
+
+
+def test_f1_counts_shared_words():
+    f1 = F1(F1.Config())
+    assert one(f1, "the red house", reference="house red big").value == pytest.approx(0.8)
+    assert one(f1, "blue", reference="house red big").value == 0.0
+    assert one(f1, "house house house", reference="house").value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    # hypothesis "the cat sat here", reference "the cat was here": 3 of 4 words, 1 of 3 pairs, LCS 3
+    [("rouge1", 3 / 4), ("rouge2", 1 / 3), ("rougeL", 3 / 4)],
+)
+def test_rouge_equals_hand_computed_values(kind, expected):
+    assert one(
+        Rouge(Rouge.Config(kind=kind)), "the cat sat here", reference="The cat was here."
+    ).value == pytest.approx(expected)
+
+
+def test_rouge_l_respects_order_and_unknown_kind_is_refused():
+    assert one(Rouge(Rouge.Config()), "here was cat", reference="cat was here").value == pytest.approx(1 / 3)
+    with pytest.raises(ConfigError, match="rouge1, rouge2 or rougeL"):
+        Rouge(Rouge.Config(kind="rouge9"))
+
+
+def test_module_imports_neither_torch_nor_evaluate():
+    code = (
+        "import sys, multitask_rl_rewards.text_match; print(sorted({'torch', 'evaluate'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
+
+
+def test_metric_is_a_real_evaluate_metric():
+    import evaluate
+
+    from multitask_rl_rewards.evaluate_metrics import ReferenceMetric, compute_f1
+
+    metric = ReferenceMetric("f1", compute_f1)
+    assert isinstance(metric, evaluate.Metric)
+    assert metric.compute(predictions=["a b", "c"], references=[["b"], ["c"]])["f1"] == pytest.approx(1.0)
+
+
+@pytest.mark.realdata
+def test_gold_answers_of_real_rows_score_one():
+    rows = real_rows("nq_open", 100)
+    reward = ExactMatch(ExactMatch.Config(reference_column="answers"))
+    gold = reward.score([rollout(row["reference"], **row) for row in rows])
+    echo = reward.score([rollout(row["prompt"], **row) for row in rows])
+    assert {r.value for r in gold} == {1.0}
+    assert {r.value for r in echo} == {0.0}
