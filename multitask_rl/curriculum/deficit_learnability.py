@@ -1,0 +1,51 @@
+"""Prompts go where there is something left to learn and something to learn it from. The default policy.
+
+A task far below its target deserves rollouts, but only in so far as they give a gradient: a task whose
+groups are all failures (or all successes) would take the budget and return nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
+
+__all__ = ["DeficitLearnability", "DeficitLearnabilityConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class DeficitLearnabilityConfig(SchedulerPolicyConfig):
+    """Settings of ``deficit_learnability``."""
+
+    min_informative: float = 0.02
+    """Least share of informative groups counted, so that a hard task is not forgotten. In (0, 1]."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        SchedulerPolicyConfig.__post_init__(self)
+        if not 0.0 < self.min_informative <= 1.0:
+            raise ValueError(f"min_informative must be in (0, 1], got {self.min_informative!r}")
+
+
+class DeficitLearnability(SchedulerPolicy):
+    """Weigh each task by its distance to the target times what its groups can teach.
+
+    ``s_k = prior_k * (target_k - J_k)^+ * sqrt(max(nz_k, min_informative))``, ``w = s / sum(s)``, with
+    ``J_k`` the smoothed level in [0, 1] and ``nz_k`` the smoothed share of groups with a gradient. All tasks
+    at their targets: the prior.
+
+    Source: own. The deficit is the minimax signal of MT-GRPO (arXiv:2602.05547) without its collapse onto one
+    task; the square root of the informative share is the learnability of SEC (arXiv:2505.14970), as the
+    standard error of a group's gradient shrinks with the square root of the groups that have one.
+    """
+
+    Config: ClassVar[type[SchedulerPolicyConfig]] = DeficitLearnabilityConfig
+    config: DeficitLearnabilityConfig
+
+    def _preferences(self) -> dict[str, float]:
+        return {task: self.prior[task] * self.deficit(task) * self._learnability(task) for task in self.tasks}
+
+    def _learnability(self, task: str) -> float:
+        return math.sqrt(max(self.informative(task), self.config.min_informative))

@@ -1,0 +1,78 @@
+"""The gate that stops a task which gives no gradient from absorbing the budget, and says so.
+
+RL cannot start a task that is never solved: all rollouts of a group fail alike, no advantage, no update. A
+policy that chases the worst task would give it everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multitask_rl.curriculum.base import SchedulerPolicy
+from multitask_rl.records import Event, TaskStats
+
+__all__ = ["UnlearnableGate"]
+
+_MIN_INFORMATIVE = 0.02
+_RELEASE_INFORMATIVE = 0.05
+"""Above the threshold of the gate, so that a task does not flutter."""
+_STEPS = 200
+_LEARNT = 0.9
+"""Part of the target above which groups without variance mean "solved", not "hopeless"."""
+
+
+class UnlearnableGate:
+    """Hold a task at its floor after 200 steps in which under 2 % of its groups gave a gradient.
+
+    A held task keeps its floor (at least ``probe_share``), so that it is released, with an event, once more
+    than 5 % of its groups give a gradient again.
+    """
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self._dead_steps = dict.fromkeys(tasks, 0)
+        self.held: set[str] = set()
+        """Tasks held at their floor."""
+        self.probe_share = min(_MIN_INFORMATIVE, 0.4 / len(tasks))
+        """Least share of a held task: what it takes to notice that it has become learnable."""
+
+    def update(self, policy: SchedulerPolicy, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
+        """Count the step and return an alarm or a release for each task that changes state."""
+        events = []
+        for task in policy.tasks:
+            if task not in stats or stats[task].num_prompts <= 0:
+                continue
+            informative = policy.informative(task)
+            is_learnt = policy.level(task) >= _LEARNT * policy.targets[task]
+            is_dead = informative < _MIN_INFORMATIVE and not is_learnt
+            self._dead_steps[task] = self._dead_steps[task] + 1 if is_dead else 0
+            if task not in self.held and self._dead_steps[task] >= _STEPS:
+                self.held.add(task)
+                events.append(self._alarm(policy, task, step))
+            elif task in self.held and (informative > _RELEASE_INFORMATIVE or is_learnt):
+                self.held.remove(task)
+                reason = f"{task} gives a gradient again in {informative:.0%} of its groups: released"
+                events.append(Event(step=step, source="scheduler", kind="release", reason=reason, task=task))
+        return events
+
+    def _alarm(self, policy: SchedulerPolicy, task: str, step: int) -> Event:
+        held = "held at its floor" if policy.adaptive else "its weight is kept, the policy does not adapt"
+        reason = (
+            f"{task} looks unlearnable: under {_MIN_INFORMATIVE:.0%} of its groups gave a gradient for "
+            f"{_STEPS} steps at level {policy.level(task):.2f}; {held}. Warm-start it by supervised "
+            "learning, make it easier, or check its reward."
+        )
+        data = {"informative": policy.informative(task), "level": policy.level(task)}
+        return Event(step=step, source="scheduler", kind="alarm", reason=reason, task=task, data=data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {"dead_steps": dict(self._dead_steps), "held": sorted(self.held)}
+
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """Restore ``state_dict``; unknown tasks are dropped."""
+        for old, steps in state["dead_steps"].items():
+            if (task := renamed.get(old, old)) in self._dead_steps:
+                self._dead_steps[task] = steps
+        held = {renamed.get(task, task) for task in state["held"]}
+        self.held = held & set(self._dead_steps)

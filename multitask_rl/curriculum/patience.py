@@ -1,0 +1,90 @@
+"""Weights move only when a task has stopped improving for ``patience`` steps.
+
+The reference describes this rule in two ways that disagree: "no improvement for ``patience`` steps lowers the
+weight" and "lower what learns too fast, give gradient to the laggards". A hard task that is stuck shows no
+improvement either, and the literal rule takes its share away. Here a plateau lowers the weight of a task
+that has *reached* its target and raises that of one that has not; one that gives no gradient at all is
+reported by the scheduler's gate instead of being fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
+from multitask_rl.curriculum.signal import TaskSignal
+
+__all__ = ["Patience", "PatienceConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class PatienceConfig(SchedulerPolicyConfig):
+    """Settings of ``patience``."""
+
+    patience: int = 50
+    """Steps without improvement that make a plateau, >= 1."""
+    min_delta: float = 0.01
+    """Rise of the smoothed level above its best that counts as improvement, >= 0."""
+    factor: float = 0.7
+    """A plateau multiplies the weight by this (at the target) or divides it (below). In (0, 1)."""
+    max_change: float = 10.0
+    """Bound of a weight relative to its initial value, both ways. > 1."""
+    literal: bool = False
+    """Lower the weight at every plateau, wherever the level is: the reference's sentence to the letter.
+    Kept as a negative control; it starves hard tasks."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        SchedulerPolicyConfig.__post_init__(self)
+        if self.patience < 1:
+            raise ValueError(f"patience must be >= 1, got {self.patience!r}")
+        if not 0.0 < self.factor < 1.0:
+            raise ValueError(f"factor must be in (0, 1), got {self.factor!r}")
+        if not self.max_change > 1.0:
+            raise ValueError(f"max_change must be > 1, got {self.max_change!r}")
+
+
+class Patience(SchedulerPolicy):
+    """Lower a task's weight at a plateau at its target, raise it at a plateau below."""
+
+    Config: ClassVar[type[SchedulerPolicyConfig]] = PatienceConfig
+    mixes_floor: ClassVar[bool] = False
+    per_task: ClassVar[tuple[str, ...]] = ("scale", "best", "waited")
+    config: PatienceConfig
+
+    def _start(self) -> None:
+        self.scale = dict.fromkeys(self.tasks, 1.0)
+        """Factor on the task's initial weight."""
+        self.best = dict.fromkeys(self.tasks, -1.0)
+        """Best smoothed level so far."""
+        self.waited = dict.fromkeys(self.tasks, 0.0)
+        """Steps since the best rose, or since the last change of the weight."""
+
+    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
+        for task in signals:
+            level = self.level(task)
+            if level > self.best[task] + self.config.min_delta:
+                self.best[task], self.waited[task] = level, 0
+                continue
+            self.waited[task] += 1
+            if self.waited[task] >= self.config.patience:
+                self.waited[task] = 0
+                self._move(task, down=self.config.literal or self.deficit(task) == 0.0)
+
+    def _move(self, task: str, *, down: bool) -> None:
+        bound = self.config.max_change
+        scale = self.scale[task] * (self.config.factor if down else 1.0 / self.config.factor)
+        self.scale[task] = min(bound, max(1.0 / bound, scale))
+
+    def _preferences(self) -> dict[str, float]:
+        return {task: self.prior[task] * self.scale[task] for task in self.tasks}
+
+    def reasons(self) -> dict[str, str]:
+        """Return level, target and how long the task has waited."""
+        return {
+            task: f"level {self.level(task):.2f} of target {self.targets[task]:.2f}, best "
+            f"{self.best[task]:.2f}, {self.waited[task]:.0f} of {self.config.patience} steps without a rise"
+            for task in self.tasks
+        }

@@ -1,0 +1,101 @@
+"""From shares to whole prompts: the largest-remainder method, with the remainders carried to the next step.
+
+A weight acts through how many prompts a task gets. One step cannot give a task 0.8 of a prompt, so what a
+task is owed is carried over; its realised share then follows the target over the steps to within one or two
+prompts, not only on average. Pure functions: the caller keeps the carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+__all__ = ["apportion", "mix_floors", "normalise", "raise_to_floors"]
+
+
+def normalise(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return ``weights`` divided by their sum; equal shares when the sum is not positive.
+
+    >>> normalise({"a": 3.0, "b": 1.0})
+    {'a': 0.75, 'b': 0.25}
+    """
+    total = math.fsum(weights.values())
+    if not total > 0.0 or not math.isfinite(total):
+        return {task: 1.0 / len(weights) for task in weights}
+    return {task: weight / total for task, weight in weights.items()}
+
+
+def mix_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
+    """Return ``floor_k + (1 - sum of floors) * p_k``: every floor is met, the rest follows ``probs``.
+
+    Args:
+        probs: shares, sum 1.
+        floors: least share per task (missing = 0), sum at most 1.
+
+    >>> mix_floors({"a": 1.0, "b": 0.0}, {"a": 0.1, "b": 0.1})
+    {'a': 0.9, 'b': 0.1}
+    """
+    free = max(0.0, 1.0 - math.fsum(floors.get(task, 0.0) for task in probs))
+    return normalise({task: floors.get(task, 0.0) + free * p for task, p in probs.items()})
+
+
+def raise_to_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
+    """Raise what lies below its floor to it and scale the rest down; what is given stays as given if it can.
+
+    Args:
+        probs: shares, sum 1.
+        floors: least share per task (missing = 0), sum at most 1.
+
+    >>> raise_to_floors({"a": 0.5, "b": 0.5, "c": 0.0}, {"c": 0.5})
+    {'a': 0.25, 'b': 0.25, 'c': 0.5}
+    """
+    held: set[str] = set()
+    while True:
+        free = 1.0 - math.fsum(floors.get(task, 0.0) for task in held)
+        rest = math.fsum(p for task, p in probs.items() if task not in held)
+        scale = free / rest if rest > 0.0 else 0.0
+        low = {t for t in probs if t not in held and probs[t] * scale < floors.get(t, 0.0)}
+        if not low:
+            break
+        held |= low
+    return normalise({t: floors.get(t, 0.0) if t in held else p * scale for t, p in probs.items()})
+
+
+def apportion(
+    shares: Mapping[str, float], total: int, carry: Mapping[str, float], tie_break: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Split ``total`` prompts by ``shares`` and by what earlier steps still owe.
+
+    The entitlement of a task is ``share * total + carry``; everybody gets its whole part (never below 0),
+    the prompts left over go to the largest remainders.
+
+    Args:
+        shares: share per task, sum 1; a task with share 0 gets nothing and is owed nothing.
+        total: prompts of the step, >= 0.
+        carry: prompts owed to each task from earlier steps (negative = got more than its share).
+        tie_break: rank of each task among equal remainders, smaller first; makes the result independent of
+            the order of ``shares``.
+
+    Returns:
+        Prompts per task (sum is ``total``) and the new carry (sum 0 up to rounding).
+
+    >>> apportion({"a": 0.5, "b": 0.5}, 3, {}, {"a": 0, "b": 1})
+    ({'a': 2, 'b': 1}, {'a': -0.5, 'b': 0.5})
+    """
+    if total < 0:
+        raise ValueError(f"prompts to split must be >= 0, got {total}")
+    active = [task for task, share in shares.items() if share > 0.0]
+    if total and not active:
+        raise ValueError(f"no task has a share above 0, so {total} prompts cannot be split")
+    owed = {task: shares[task] * total + carry.get(task, 0.0) for task in active}
+    counts = dict.fromkeys(shares, 0)
+    for task in active:
+        counts[task] = max(0, math.floor(owed[task]))
+    for _ in range(abs(total - sum(counts.values()))):
+        short = sum(counts.values()) < total
+        candidates = active if short else [task for task in active if counts[task] > 0]
+        sign = -1.0 if short else 1.0
+        # Rounded: remainders that are equal on paper differ in the last bit, and would decide the tie.
+        task = min(candidates, key=lambda t: (sign * round(owed[t] - counts[t], 9), tie_break.get(t, 0), t))
+        counts[task] += 1 if short else -1
+    return counts, {task: owed[task] - counts[task] for task in active}

@@ -1,0 +1,322 @@
+"""DynamicTaskWeightScheduler: the task weights of a run, and the prompts they turn into.
+
+statistics -> policy (what is worth learning now) -> gate (what cannot be learnt) -> guard's factors ->
+floors -> shares -> exact quotas. The policy is a plugin; everything after it is the same for all policies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multitask_rl.config.build import build_dataclass, suggest
+from multitask_rl.config.located_yaml import Where
+from multitask_rl.curriculum.base import SchedulerPolicy
+from multitask_rl.curriculum.gate import UnlearnableGate
+from multitask_rl.curriculum.quotas import apportion, mix_floors, normalise, raise_to_floors
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import SCHEDULERS, load_plugin
+from multitask_rl.records import Event, TaskStats
+from multitask_rl.seeding import derive_seed
+
+__all__ = ["DynamicTaskWeightScheduler"]
+
+_DEFAULT_MIN_WEIGHT = 0.1
+_MAX_DEFAULT_FLOORS = 0.4
+"""The default floor leaves at least this share of the step to the policy's choice: 1 - 0.4."""
+_MIN_REPORTED_CHANGE = 0.05
+_STEPS_BETWEEN_REPORTS = 10
+
+
+class DynamicTaskWeightScheduler:
+    """Decide how much of each step every task gets.
+
+    ``bind`` once, then per step ``quotas`` (before sampling) and ``update`` (after scoring).
+
+    Args:
+        initial_weights: weight per task, >= 0, normalised; a task that is missing gets the mean of those
+            given. 0 takes a task out of the training unless it has a ``min_share``. None = equal weights.
+        metric_key: what the policy watches: ``reward_score`` (mean training reward, rescaled to [0, 1] as
+            ``signal.py`` says) or a key of ``TaskStats.metrics``.
+        patience: steps without improvement that make a plateau; for policies that know one.
+        min_weight: floor of every task's share. The default 0.1 is lowered to ``0.4 / number of tasks``
+            where that is smaller; any other value is kept as given.
+        policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
+        policy_config: further keys of the policy's ``Config``.
+
+    Raises:
+        ConfigError: an unknown key or a value out of range.
+        PluginError: no such policy, or one that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        initial_weights: Mapping[str, float] | None = None,
+        metric_key: str = "reward_score",
+        patience: int = 500,
+        min_weight: float = _DEFAULT_MIN_WEIGHT,
+        policy: str | type[SchedulerPolicy] = "deficit_learnability",
+        **policy_config: Any,
+    ) -> None:
+        if not 0.0 <= min_weight <= 1.0:
+            raise ConfigError(f"scheduler.min_weight must be in [0, 1], got {min_weight!r}")
+        self.initial_weights = _check_weights(initial_weights or {})
+        self.min_weight = min_weight
+        self.policy_class: type[SchedulerPolicy] = (
+            load_plugin(SCHEDULERS, policy, expects=("Config", "update", "weights"))
+            if isinstance(policy, str)
+            else policy
+        )
+        self.policy_name = policy if isinstance(policy, str) else policy.__name__
+        values = {"metric_key": metric_key, **policy_config}
+        if "patience" in {f.name for f in dataclasses.fields(self.policy_class.Config)}:
+            values.setdefault("patience", patience)
+        self.policy_config = build_dataclass(
+            self.policy_class.Config, values, Where("scheduler.policy_config")
+        )
+        self._policy: SchedulerPolicy | None = None
+
+    def bind(
+        self,
+        tasks: Sequence[str],
+        *,
+        targets: Mapping[str, float] | None = None,
+        min_shares: Mapping[str, float | None] | None = None,
+        reward_ranges: Mapping[str, tuple[float, float]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Learn which tasks there are; called once by the trainer before the first step.
+
+        The weights this settles on are reported as an event by the first ``update``.
+
+        Args:
+            tasks: names of the tasks that are trained.
+            targets: level in [0, 1] at which a task counts as learnt; missing = 1.
+            min_shares: floor of a task's share; missing or None = ``min_weight``.
+            reward_ranges: ``(low, high)`` of a task's reward where its plugins declare it; without one, a
+                reward outside [0, 1] is placed within the range the run has shown.
+            seed: the run's seed; decides only which of two equal remainders comes first.
+
+        Raises:
+            ConfigError: unknown or duplicate task, no task with a weight, floors that add up to more than 1.
+        """
+        self.tasks = tuple(tasks)
+        if not tasks or len(set(tasks)) != len(tasks):
+            raise ConfigError(f"the scheduler needs at least one task and no name twice, got {list(tasks)!r}")
+        for key, names in (("initial_weights", self.initial_weights), ("min_share", min_shares or {})):
+            _check_known(key, names, self.tasks)
+        weights, filled = self._complete_weights()
+        given = {task: share for task, share in (min_shares or {}).items() if share is not None}
+        active = [task for task in tasks if weights[task] > 0.0 or given.get(task, 0.0) > 0.0]
+        if not active:
+            raise ConfigError("every task has weight 0; give at least one task a weight above 0")
+        self._floors = self._complete_floors(active, given)
+        # A task of weight 0 that is kept alive by its min_share still needs a prior above 0.
+        prior = {task: weights[task] or self._floors[task] for task in active}
+        self._policy = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
+        self._gate = UnlearnableGate(active)
+        self._factors: dict[str, float] = {}
+        self._carry: dict[str, float] = {}
+        self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
+        self._reported = self.weights()
+        self._reported_at = -_STEPS_BETWEEN_REPORTS
+        self._has_warned_missing = False
+        self._pending = [self._bound_event(filled)]
+
+    def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
+        """Learn from the step's statistics and return what was decided, at most one event of each kind.
+
+        Args:
+            stats: statistics of the tasks that had prompts; others keep what they had.
+            step: the step the statistics are of.
+        """
+        policy = self._bound()
+        policy.update(stats, step)
+        events = [dataclasses.replace(event, step=step) for event in self._pending]
+        self._pending = []
+        events += self._warn_missing_metric(stats, step)
+        events += self._gate.update(policy, stats, step)
+        events += self._report_change(step)
+        return events
+
+    def weights(self) -> dict[str, float]:
+        """Return the share of every bound task, sum 1; 0 for a task that is not trained."""
+        policy = self._bound()
+        shares = policy.weights()
+        floors = dict(self._floors)
+        if policy.adaptive:
+            for task in self._gate.held:
+                shares[task] = 0.0
+                floors[task] = max(floors[task], self._gate.probe_share)
+        apply = mix_floors if policy.mixes_floor else raise_to_floors
+        shares = apply(normalise(shares), floors)
+        if self._factors:
+            scaled = {task: share * self._factors.get(task, 1.0) for task, share in shares.items()}
+            kept = {task: floors[task] for task, share in scaled.items() if share > 0.0}
+            shares = raise_to_floors(normalise(scaled), kept)
+        return {task: shares.get(task, 0.0) for task in self.tasks}
+
+    def set_factors(self, factors: Mapping[str, float]) -> None:
+        """Multiply the policy's shares from now on, as the guard asks; replaces earlier factors.
+
+        Args:
+            factors: per task, >= 0; missing = 1. 0 freezes the task: no prompts, whatever its floor. If it
+                would freeze every task, the factors are left out.
+        """
+        policy = self._bound()
+        _check_known("guard factors", factors, self.tasks)
+        frozen = {task for task, factor in factors.items() if factor <= 0.0}
+        self._factors = {} if frozen >= set(policy.tasks) else {t: max(0.0, f) for t, f in factors.items()}
+
+    def quotas(self, num_prompts: int, step: int) -> dict[str, int]:
+        """Return how many prompts each task gets at ``step``: exact, sum ``num_prompts``.
+
+        What rounding takes from a task is given back in later steps, so each call advances the state.
+        """
+        counts, self._carry = apportion(self.weights(), num_prompts, self._carry, self._tie_break)
+        return counts
+
+    def metrics(self) -> dict[str, float]:
+        """Return weight, level, informative share and gate per task, as ``task/<name>/...``."""
+        policy = self._bound()
+        values = {f"task/{task}/weight": share for task, share in self.weights().items()}
+        for task in policy.tasks:
+            values[f"task/{task}/level"] = policy.level(task)
+            values[f"task/{task}/informative"] = policy.informative(task)
+            values[f"task/{task}/held"] = float(task in self._gate.held)
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {
+            "policy": self.policy_name,
+            "policy_state": self._bound().state_dict(),
+            "gate": self._gate.state_dict(),
+            "carry": dict(self._carry),
+            "factors": dict(self._factors),
+            "reported": dict(self._reported),
+            "reported_at": self._reported_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
+        """Restore ``state_dict`` after ``bind``; a run may have added, removed or renamed tasks since.
+
+        What belongs to a task that is gone is dropped, a new task starts fresh. The state of another
+        policy is left out, with a warning among the next events.
+
+        Args:
+            state: what ``state_dict`` returned.
+            renamed: old name -> new name.
+        """
+        policy, names = self._bound(), dict(renamed or {})
+        if state["policy"] == self.policy_name:
+            policy.load_state_dict(state["policy_state"], names)
+        else:
+            reason = (
+                f"the checkpoint's scheduler policy was {state['policy']}, this run's is {self.policy_name}: "
+                "it starts without history"
+            )
+            self._pending.append(Event(step=0, source="scheduler", kind="warn", reason=reason))
+        self._gate.load_state_dict(state["gate"], names)
+        self._carry = _rename(state["carry"], names, self.tasks)
+        self._factors = _rename(state["factors"], names, self.tasks)
+        self._reported = {**self.weights(), **_rename(state["reported"], names, self.tasks)}
+        self._reported_at = state["reported_at"]
+
+    def _bound(self) -> SchedulerPolicy:
+        if self._policy is None:
+            raise RuntimeError("DynamicTaskWeightScheduler.bind(tasks, ...) must be called first")
+        return self._policy
+
+    def _complete_weights(self) -> tuple[dict[str, float], list[str]]:
+        """Return a weight for every task, sum 1, and the names that were filled in."""
+        given = self.initial_weights
+        filled = [task for task in self.tasks if task not in given]
+        mean = math.fsum(given.values()) / len(given) if given else 1.0
+        weights = {task: given.get(task, mean) for task in self.tasks}
+        if not math.fsum(weights.values()) > 0.0:
+            return dict.fromkeys(self.tasks, 0.0), filled
+        return normalise(weights), filled if given else []
+
+    def _complete_floors(self, active: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
+        floor = self.min_weight
+        if floor == _DEFAULT_MIN_WEIGHT:
+            floor = min(floor, _MAX_DEFAULT_FLOORS / len(active))
+        floors = {task: given.get(task, floor) for task in active}
+        bad = {task: share for task, share in floors.items() if not 0.0 <= share <= 1.0}
+        if bad:
+            raise ConfigError(f"min_share must be in [0, 1], got {bad}")
+        if math.fsum(floors.values()) > 1.0 + 1e-9:
+            raise ConfigError(
+                f"the floors of {len(active)} tasks add up to {math.fsum(floors.values()):g}, more than the "
+                f"whole step: lower scheduler.min_weight (now {self.min_weight:g}, at most "
+                f"{1.0 / len(active):g} here) or the tasks' min_share ({dict(given) or 'none given'})"
+            )
+        return floors
+
+    def _bound_event(self, filled: Sequence[str]) -> Event:
+        shares = self.weights()
+        reason = f"initial shares {_format(shares)} by policy {self.policy_name}"
+        if filled:
+            reason += f"; no weight was given for {', '.join(filled)}: the mean of those given"
+        data = {
+            "given": dict(self.initial_weights),
+            "filled": list(filled),
+            "to": shares,
+            "floors": self._floors,
+        }
+        return Event(step=0, source="scheduler", kind="weights", reason=reason, data=data)
+
+    def _warn_missing_metric(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
+        key = self.policy_config.metric_key
+        seen = [set(s.metrics) for s in stats.values() if s.num_prompts > 0]
+        if self._has_warned_missing or key == "reward_score" or not seen or any(key in m for m in seen):
+            return []
+        self._has_warned_missing = True
+        known = sorted(set().union(*seen))
+        reason = (
+            f"scheduler.metric_key {key!r} is not among the step's metrics{suggest(key, known)}: weights do "
+            f"not move until it appears (known: reward_score, {', '.join(known) or 'no other'})"
+        )
+        return [Event(step=step, source="scheduler", kind="warn", reason=reason, data={"known": known})]
+
+    def _report_change(self, step: int) -> list[Event]:
+        new, old = self.weights(), self._reported
+        task = max(new, key=lambda t: (abs(new[t] - old.get(t, 0.0)), t))
+        change = abs(new[task] - old.get(task, 0.0))
+        if change < _MIN_REPORTED_CHANGE or step - self._reported_at < _STEPS_BETWEEN_REPORTS:
+            return []
+        self._reported, self._reported_at = new, step
+        reasons = self._bound().reasons()
+        reason = (
+            f"share of {task} {old.get(task, 0.0):.3f} -> {new[task]:.3f}: {reasons.get(task, 'not trained')}"
+        )
+        data = {"from": dict(old), "to": new, "reasons": reasons, "policy": self.policy_name}
+        return [Event(step=step, source="scheduler", kind="reweight", reason=reason, task=task, data=data)]
+
+
+def _check_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    for task, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 <= weight < math.inf:
+            raise ConfigError(f"weight of task {task!r} must be a finite number >= 0, got {weight!r}")
+    return {task: float(weight) for task, weight in weights.items()}
+
+
+def _check_known(key: str, names: Mapping[str, Any], tasks: Sequence[str]) -> None:
+    for name in names:
+        if name not in tasks:
+            raise ConfigError(
+                f"{key} names the task {name!r}, which does not exist{suggest(name, tasks)} "
+                f"(known tasks: {', '.join(tasks)})"
+            )
+
+
+def _rename(values: Mapping[str, float], names: Mapping[str, str], tasks: Sequence[str]) -> dict[str, float]:
+    new = {names.get(task, task): value for task, value in values.items()}
+    return {task: value for task, value in new.items() if task in tasks}
+
+
+def _format(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{task} {share:.3f}" for task, share in shares.items())

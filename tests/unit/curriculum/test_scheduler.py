@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.errors import ConfigError, PluginError
+from multitask_rl.records import Event, TaskStats
+
+POLICIES = ("uniform", "static", "patience", "deficit_learnability")
+
+
+def _stats(task: str, reward: float, *, informative: float = 0.5, std: float = 0.3, n: int = 8) -> TaskStats:
+    return TaskStats(
+        task=task, num_prompts=n, num_informative=round(informative * n), reward_mean=reward, reward_std=std
+    )
+
+
+def _bound(
+    tasks: str | list[str] = "abc",
+    *,
+    policy: str = "deficit_learnability",
+    bind: dict[str, Any] | None = None,
+    **kw: Any,
+) -> DynamicTaskWeightScheduler:
+    scheduler = DynamicTaskWeightScheduler(policy=policy, **kw)
+    scheduler.bind(list(tasks), **(bind or {}))
+    return scheduler
+
+
+def _drive(scheduler: DynamicTaskWeightScheduler, steps: int, seed: int = 0, start: int = 0) -> list[Event]:
+    stream = random.Random(seed)
+    events = []
+    for step in range(start, start + steps):
+        counts = scheduler.quotas(16, step)
+        stats = {
+            t: _stats(t, stream.random() * (1 + i) / len(counts), informative=stream.random(), n=n)
+            for i, (t, n) in enumerate(sorted(counts.items()))
+            if n
+        }
+        events += scheduler.update(stats, step)
+    return events
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_sum_to_one_and_respect_the_floor_throughout(policy: str) -> None:
+    scheduler = _bound(policy=policy, min_weight=0.15)
+    for step in range(200):
+        _drive(scheduler, 1, seed=step, start=step)
+        weights = scheduler.weights()
+        assert math.isclose(math.fsum(weights.values()), 1.0)
+        assert min(weights.values()) >= 0.15 - 1e-12
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_order_of_tasks_has_no_influence(policy: str) -> None:
+    first, second = _bound(["a", "b", "c"], policy=policy), _bound(["c", "a", "b"], policy=policy)
+    for step in range(60):
+        stats = {t: _stats(t, 0.1 + 0.2 * i + 0.001 * step, informative=0.3 * i) for i, t in enumerate("abc")}
+        first.update(stats, step)
+        second.update(dict(reversed(stats.items())), step)
+        assert first.weights() == pytest.approx(second.weights(), abs=1e-12)
+        assert first.quotas(10, step) == second.quotas(10, step)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_state_round_trip_continues_identically(policy: str) -> None:
+    whole = _bound(policy=policy, patience=5)
+    _drive(whole, 120)
+    resumed = _bound(policy=policy, patience=5)
+    resumed.load_state_dict(whole.state_dict())
+    assert resumed.weights() == whole.weights()
+    for seed in range(50):
+        events = [_drive(s, 1, seed=seed, start=120 + seed) for s in (whole, resumed)]
+        assert events[0] == [e for e in events[1] if e.kind != "weights"]
+        assert whole.weights() == resumed.weights()
+        assert whole.state_dict() == resumed.state_dict()
+
+
+def test_state_is_json_able() -> None:
+    scheduler = _bound()
+    state = json.loads(json.dumps(scheduler.state_dict(), allow_nan=False))
+    other = _bound()
+    other.load_state_dict(state)
+    _drive(scheduler, 20)
+    state = json.loads(json.dumps(scheduler.state_dict(), allow_nan=False))
+    other.load_state_dict(state)
+    assert other.weights() == scheduler.weights()
+
+
+def test_resume_survives_added_removed_and_renamed_tasks() -> None:
+    old = _bound("abc")
+    for step in range(40):
+        old.update({t: _stats(t, r) for t, r in zip("abc", (0.9, 0.5, 0.1), strict=True)}, step)
+    new = _bound(["b", "z", "new"])
+    new.load_state_dict(old.state_dict(), renamed={"c": "z"})
+    policy, before = new._policy, old._policy
+    assert policy is not None
+    assert before is not None
+    assert policy.level("z") == before.level("c") == pytest.approx(0.1)
+    assert policy.level("b") == before.level("b") == pytest.approx(0.5)
+    assert policy.traces["new"].steps == 0
+    assert math.isclose(sum(new.weights().values()), 1.0)
+    assert sum(new.quotas(10, 0).values()) == 10
+
+
+def test_state_of_another_policy_is_left_out_and_said() -> None:
+    new = _bound(policy="static")
+    new.load_state_dict(_bound().state_dict())
+    kinds = {e.kind: e.reason for e in new.update({}, 0)}
+    assert "deficit_learnability" in kinds["warn"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_single_task_always_gets_everything(policy: str) -> None:
+    scheduler = _bound("a", policy=policy)
+    _drive(scheduler, 30)
+    assert scheduler.weights() == {"a": 1.0}
+    assert scheduler.quotas(7, 30) == {"a": 7}
+
+
+def test_missing_weight_gets_the_mean_of_those_given_and_is_reported() -> None:
+    scheduler = _bound("abc", policy="static", initial_weights={"a": 0.5, "b": 0.3})
+    assert scheduler.weights() == pytest.approx({"a": 0.5 / 1.2, "b": 0.3 / 1.2, "c": 0.4 / 1.2})
+    (event,) = scheduler.update({}, 0)
+    assert event.kind == "weights"
+    assert event.data["filled"] == ["c"]
+    assert event.data["to"] == scheduler.weights()
+    assert scheduler.update({}, 1) == []
+
+
+def test_initial_weights_hold_until_there_are_statistics() -> None:
+    scheduler = _bound("ab", initial_weights={"a": 3, "b": 1}, min_weight=0.0)
+    assert scheduler.weights() == {"a": 0.75, "b": 0.25}
+
+
+def test_unknown_task_is_an_error_that_names_the_known_ones() -> None:
+    scheduler = DynamicTaskWeightScheduler({"maths": 1.0})
+    with pytest.raises(ConfigError, match=r"'maths'.*did you mean 'math'.*known tasks: math, code"):
+        scheduler.bind(["math", "code"])
+
+
+def test_floors_above_the_whole_are_an_error_and_the_default_floor_adapts() -> None:
+    with pytest.raises(ConfigError, match=r"add up to 1\.2"):
+        _bound("abc", min_weight=0.4)
+    with pytest.raises(ConfigError, match=r"add up to 1\.1"):
+        _bound("ab", bind={"min_shares": {"a": 1.0}})
+    many = _bound([f"t{i}" for i in range(20)])
+    assert min(many.weights().values()) >= 0.02
+    exact = _bound("abcd", min_weight=0.25)
+    _drive(exact, 20)
+    assert exact.weights() == pytest.approx(dict.fromkeys("abcd", 0.25))
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, "much", True])
+def test_bad_weight_is_an_error(weight: Any) -> None:
+    with pytest.raises(ConfigError, match="weight of task 'a'"):
+        DynamicTaskWeightScheduler({"a": weight})
+
+
+def test_unknown_policy_and_unknown_key_are_errors() -> None:
+    with pytest.raises(PluginError, match="deficit_learnability"):
+        DynamicTaskWeightScheduler(policy="deficit_learnabilty")
+    with pytest.raises(ConfigError, match="smoothing"):
+        DynamicTaskWeightScheduler(smothing=0.1)
+    with pytest.raises(ConfigError, match="smoothing must be in"):
+        DynamicTaskWeightScheduler(smoothing=2.0)
+
+
+def test_zero_weight_task_gets_no_prompt_and_does_not_move_the_others() -> None:
+    with_zero = _bound("abz", initial_weights={"a": 1, "b": 1, "z": 0})
+    without = _bound("ab")
+    for step in range(50):
+        stats = {t: _stats(t, r) for t, r in (("a", 0.8), ("b", 0.2))}
+        with_zero.update(stats, step)
+        without.update(stats, step)
+        counts = with_zero.quotas(9, step)
+        assert counts["z"] == 0
+        assert {t: counts[t] for t in "ab"} == without.quotas(9, step)
+
+
+def test_zero_weight_task_with_a_min_share_gets_that_share() -> None:
+    scheduler = _bound(
+        "az", policy="static", initial_weights={"a": 1, "z": 0}, bind={"min_shares": {"z": 0.25}}
+    )
+    total: Counter[str] = Counter()
+    for step in range(40):
+        total.update(scheduler.quotas(10, step))
+    assert total["z"] == pytest.approx(100, abs=2)
+
+
+def test_realised_share_over_fifty_steps_is_within_a_prompt_of_the_target() -> None:
+    scheduler = _bound(
+        "abcde", policy="static", initial_weights=dict(zip("abcde", (5, 3, 2, 1, 1), strict=True))
+    )
+    total: Counter[str] = Counter()
+    for step in range(50):
+        total.update(scheduler.quotas(32, step))
+    for task, weight in scheduler.weights().items():
+        assert abs(total[task] / 1600 - weight) < 2 / 1600
+
+
+def test_nan_and_empty_statistics_change_nothing() -> None:
+    scheduler = _bound("ab")
+    for step in range(20):
+        scheduler.update({"a": _stats("a", 0.9), "b": _stats("b", 0.2)}, step)
+    before = scheduler.weights()
+    scheduler.update({"a": _stats("a", math.nan), "b": _stats("b", 0.5, n=0)}, 20)
+    scheduler.update({}, 21)
+    assert scheduler.weights() == before
+
+
+def test_reweight_event_has_reason_from_and_to_and_does_not_spam() -> None:
+    scheduler = _bound("ab")
+    events = []
+    for step in range(100):
+        events += scheduler.update({"a": _stats("a", 0.95), "b": _stats("b", 0.05)}, step)
+    reweights = [e for e in events if e.kind == "reweight"]
+    assert len(reweights) == 1  # one jump, then constant levels
+    event = reweights[0]
+    assert event.data["from"] == {"a": 0.5, "b": 0.5}
+    assert event.data["to"]["b"] > 0.8
+    assert "level" in event.reason
+    assert "0.500 ->" in event.reason
+
+
+def test_unlearnable_task_is_held_at_its_floor_with_an_alarm_and_released() -> None:
+    scheduler = _bound("ab", min_weight=0.1)
+    events = []
+    for step in range(400):
+        events += scheduler.update({"a": _stats("a", 0.5), "b": _stats("b", 0.0, informative=0.0)}, step)
+    (alarm,) = [e for e in events if e.kind == "alarm"]
+    assert alarm.task == "b"
+    assert alarm.step == 199  # after 200 steps
+    assert scheduler.weights()["b"] == pytest.approx(0.1)
+    for step in range(400, 420):
+        events += scheduler.update({"a": _stats("a", 0.5), "b": _stats("b", 0.1, informative=0.5)}, step)
+    assert [e.task for e in events if e.kind == "release"] == ["b"]
+    assert scheduler.weights()["b"] > 0.3
+
+
+def test_solved_task_without_variance_is_not_called_unlearnable() -> None:
+    scheduler = _bound("ab")
+    events = []
+    for step in range(400):
+        events += scheduler.update({"a": _stats("a", 0.5), "b": _stats("b", 0.97, informative=0.0)}, step)
+    assert not [e for e in events if e.kind == "alarm"]
+
+
+def test_guard_factors_scale_freeze_and_come_off() -> None:
+    scheduler = _bound("abc", policy="uniform")
+    scheduler.set_factors({"a": 0.5, "b": 0.0})
+    assert scheduler.weights() == pytest.approx({"a": 1 / 3, "b": 0.0, "c": 2 / 3})
+    assert scheduler.quotas(9, 0) == {"a": 3, "b": 0, "c": 6}
+    scheduler.set_factors({"a": 0.0, "b": 0.0, "c": 0.0})  # nothing left to train: ignored
+    assert scheduler.weights() == pytest.approx(dict.fromkeys("abc", 1 / 3))
+
+
+def test_a_metric_can_be_watched_instead_of_the_reward_and_its_absence_is_said_once() -> None:
+    scheduler = _bound("ab", metric_key="accuracy")
+
+    def stats(task: str, accuracy: float) -> TaskStats:
+        return TaskStats(
+            task=task, num_prompts=4, num_informative=4, reward_mean=0.0, metrics={"accuracy": accuracy}
+        )
+
+    for step in range(30):
+        events = scheduler.update({"a": stats("a", 0.9), "b": stats("b", 0.1)}, step)
+    assert scheduler.weights()["b"] > 0.8
+    typo = _bound("ab", metric_key="accuracyy")
+    events = [e for step in range(3) for e in typo.update({"a": stats("a", 0.9)}, step)]
+    (warning,) = [e for e in events if e.kind == "warn"]
+    assert "did you mean 'accuracy'" in warning.reason
+
+
+def test_using_it_before_bind_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="bind"):
+        DynamicTaskWeightScheduler().weights()
+
+
+def test_metrics_are_per_task() -> None:
+    scheduler = _bound("ab")
+    scheduler.update({"a": _stats("a", 0.25)}, 0)
+    metrics = scheduler.metrics()
+    assert metrics["task/a/level"] == 0.25
+    assert metrics["task/b/weight"] == scheduler.weights()["b"]
