@@ -120,8 +120,8 @@ def load_plugin(group: str, name: str, *, expects: str | Sequence[str] | None = 
     missing = [attribute for attribute in required if not hasattr(loaded, attribute)]
     if missing:
         raise PluginError(
-            f"{_kind(group)} {name!r} of {info.distribution} {info.version} ({info.value}, group {group}) has "
-            f"no {' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group"
+            f"{_kind(group)} {name!r} of {info.distribution} {info.version} ({info.value}, group {group}) "
+            f"has no {' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group"
         )
     return loaded
 
@@ -139,7 +139,7 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
         PluginError: ``cls`` cannot be built for another reason.
     """
     config_class = getattr(cls, "Config", None)
-    if config_class is None or not dataclasses.is_dataclass(config_class):
+    if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):
         if config:
             raise ConfigError(
                 f"{where}: {_label(cls)} takes no configuration, got {', '.join(map(repr, config))}. Remove "
@@ -163,8 +163,8 @@ def _entry_points(path: tuple[str, ...]) -> list[tuple[PluginInfo, importlib.met
     """Return every entry point of our groups with its distribution, looking in ``path``.
 
     ``importlib.metadata.entry_points()`` answers with the first of two equal names and hides the second, so
-    the distributions are walked here. One distribution found twice on the path (an editable install and its build
-    directory) counts once, the first, as it does for imports.
+    the distributions are walked here. One distribution found twice on the path (an editable install and its
+    build directory) counts once, the first, as it does for imports.
     """
     found: dict[tuple[str, str, str], tuple[PluginInfo, importlib.metadata.EntryPoint]] = {}
     for distribution in importlib.metadata.distributions(path=list(path)):

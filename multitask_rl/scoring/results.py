@@ -1,0 +1,138 @@
+"""From what a plugin returned or raised to a typed result: the one boundary where that happens.
+
+Nothing a plugin does becomes a 0 by accident: what is not a finite number in the declared range is a
+``grader`` failure that names the plugin and the value.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import DataError, SandboxError
+from multitask_rl.records import (
+    NOT_APPLICABLE,
+    Failure,
+    FailureKind,
+    NotApplicable,
+    RewardResult,
+    Score,
+    Verdict,
+)
+
+__all__ = ["failure_of", "to_result", "to_verdict"]
+
+_VALUE_KEYS = ("score", "value", "reward")
+_MAX_MESSAGE = 500
+
+
+def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
+    """Return the reward result that ``raw`` stands for.
+
+    Args:
+        raw: a number, ``None`` (not applicable), a ``Score``, a ``Failure``, or a mapping with ``score`` and
+            further numbers as components.
+        traits: holds the declared range.
+        source: the plugin, for messages.
+    """
+    if type(raw) is float:  # the fast way of almost every score
+        return _checked(raw, {}, traits, source)
+    if raw is None or isinstance(raw, NotApplicable):
+        return NOT_APPLICABLE
+    if isinstance(raw, Failure):
+        return _named(raw, source)
+    if isinstance(raw, Score):
+        return _checked(raw.value, raw.components, traits, source)
+    if isinstance(raw, Mapping):
+        key = next((k for k in _VALUE_KEYS if k in raw), None)
+        if key is None:
+            return _grader(f"returned a mapping without 'score': keys {sorted(map(str, raw))}", source)
+        # A foreign dict may hold text beside its numbers (verl's "pred"); only numbers are components.
+        components = {str(k): _number(v) for k, v in raw.items() if k != key}
+        finite = {k: v for k, v in components.items() if v is not None and math.isfinite(v)}
+        return _checked(raw[key], finite, traits, source)
+    return _checked(raw, {}, traits, source)
+
+
+def to_verdict(raw: Any, source: str) -> Verdict | Failure:
+    """Return the verdict that ``raw`` stands for.
+
+    A bare number is a cost in [0, 1] that violates from 0.5 on; ``None`` says that the constraint does not
+    concern the sample (satisfied).
+    """
+    if raw is None or isinstance(raw, NotApplicable):
+        return Verdict(cost=0.0, violated=False, reason="not applicable")
+    if isinstance(raw, Failure):
+        return _named(raw, source)
+    is_verdict = isinstance(raw, Verdict)
+    cost = _number(raw.cost if is_verdict else raw)
+    if cost is None:
+        return _grader(f"returned {_show(raw)}, not a cost in [0, 1]", source)
+    if not 0.0 <= cost <= 1.0:  # also refuses NaN
+        return _grader(f"returned the cost {cost!r}, outside [0, 1]", source)
+    if is_verdict:
+        return Verdict(cost=cost, violated=bool(raw.violated), reason=str(raw.reason))
+    return Verdict(cost=cost, violated=cost >= 0.5)
+
+
+def failure_of(error: BaseException, source: str) -> Failure:
+    """Return the typed failure for an exception that left a plugin."""
+    if isinstance(error, TimeoutError):
+        kind = FailureKind.timeout
+    elif isinstance(error, (ConnectionError, SandboxError)):
+        kind = FailureKind.infra
+    elif isinstance(error, DataError):
+        kind = FailureKind.data
+    else:
+        kind = FailureKind.grader
+    message = f"raised {type(error).__name__}: {error}"
+    return Failure(kind=kind, message=message[:_MAX_MESSAGE], source=source)
+
+
+def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, source: str) -> RewardResult:
+    number = _number(value)
+    if number is None:
+        return _grader(f"returned {_show(value)}, not a number", source)
+    if not math.isfinite(number):
+        return _grader(f"returned {number!r}, not a finite number", source)
+    if not traits.low <= number <= traits.high:
+        return _grader(
+            f"returned {number!r}, outside its declared range [{traits.low:g}, {traits.high:g}]", source
+        )
+    if not components:
+        return Score(value=number)
+    parts: dict[str, float] = {}
+    for name, part in components.items():
+        converted = _number(part)
+        if converted is None or not math.isfinite(converted):
+            return _grader(f"returned the component {name!r} = {_show(part)}, not a finite number", source)
+        parts[str(name)] = converted
+    return Score(value=number, components=parts)
+
+
+def _number(value: Any) -> float | None:
+    """Return ``value`` as a float, or None if it is no number (text that looks like one is not)."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, (str, bytes, complex)) or not hasattr(value, "item"):
+        return None
+    try:  # 0-dimensional array or tensor
+        return float(value.item())
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _grader(message: str, source: str) -> Failure:
+    return Failure(kind=FailureKind.grader, message=message, source=source)
+
+
+def _named(failure: Failure, source: str) -> Failure:
+    return failure if failure.source else Failure(kind=failure.kind, message=failure.message, source=source)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
