@@ -159,6 +159,9 @@ class Algorithm:
     """The learner computes the KL over the whole vocabulary into ``TokenBatch.exact_kl``."""
     on_policy: ClassVar[bool] = True
     """Samples come from the current policy: mismatch is measured and corrected."""
+    trains_rejected: ClassVar[bool] = False
+    """Responses refused by a ``reject`` constraint are samples too; ``outcome`` says what they earn. False:
+    they are left out (and counted), and the rest is trained on as it was sampled."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config

@@ -45,6 +45,7 @@ class ConstrainedDecoding(GRPO):
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = ConstrainedDecodingConfig
+    trains_rejected: ClassVar[bool] = True
     config: ConstrainedDecodingConfig
 
     def outcome(self, scored: Scored) -> float:

@@ -103,8 +103,8 @@ class RewardConditioned(Algorithm):
     """Quark: sample, sort all experience into K quantiles of reward, fit each under its control token.
 
     ``L = -log pi(y_t | k, x, y_<t) + beta KL(pi(. | k, x, y_<t) || ref(. | x, y_<t))`` with the KL summed
-    over the vocabulary; the training set of a step is drawn from the pool evenly over the quantiles that hold something,
-    and sampling conditions on the top quantile's token. No critic, no ratio, no advantage.
+    over the vocabulary; the training set of a step is drawn from the pool evenly over the quantiles that hold
+    something, and sampling conditions on the top quantile's token. No critic, no ratio, no advantage.
 
     Deviations: the pool is bounded and forgets the oldest; equal rewards share a quantile; the KL is taken
     from the policy to the reference (the paper's has the reference first).
