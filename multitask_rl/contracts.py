@@ -6,13 +6,13 @@ A reward may also be a plain function of one response, a batch function or an as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from multitask_rl.records import Failure, RewardResult, Rollout, Verdict
 
-__all__ = ["Constraint", "PluginTraits", "Reward"]
+__all__ = ["Constraint", "PluginTraits", "Reward", "Task"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,4 +62,20 @@ class Constraint(Protocol):
 
     def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure | float]:
         """Return one verdict per rollout, in order; a bare number is a cost in [0, 1]."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Data of a task and what goes with it: ``dataset: plugin:<name>``. Built like a reward.
+
+    Importing and building it must be cheap: both happen when the tasks file is read.
+    """
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return keys of the tasks file (``prompt``, ``rewards``...) that hold where the file gives none."""
+        ...
+
+    def rows(self, split: str) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of ``split`` (``train``, ``test``, ...); empty where it has none."""
         ...

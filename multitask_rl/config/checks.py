@@ -11,10 +11,18 @@ from pathlib import Path
 from multitask_rl.config.build import suggest
 from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.task import ConstraintSpec, TaskSpec
+from multitask_rl.config.template import parse_template
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import list_plugins
 
-__all__ = ["DATA_SUFFIXES", "FOREIGN_PREFIXES", "check_task", "check_tasks", "is_data_path"]
+__all__ = [
+    "DATA_SUFFIXES",
+    "FOREIGN_PREFIXES",
+    "check_entry_point",
+    "check_task",
+    "check_tasks",
+    "is_data_path",
+]
 
 RESERVED_NAMES = ("all", "macro", "worst", "global")
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -61,7 +69,7 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     _check_numbers(spec, where)
     _one_of(where.at("kl", "placement"), spec.kl.placement, ("reward", "loss"))
     _one_of(where.at("kl", "estimator"), spec.kl.estimator, ("k1", "k2", "k3"))
-    _check_entry_point(where.at("type"), "multitask_rl.algorithms", spec.type)
+    check_entry_point(where.at("type"), "multitask_rl.algorithms", spec.type)
     for index, reward in enumerate(spec.rewards):
         _check_plugin(where.at("rewards", index), "multitask_rl.rewards", reward.plugin)
     for index, constraint in enumerate(spec.constraints):
@@ -73,6 +81,10 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
             f"{where}: the task has neither rewards nor constraints, so nothing could be learnt; "
             f"add 'rewards: [<name>]' (`multitask-rl plugins list` shows what is installed)"
         )
+    try:
+        parse_template(spec.prompt)
+    except ConfigError as error:
+        raise ConfigError(f"{where.at('prompt')}: {error}") from error
     _check_primary_metric(spec, where.at("primary_metric"))
     for key in ("dataset", "eval_dataset"):
         _check_dataset(where.at(key), getattr(spec, key))
@@ -133,7 +145,7 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
     """Check that a reward or constraint can be found, without importing it."""
     prefix, _, rest = plugin.partition(":")
     if not rest:
-        _check_entry_point(where, group, plugin)
+        check_entry_point(where, group, plugin)
     elif prefix in FOREIGN_PREFIXES:
         if prefix == "verl":
             _check_function(where, rest)
@@ -141,13 +153,19 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
         _check_function(where, plugin)
 
 
-def _check_entry_point(where: Where, group: str, name: str) -> None:
+def check_entry_point(where: Where, group: str, name: str) -> None:
+    """Refuse a name that no entry point of ``group`` has.
+
+    Raises:
+        ConfigError: names a close match and what is installed.
+    """
     names = sorted({plugin.name for plugin in list_plugins(group)})
     if name not in names:
         kind = group.rpartition(".")[2].removesuffix("s")
         raise ConfigError(
             f"{where}: unknown {kind} {name!r}{suggest(name, names)} "
-            f"(installed: {', '.join(names) or 'none'}); a plugin added since the last install appears after `pip install -e .`"
+            f"(installed: {', '.join(names) or 'none'}); "
+            "a plugin added since the last install appears after `pip install -e .`"
         )
 
 
@@ -189,7 +207,7 @@ def _check_dataset(where: Where, dataset: str) -> None:
     if not dataset:
         return
     if dataset.startswith("plugin:"):
-        _check_entry_point(where, "multitask_rl.tasks", dataset.removeprefix("plugin:"))
+        check_entry_point(where, "multitask_rl.tasks", dataset.removeprefix("plugin:"))
     elif is_data_path(dataset):
         if not Path(dataset).expanduser().is_file():
             beside = Path(where.file).parent if where.line > 0 else Path()

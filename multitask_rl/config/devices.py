@@ -2,9 +2,9 @@
 
     device_map: {actor: "cuda:0-3", critic: "cuda:4-5", reward.code: cpu}
 
-Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. Two roles may
-use the same set of devices (that is placing them together on purpose); sets that overlap in part are refused:
-one of the roles would wait for the other without anybody having asked for it.
+Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. Two roles
+may use the same set of devices (that is placing them together on purpose); sets that overlap in part are
+refused: one of the roles would wait for the other without anybody having asked for it.
 """
 
 from __future__ import annotations
@@ -94,13 +94,14 @@ def parse_device_map(
         if shared and mine != theirs:
             common = DeviceSet("cuda", tuple(sorted(shared)))
             raise ConfigError(
-                f"device_map: {role} ({mine}) and {other} ({theirs}) share {common} but not all; give them separate devices, or the same set to place them together"
+                f"device_map: {role} ({mine}) and {other} ({theirs}) share {common} but not all; "
+                "give them separate devices, or the same set to place them together"
             )
     return parsed
 
 
 def resolve_devices(device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None) -> dict[str, str]:
-    """Check ``device_map`` as ``parse_device_map`` does and return the first device of every role for torch."""
+    """Check ``device_map`` as ``parse_device_map`` does; return every role's first device."""
     return {role: devices.first for role, devices in parse_device_map(device_map, tasks=tasks).items()}
 
 

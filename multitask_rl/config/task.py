@@ -81,7 +81,7 @@ class TaskSpec:
     eval_dataset: str = ""
     """Held-out data; empty = ``dataset`` with ``eval_split``, or a hashed 10 % held out of it."""
     eval_split: str = ""
-    """Split to evaluate on; empty = the first of ``test``, ``validation``, ``dev`` with rows, else held out."""
+    """Split to evaluate on; empty = first of ``test``, ``validation``, ``dev`` with rows, else held out."""
     prompt: str = "{prompt}"
     """Template over the row's columns; with ``chat`` it becomes the user's message."""
     system: str = ""

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from multitask_rl.config.build import build_dataclass, check_keys, suggest
-from multitask_rl.config.checks import check_task, check_tasks
+from multitask_rl.config.checks import check_entry_point, check_task, check_tasks
 from multitask_rl.config.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
 __all__ = ["fill_weights", "load_tasks", "parse_tasks", "validate_tasks"]
 
@@ -180,7 +181,9 @@ def _mark(where: Where, line: int) -> None:
 def _build(entries: Mapping[str, tuple[dict[str, Any], Where]], where: Where) -> dict[str, TaskSpec]:
     if not entries:
         raise ConfigError(f"{where.file}: no tasks; give a tasks file (tasks_file=...) or tasks.<name>")
-    specs = {name: _task(name, raw, here) for name, (raw, here) in entries.items()}
+    specs = {
+        name: _task(name, _with_plugin_settings(raw, here), here) for name, (raw, here) in entries.items()
+    }
     for name, spec in specs.items():
         check_task(spec, entries[name][1], need_data=False)
     check_tasks(specs, where)
@@ -203,6 +206,19 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
     spec.dataset = _beside(spec.dataset, where)
     spec.eval_dataset = _beside(spec.eval_dataset, where)
     return spec
+
+
+def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> Mapping[str, Any]:
+    """Put the task plugin's own settings under the keys the file gives."""
+    dataset = raw.get("dataset")
+    if not isinstance(dataset, str) or not dataset.startswith("plugin:"):
+        return raw
+    name = dataset.removeprefix("plugin:")
+    check_entry_point(where.at("dataset"), TASKS, name)
+    config = raw.get("dataset_config") or {}
+    task = build_plugin(load_plugin(TASKS, name, expects=["settings", "rows"]), config, where=str(where))
+    given = {long for short, (_, long) in _SHORT_FORMS.items() if short in raw}
+    return {**{k: v for k, v in task.settings().items() if k not in given}, **raw}
 
 
 def _expand_short_forms(raw: Mapping[str, Any], where: Where) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""The rows of a task: which are trained on, which are held out.
+
+Held-out rows are, in this order: ``eval_dataset``; the rows of ``eval_split``; the first of the splits
+``test``, ``validation``, ``dev`` that has rows; a tenth of the training rows, chosen by a hash of the row's
+id. The hash knows no seed: a row is held out in every run, so that numbers of different runs compare and
+nothing leaks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from multitask_rl.config.checks import is_data_path
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.data.readers import Row, Rows, RowView, read_dataset_dict, read_file
+from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.plugins import TASKS, build_plugin, load_plugin
+
+__all__ = ["EVAL_SPLITS", "Row", "Rows", "fingerprint", "group_rows", "load_rows", "row_id", "split_rows"]
+
+EVAL_SPLITS = ("test", "validation", "dev")
+_HELD_OUT = 0.1
+
+
+def load_rows(spec: TaskSpec, split: str) -> Rows:
+    """Return the rows ``spec`` trains on or is evaluated on.
+
+    Args:
+        spec: the task; its ``dataset`` must be given.
+        split: ``train`` or ``eval``.
+
+    Raises:
+        DataError: missing, empty or malformed data, no row of this task or split.
+        ConfigError: another ``split``, or keys the task plugin does not know.
+    """
+    if split not in ("train", "eval"):
+        raise ConfigError(f"load_rows: split must be 'train' or 'eval', got {split!r}")
+    if not spec.dataset:
+        raise DataError(f"{spec.source or 'tasks'}: task {spec.name!r} has no data set")
+    if split == "eval" and spec.eval_dataset:
+        splits = _read(spec, spec.eval_dataset)
+        wanted = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
+        return _take(spec, splits, wanted) if wanted else _joined(splits)
+    train, held_out = split_rows(spec, _read(spec, spec.dataset), hold_out=not spec.eval_dataset)
+    return train if split == "train" else held_out
+
+
+def split_rows(
+    spec: TaskSpec, splits: Mapping[str, Rows], *, hold_out: bool = True, train_split: str = ""
+) -> tuple[Rows, Rows]:
+    """Return the training and the held-out rows of a data set.
+
+    Args:
+        spec: names the splits and the task.
+        splits: rows by split; the key "" holds rows that name none: they are trained on.
+        train_split: instead of ``spec.split``.
+        hold_out: take held-out rows from the training rows where no split offers any.
+
+    Raises:
+        DataError: a split that is asked for has no rows.
+    """
+    wanted = train_split or spec.split
+    train = splits.get("") or ()
+    if set(splits) != {""}:
+        named = _take(spec, splits, wanted)
+        train = [*train, *named] if train else named
+    if spec.eval_split:
+        return train, _take(spec, splits, spec.eval_split)
+    for name in EVAL_SPLITS:
+        if name != wanted and splits.get(name):
+            return train, splits[name]
+    return _hold_out(train) if hold_out else (train, train[:0])
+
+
+def row_id(row: Row) -> str:
+    """Return the row's ``id``, or a hash of its content: stable whatever the order of the rows."""
+    given = row.get("id")
+    if given is not None:
+        return str(given)
+    return hashlib.blake2b(_canonical(row), digest_size=8).hexdigest()
+
+
+def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
+    """Return the task's rows by split."""
+    if dataset.startswith("plugin:"):
+        return _read_plugin(spec, dataset.removeprefix("plugin:"))
+    if not is_data_path(dataset):
+        whole = read_dataset_dict(dataset, spec.dataset_config)
+    else:
+        whole = {"": read_file(dataset)}
+    return _of_task(spec, group_rows(whole), dataset)
+
+
+def group_rows(whole: Mapping[str, Rows]) -> dict[str, dict[str, Rows]]:
+    """Return the rows by task tag ("" = none) and split, from rows by split ("" = look at their column)."""
+    grouped: dict[str, dict[str, Rows]] = {}
+    for name, rows in whole.items():
+        indices: dict[tuple[str, str], list[int]] = {}
+        for index, row in enumerate(rows):
+            key = (str(row.get("task") or ""), name or str(row.get("split") or ""))
+            indices.setdefault(key, []).append(index)
+        for (tag, split), chosen in indices.items():
+            grouped.setdefault(tag, {})[split] = RowView(rows, chosen)
+    return grouped
+
+
+def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
+    task = build_plugin(
+        load_plugin(TASKS, name, expects=["rows"]),
+        spec.dataset_config,
+        where=f"{spec.source}: tasks.{spec.name}.dataset_config",
+    )
+    splits = {}
+    for split in dict.fromkeys((spec.split, spec.eval_split or EVAL_SPLITS[0])):
+        rows = task.rows(split)
+        splits[split] = rows if hasattr(rows, "__getitem__") else list(rows)
+    if not any(splits.values()):
+        raise DataError(f"task plugin {name!r} gave no rows for the splits {', '.join(splits)}")
+    return splits
+
+
+def _of_task(spec: TaskSpec, grouped: Mapping[str, dict[str, Rows]], source: str) -> dict[str, Rows]:
+    """Keep the rows tagged with the task; rows that all carry one tag belong to whoever names the file."""
+    if spec.name in grouped:
+        return grouped[spec.name]
+    if len(grouped) == 1:
+        return next(iter(grouped.values()))
+    raise DataError(
+        f"data set {source!r} has no row of task {spec.name!r}; its rows carry task: "
+        f"{', '.join(tag or '(none)' for tag in sorted(grouped))}. Rename the task or give it other data"
+    )
+
+
+def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
+    rows = splits.get(split) or ()
+    if not rows:
+        have = ", ".join(f"{name or '(none)'}: {len(r)} rows" for name, r in splits.items())
+        raise DataError(
+            f"{spec.source or 'tasks'}: task {spec.name!r} has no rows of split {split!r} "
+            f"(there are {have}); set 'split' or 'eval_split' to one that has"
+        )
+    return rows
+
+
+def _joined(splits: Mapping[str, Rows]) -> Rows:
+    if len(splits) == 1:
+        return next(iter(splits.values()))
+    return [row for rows in splits.values() for row in rows]
+
+
+def _hold_out(rows: Rows) -> tuple[Rows, Rows]:
+    """Split off a tenth by hash; at least one row on each side where there are two."""
+    keys = [_hash_fraction(row_id(row)) for row in rows]
+    border = max(_HELD_OUT, min(keys) + 1e-12)
+    held = [i for i, key in enumerate(keys) if key < border]
+    kept = [i for i, key in enumerate(keys) if key >= border]
+    if not kept:
+        return rows, rows
+    return RowView(rows, kept), RowView(rows, held)
+
+
+def _hash_fraction(text: str) -> float:
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"held-out").digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def fingerprint(rows: Rows) -> str:
+    """Return a hash of the number of rows and of 64 of them, evenly spread."""
+    step = max(1, len(rows) // 64)
+    digest = hashlib.blake2b(str(len(rows)).encode(), digest_size=8)
+    for index in range(0, len(rows), step):
+        digest.update(_canonical(rows[index]))
+    return digest.hexdigest()
+
+
+def _canonical(row: Row) -> bytes:
+    return json.dumps(dict(row), sort_keys=True, default=str, ensure_ascii=False).encode()

@@ -1,0 +1,111 @@
+"""An endless, deterministic stream of rows: every epoch in a new order, every draw numbered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from multitask_rl.data.rows import Row, Rows, fingerprint
+from multitask_rl.errors import CheckpointError, DataError
+from multitask_rl.seeding import random_stream
+
+__all__ = ["PromptStream"]
+
+logger = logging.getLogger(__name__)
+
+
+class PromptStream:
+    """Gives the rows of one task, forever.
+
+    The order of epoch ``e`` is a shuffle by the stream ``(seed, "data", task, e)``: it depends on nothing
+    else, so a cursor is enough to continue. ``draw`` counts all rows ever given and never goes back; it seeds
+    the rollouts.
+
+    A data set that changed between two runs cannot be continued where it was: ``load_state_dict`` then starts
+    the next epoch on the new rows, keeps counting draws, and logs a warning.
+
+    Args:
+        rows: at least one row.
+        task: name of the task.
+        seed: the run's seed.
+
+    Raises:
+        DataError: ``rows`` is empty.
+    """
+
+    def __init__(self, rows: Rows, *, task: str, seed: int) -> None:
+        if not len(rows):
+            raise DataError(f"task {task!r} has an empty data set; a stream needs at least one row")
+        self._rows = rows
+        self._task = task
+        self._seed = seed
+        self._fingerprint = fingerprint(rows)
+        self._draw = 0
+        self._first_draw = 0
+        self._first_epoch = 0
+        self._shuffled: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def draw(self) -> int:
+        """How many rows were given (or skipped) so far."""
+        return self._draw
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the rows the next row belongs to."""
+        return self._first_epoch + (self._draw - self._first_draw) // len(self._rows)
+
+    def next(self, n: int) -> list[tuple[int, Row]]:
+        """Return the next ``n`` rows, each with its draw number."""
+        return [self._next_one() for _ in range(n)]
+
+    def skip(self, n: int) -> None:
+        """Go on by ``n`` rows without giving them."""
+        self._draw += n
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor, JSON-able."""
+        return {
+            "draw": self._draw,
+            "first_draw": self._first_draw,
+            "first_epoch": self._first_epoch,
+            "length": len(self._rows),
+            "fingerprint": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; see the class for a data set that changed.
+
+        Raises:
+            CheckpointError: ``state`` is not one of this class.
+        """
+        try:
+            draw, first_draw = int(state["draw"]), int(state["first_draw"])
+            first_epoch, length = int(state["first_epoch"]), int(state["length"])
+            known = str(state["fingerprint"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the data cursor of task {self._task!r} is unreadable: {error!r}"
+            ) from error
+        self._draw, self._first_draw, self._first_epoch = draw, first_draw, first_epoch
+        if (length, known) == (len(self._rows), self._fingerprint):
+            return
+        self._first_epoch += (draw - first_draw) // max(length, 1) + 1
+        self._first_draw = draw
+        logger.warning(
+            "data set of task %r changed since the checkpoint (%d rows then, %d now): a new epoch starts",
+            self._task,
+            length,
+            len(self._rows),
+        )
+
+    def _next_one(self) -> tuple[int, Row]:
+        draw, epoch = self._draw, self.epoch
+        if self._shuffled[0] != epoch:
+            order = list(range(len(self._rows)))
+            random_stream(self._seed, "data", self._task, epoch).shuffle(order)
+            self._shuffled = (epoch, order)
+        row = self._rows[self._shuffled[1][(draw - self._first_draw) % len(self._rows)]]
+        self._draw += 1
+        return draw, row

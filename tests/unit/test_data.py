@@ -1,0 +1,329 @@
+"""Rows, streams, prompts and the data loader, on files as users write them."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
+from multitask_rl.errors import CheckpointError, ConfigError, DataError
+
+ROWS = [{"id": f"r{i}", "prompt": f"{i}+{i}=", "reference": str(2 * i)} for i in range(100)]
+
+
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def spec(dataset: str = "", **keys: Any) -> TaskSpec:
+    return TaskSpec(name=keys.pop("name", "math"), dataset=dataset, **keys)
+
+
+def ids(rows: Sequence[Any]) -> list[str]:
+    return [row["id"] for row in rows]
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    path.write_text(json.dumps(list(rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("d.jsonl", write_jsonl),
+        ("d.jsonl.gz", write_jsonl),
+        ("d.json", write_json),
+        ("d.parquet", write_parquet),
+    ],
+)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str, write: Any) -> None:
+    path = write(tmp_path / name, ROWS)
+    train, held_out = load_rows(spec(path), "train"), load_rows(spec(path), "eval")
+    together = sorted([*train, *held_out], key=lambda row: int(row["id"][1:]))
+    assert together == ROWS
+    assert 3 <= len(held_out) <= 20
+
+
+def test_held_out_rows_are_the_same_whatever_the_order_of_the_file(tmp_path: Path) -> None:
+    one = load_rows(spec(write_jsonl(tmp_path / "a.jsonl", ROWS)), "eval")
+    other = load_rows(spec(write_jsonl(tmp_path / "b.jsonl", ROWS[::-1])), "eval")
+    assert set(ids(one)) == set(ids(other))
+
+
+def test_two_rows_give_one_to_train_on_and_one_held_out(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS[:2])
+    assert len(load_rows(spec(path), "train")) == 1
+    assert len(load_rows(spec(path), "eval")) == 1
+
+
+def test_splits_of_the_file_are_respected(tmp_path: Path) -> None:
+    parts = ["train", "train", "validation", "test", "prompt"]
+    path = write_jsonl(tmp_path / "d.jsonl", [{"id": p + str(i), "split": p} for i, p in enumerate(parts)])
+    assert ids(load_rows(spec(path), "train")) == ["train0", "train1"]
+    assert ids(load_rows(spec(path), "eval")) == ["test3"]
+    assert ids(load_rows(spec(path, eval_split="validation"), "eval")) == ["validation2"]
+    assert ids(load_rows(spec(path, split="prompt"), "train")) == ["prompt4"]
+    with pytest.raises(DataError, match=r"split 'dev' .*train: 2 rows"):
+        load_rows(spec(path, eval_split="dev"), "eval")
+
+
+def test_eval_dataset_is_used_whole_and_frees_all_training_rows(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", ROWS)
+    test = write_jsonl(tmp_path / "test.jsonl", [{"id": "t", "split": "test"}])
+    task = spec(train, eval_dataset=test)
+    assert len(load_rows(task, "train")) == 100
+    assert ids(load_rows(task, "eval")) == ["t"]
+
+
+def test_rows_of_other_tasks_are_left_out_and_an_unknown_tag_is_told(tmp_path: Path) -> None:
+    rows = [{"id": str(i), "task": "math" if i % 2 else "code"} for i in range(20)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    kept = [*load_rows(spec(path), "train"), *load_rows(spec(path), "eval")]
+    assert {row["task"] for row in kept} == {"math"}
+    assert len(kept) == 10
+    with pytest.raises(DataError, match=r"no row of task 'sums'.*code, math"):
+        load_rows(spec(path, name="sums"), "train")
+    only = write_jsonl(tmp_path / "one.jsonl", [{"id": str(i), "task": "maths"} for i in range(5)])
+    assert len(load_rows(spec(only, name="gsm8k", eval_dataset=only), "train")) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("d.jsonl", "", "no rows"),
+        ("d.jsonl", "\n\n", "no rows"),
+        ("d.jsonl", '{"id": 1}\n{"id": \n', r"d\.jsonl:2: not a line of JSON"),
+        ("d.jsonl", "[1]\n", r"d\.jsonl:1: expected a JSON object"),
+        ("d.json", "{}", "JSON list"),
+        ("d.json", "[", "not JSON"),
+        ("d.json", "[]", "no rows"),
+        ("d.parquet", "nonsense", "not a Parquet file"),
+        ("d.jsonl.gz", "not gzip", "cannot be read"),
+        ("d.csv", "a,b", "unknown kind"),
+    ],
+)
+def test_bad_file_is_told(tmp_path: Path, name: str, text: str, part: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=part):
+        load_rows(spec(f"{path.parent}/./{name}"), "train")
+
+
+def test_missing_file_and_missing_data_set_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.jsonl"):
+        load_rows(spec(str(tmp_path / "absent.jsonl")), "train")
+    with pytest.raises(DataError, match="has no data set"):
+        load_rows(spec(), "train")
+    with pytest.raises(ConfigError, match="'train' or 'eval'"):
+        load_rows(spec("d.jsonl"), "test")
+
+
+def test_hugging_face_loader_is_used_and_its_failure_is_one_paragraph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    keys = {"data_files": path, "cache_dir": str(tmp_path / "cache")}
+    task = spec("json", dataset_config=keys)
+    assert len(load_rows(task, "train")) + len(load_rows(task, "eval")) == 100
+    assert load_rows(task, "train")[0]["prompt"].endswith("=")
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"'nobody/nothing' cannot be loaded.*Without a network") as caught:
+        load_rows(spec("nobody/nothing", dataset_config={"cache_dir": str(tmp_path)}), "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_row_without_id_gets_one_from_its_content() -> None:
+    assert row_id({"id": 7}) == "7"
+    assert row_id({"a": 1, "b": 2}) == row_id({"b": 2, "a": 1}) != row_id({"a": 1})
+
+
+def test_stream_gives_every_row_once_an_epoch_in_a_new_order() -> None:
+    stream = PromptStream(ROWS, task="math", seed=0)
+    first, second = stream.next(100), stream.next(100)
+    assert [draw for draw, _ in first + second] == list(range(200))
+    orders = [ids([row for _, row in part]) for part in (first, second)]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(ids(ROWS))
+    assert orders[0] != orders[1]
+    assert stream.epoch == 2
+
+
+def test_stream_depends_on_seed_and_task_only() -> None:
+    def order(task: str, seed: int) -> list[str]:
+        return ids([row for _, row in PromptStream(ROWS, task=task, seed=seed).next(100)])
+
+    assert order("math", 0) == order("math", 0)
+    assert order("math", 0) != order("math", 1)
+    assert order("math", 0) != order("code", 0)
+
+
+def test_stream_continues_where_it_was() -> None:
+    whole = PromptStream(ROWS, task="math", seed=3).next(260)
+    stream = PromptStream(ROWS, task="math", seed=3)
+    stream.next(130)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(ROWS, task="math", seed=3)
+    resumed.load_state_dict(state)
+    assert resumed.next(130) == whole[130:]
+    skipped = PromptStream(ROWS, task="math", seed=3)
+    skipped.skip(130)
+    assert skipped.next(130) == whole[130:]
+
+
+def test_changed_data_set_starts_a_new_epoch_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    stream = PromptStream(ROWS, task="math", seed=3)
+    stream.next(130)
+    resumed = PromptStream(ROWS[:50], task="math", seed=3)
+    resumed.load_state_dict(stream.state_dict())
+    assert "changed since the checkpoint (100 rows then, 50 now)" in caplog.text
+    assert resumed.epoch == 2
+    part = resumed.next(50)
+    assert [draw for draw, _ in part] == list(range(130, 180))
+    assert sorted(ids([row for _, row in part])) == sorted(ids(ROWS[:50]))
+    again = PromptStream(ROWS[:50], task="math", seed=3)
+    again.load_state_dict(resumed.state_dict())
+    assert again.next(70) == resumed.next(70)
+    with pytest.raises(CheckpointError, match="unreadable"):
+        again.load_state_dict({"draw": "x"})
+
+
+def test_stream_of_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match="empty data set"):
+        PromptStream([], task="math", seed=0)
+
+
+def build_tokenizer(chat_template: str | None = None, *, ends: bool = False) -> PreTrainedTokenizerFast:
+    """A character tokenizer that puts <s> in front of every text (and </s> behind it, if asked)."""
+    vocab = {"<s>": 0, "</s>": 1, "<unk>": 2, **{chr(c): c - 29 for c in range(32, 127)}, "\n": 98}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>" if ends else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+CHAT = (
+    "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, prompt_ids: list[int]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(prompt_ids))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_plain_prompt_begins_once_and_never_ends(ends: bool) -> None:
+    tokenizer = build_tokenizer(ends=ends)
+    text, prompt_ids = render_prompt(spec(prompt="Q: {prompt}"), {"prompt": "1+1="}, tokenizer)
+    assert text == "Q: 1+1="
+    assert decode(tokenizer, prompt_ids) == "<s>Q: 1+1="
+    _, begun = render_prompt(spec(prompt="<s>{prompt}"), {"prompt": "1"}, tokenizer)
+    assert decode(tokenizer, begun) == "<s>1"
+
+
+def test_chat_prompt_has_the_templates_special_tokens_once_and_opens_the_answer() -> None:
+    tokenizer = build_tokenizer(CHAT)
+    text, prompt_ids = render_prompt(spec(system="Be brief."), {"prompt": "hi"}, tokenizer)
+    assert text == "<s>[system]Be brief.\n[user]hi\n[assistant]"
+    assert decode(tokenizer, prompt_ids) == text
+    plain, _ = render_prompt(spec(chat=False), {"prompt": "hi"}, tokenizer)
+    assert plain == "hi"
+
+
+def test_column_of_messages_is_used_as_it_is() -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    text, _ = render_prompt(spec(), {"prompt": turns}, build_tokenizer(CHAT))
+    assert text == "<s>[user]a\n[assistant]b\n[user]c\n[assistant]"
+
+
+def test_template_fills_columns_and_leaves_their_braces_alone() -> None:
+    row = {"id": "x", "prompt": "{not a column}", "n": 3}
+    text, _ = render_prompt(spec(prompt="{{{n:02d}}} {prompt}"), row, build_tokenizer())
+    assert text == "{03} {not a column}"
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "error", "part"),
+    [
+        ("{question}", {"id": "x7", "prompt": "a"}, DataError, r"'question' .* not in row 'x7' .*id, prompt"),
+        ("{prompt}", {"id": "x7", "prompt": None}, DataError, "is null in row 'x7'"),
+        ("{prompt", {"prompt": "a"}, ConfigError, "write {{ and }}"),
+        ("{prompt.__class__}", {"prompt": "a"}, ConfigError, "is no column"),
+        ("{}", {"prompt": "a"}, ConfigError, "is no column"),
+    ],
+)
+def test_unusable_template_or_row_is_told(template: str, row: dict[str, Any], error: Any, part: str) -> None:
+    with pytest.raises(error, match=part):
+        render_prompt(spec(prompt=template), row, build_tokenizer())
+
+
+def test_chat_without_a_template_and_an_empty_prompt_are_told() -> None:
+    with pytest.raises(ConfigError, match="no chat template"):
+        render_prompt(spec(chat=True), {"prompt": "a"}, build_tokenizer())
+    bare = build_tokenizer()
+    bare.backend_tokenizer.post_processor = processors.Sequence([])
+    with pytest.raises(DataError, match="empty prompt"):
+        render_prompt(spec(), {"prompt": ""}, bare)
+
+
+def multi_task_file(tmp_path: Path) -> str:
+    rows = [{**row, "task": "math" if i % 2 else "code"} for i, row in enumerate(ROWS)]
+    return write_jsonl(tmp_path / "multi.jsonl", rows)
+
+
+def test_dataloader_holds_rows_by_task_and_normalised_weights(tmp_path: Path) -> None:
+    loader = get_dataloader(dataset_path=multi_task_file(tmp_path), task_weights={"math": 3.0}, batch_size=4)
+    assert loader.tasks == ["code", "math"]
+    assert loader.weights == {"code": 0.5, "math": 0.5}
+    assert (loader.batch_size, loader.given_weights) == (4, {"math": 3.0})
+    train, held_out = loader.load(spec(), "train"), loader.load(spec(), "eval")
+    assert sorted(ids([*train, *held_out])) == sorted(f"r{i}" for i in range(1, 100, 2))
+
+
+def test_dataloader_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    path = multi_task_file(tmp_path)
+    loader = get_dataloader(path)
+    with pytest.raises(DataError, match=r"50 rows .* 'math', which is no task .*did you mean 'maths'"):
+        loader.check_tasks(["code", "maths"])
+    loader.check_tasks(["code", "math", "more"])
+    with pytest.raises(DataError, match=r"'more' has no data"):
+        loader.load(spec(name="more"), "train")
+    with pytest.raises(ConfigError, match="unknown task 'mth'"):
+        get_dataloader(path, {"mth": 1.0})
+    with pytest.raises(ConfigError, match="batch_size"):
+        get_dataloader(path, batch_size=0)
+    with pytest.raises(DataError, match=r"100 rows .* no 'task'"):
+        get_dataloader(write_jsonl(tmp_path / "untagged.jsonl", ROWS))
