@@ -1,0 +1,89 @@
+"""Finding the program in a response, and joining it to a prompt that is itself the beginning of a program."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import warnings
+from dataclasses import dataclass
+
+from multitask_rl_rewards.text import strip_thinking
+
+__all__ = ["CodeBlock", "complete_program", "defines", "extract_code", "parses"]
+
+_FENCE = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+)
+_ALIASES = {
+    "python": ("python", "py", "python3"),
+    "javascript": ("javascript", "js"),
+    "cpp": ("cpp", "c++"),
+    "c_sharp": ("c_sharp", "csharp", "c#", "cs"),
+    "go": ("go", "golang"),
+    "rust": ("rust", "rs"),
+    "ruby": ("ruby", "rb"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    """A program as the response gives it."""
+
+    code: str
+    is_fenced: bool
+    """It stood in a markdown fence; otherwise it is the whole response."""
+
+
+def extract_code(response: str, language: str = "python", entry_point: str = "") -> CodeBlock:
+    r"""Return the program of a response; an empty ``code`` says that there is none.
+
+    Blocks labelled with another language do not count. Of several the last that defines ``entry_point``
+    is taken (people put usage examples after a solution), else the last. A fence that the token limit cut
+    open runs to the end. Without any fence the whole response is the candidate: base models write bare code.
+
+    >>> extract_code("Sure:\n```python\nx = 1\n```\nDone.").code
+    'x = 1\n'
+    """
+    response = strip_thinking(response)
+    names = ("", *_ALIASES.get(language, (language,)))
+    blocks = list(_FENCE.finditer(response))
+    codes = [textwrap.dedent(block[3]) for block in blocks if block[2].lower() in names]
+    if not blocks:
+        return CodeBlock(response if response.strip() else "", is_fenced=False)
+    codes = [code for code in codes if code.strip()]
+    defining = [code for code in codes if entry_point and defines(code, entry_point)]
+    return CodeBlock((defining or codes or [""])[-1], is_fenced=True)
+
+
+def defines(code: str, name: str) -> bool:
+    """Whether ``code`` binds ``name`` at its outermost level (judged by its text: it may not parse)."""
+    escaped = re.escape(name)
+    pattern = rf"^(?:(?:async\s+)?def\s+{escaped}\s*\(|class\s+{escaped}\b|{escaped}\s*(?::[^=\n]+)?=[^=])"
+    return bool(name) and re.search(pattern, code, re.MULTILINE) is not None
+
+
+def parses(code: str) -> bool:
+    """Whether ``code`` compiles as Python; deep nesting that exhausts the compiler does not. Nothing runs."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in somebody's string
+            compile(code, "<response>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def complete_program(code: str, prompt: str, entry_point: str) -> str:
+    """Return the whole program, where ``prompt`` is its beginning (HumanEval: imports, signature, docstring).
+
+    A response that defines ``entry_point`` again keeps the prompt's imports and helpers before it; one that
+    goes on with the body follows directly, indented if it was not. Any other prompt is not code: ``code``
+    is returned as it is.
+    """
+    if not defines(prompt, entry_point) or not parses(prompt):
+        return code
+    if defines(code, entry_point):
+        candidates = [f"{prompt.rstrip()}\n\n\n{code}", code]
+    else:
+        candidates = [f"{prompt.rstrip()}\n{code}", f"{prompt.rstrip()}\n{textwrap.indent(code, '    ')}"]
+    return next((program for program in candidates if parses(program)), candidates[0])

@@ -1,0 +1,233 @@
+"""``code_evaluator``: programs scored by running their tests in the sandbox, by CodeBLEU, or by both."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
+from multitask_rl.sandbox.base import AssertsTask, Limits, Outcome, Program, StdioTask, StdioTest
+from multitask_rl_rewards.code_blocks import CodeBlock, complete_program, defines, extract_code, parses
+from multitask_rl_rewards.text import data_failure
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["CodeEvaluator"]
+
+_EVALUATORS = ("tests", "codebleu", "mixed")
+_NAME = "code_evaluator"
+
+
+class CodeEvaluator:
+    """Score the program in a response.
+
+    * ``tests``: share of the row's tests passed. ``tests`` holds statements (``assert f(1) == 2``; with
+      ``entry_point``, optional ``setup``) or ``{"stdin", "stdout"}`` pairs. Programs run in the sandbox,
+      their tests outside their process; a death or a time-out fails the tests that were left.
+    * ``codebleu``: likeness to ``reference``. Nothing runs, so a program that is similar and wrong scores.
+    * ``mixed``: weighted mean of both.
+
+    The program is the fenced block of the response (``code_blocks.extract_code``). Without a fence the
+    whole response is tried as code: prose does not parse and scores 0, like an empty response. A sandbox
+    that failed is an ``infra`` failure, never a score.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=120.0)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``code_evaluator`` in a tasks file."""
+
+        evaluator: str = "tests"
+        """``tests``, ``codebleu`` or ``mixed``."""
+        timeout: float = 10.0
+        """CPU seconds of one run of a program (a stdio test is one run); wall-clock limit 2 x + 1."""
+        memory_mb: int = 512
+        """Address space of a program, MiB."""
+        tests_weight: float = 0.8
+        """Weight of the tests in ``mixed``, >= 0."""
+        codebleu_weight: float = 0.2
+        """Weight of CodeBLEU in ``mixed``, >= 0."""
+        language: str = "python"
+        """Language of CodeBLEU; tests run Python only."""
+        all_or_nothing: bool = False
+        """A program earns its tests' value only if it passes all of them."""
+
+    def __init__(self, config: Config) -> None:
+        """Check the configuration.
+
+        Raises:
+            ConfigError: unknown evaluator, bad limit or weight, tests in a language that cannot run.
+            MissingExtraError: CodeBLEU is wanted and not installed.
+        """
+        _check(config)
+        self.config = config
+        self._runs, self._compares = config.evaluator != "codebleu", config.evaluator != "tests"
+        self._limits = Limits(cpu_s=config.timeout, wall_s=2 * config.timeout + 1, mem_mb=config.memory_mb)
+        needs = ("tests",) * self._runs + ("reference",) * self._compares
+        # A backstop behind the sandbox's own limits: ten runs that all hang.
+        self.traits = replace(type(self).traits, needs=needs, timeout_s=10 * self._limits.wall_s)  # type: ignore[misc]
+        if self._compares:
+            _codebleu(config.language)
+
+    def warm_up(self) -> None:
+        """Start the sandbox.
+
+        Raises:
+            SandboxError: it cannot run here.
+        """
+        if self._runs:
+            _sandbox()
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return one value in [0, 1] per rollout with components ``tests`` and ``codebleu``."""
+        blocks = [self._block(rollout) for rollout in rollouts]
+        tested = self._run_tests(rollouts, blocks) if self._runs else [None] * len(rollouts)
+        return [
+            self._combine(rollout, block, fraction)
+            for rollout, block, fraction in zip(rollouts, blocks, tested, strict=True)
+        ]
+
+    def _block(self, rollout: Rollout) -> str:
+        """Return the whole program, empty if the response has none."""
+        entry_point = str(rollout.row.get("entry_point") or "")
+        block: CodeBlock = extract_code(rollout.response, self.config.language, entry_point)
+        if not block.code or self.config.language != "python":
+            return block.code
+        program = complete_program(block.code, str(rollout.row.get("prompt") or ""), entry_point)
+        return program if block.is_fenced or parses(program) else ""
+
+    def _run_tests(self, rollouts: Sequence[Rollout], blocks: Sequence[str]) -> list[float | Failure | None]:
+        """Return the share of tests passed per rollout, or why there is none."""
+        results: list[float | Failure | None] = [0.0] * len(rollouts)
+        programs: dict[int, Program] = {}
+        for i, (rollout, source) in enumerate(zip(rollouts, blocks, strict=True)):
+            task = _task(rollout.row)
+            if isinstance(task, Failure):
+                results[i] = task
+            elif source:
+                programs[i] = Program(source=source, task=task, limits=self._limits)
+        if programs:
+            outcomes = _sandbox().map(programs.values())
+            for i, outcome in zip(programs, outcomes, strict=True):
+                results[i] = self._fraction(outcome)
+        return results
+
+    def _fraction(self, outcome: Outcome) -> float | Failure:
+        fraction = outcome.pass_fraction
+        if fraction is None:
+            return Failure(kind=FailureKind.infra, message=f"sandbox: {outcome.message}", source=_NAME)
+        return float(fraction == 1.0) if self.config.all_or_nothing else fraction
+
+    def _combine(self, rollout: Rollout, source: str, tested: float | Failure | None) -> RewardResult:
+        if isinstance(tested, Failure):
+            return tested
+        parts: dict[str, float] = {} if tested is None else {"tests": tested}
+        if self._compares:
+            reference = _reference(rollout.row)
+            if isinstance(reference, Failure):
+                return reference
+            parts["codebleu"] = _codebleu(self.config.language).compute_codebleu(
+                reference, source, self.config.language
+            )["codebleu"]
+        weights = {"tests": self.config.tests_weight, "codebleu": self.config.codebleu_weight}
+        if len(parts) == 1:
+            return Score(value=next(iter(parts.values())), components=parts)
+        value = sum(weights[name] * part for name, part in parts.items()) / sum(weights.values())
+        return Score(value=min(value, 1.0), components=parts)
+
+
+def _task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
+    """Return the tests of a row as a task of the sandbox."""
+    tests = row.get("tests")
+    if isinstance(tests, str) or not isinstance(tests, Sequence) or not tests:
+        return data_failure("the row has no `tests`: a program cannot pass none", _NAME)
+    try:
+        if all(isinstance(test, Mapping) for test in tests):
+            return StdioTask(tests=[StdioTest(stdin=test["stdin"], stdout=test["stdout"]) for test in tests])
+        statements = [str(test) for test in tests]
+        entry_point = str(row.get("entry_point") or _called_name(statements))
+        setup = str(row.get("setup") or "")
+        if any(defines(statement, "check") for statement in statements):
+            # HumanEval: the tests are a function ``check(candidate)``, to be called.
+            setup, statements = "\n".join([setup, *statements]), [f"check({entry_point})"]
+        return AssertsTask(entry_point=entry_point, asserts=statements, setup=setup)
+    except KeyError as error:
+        return data_failure(f"a stdin/stdout test lacks the key {error}", _NAME)
+    except (ValueError, TypeError) as error:
+        return data_failure(f"its tests cannot be used: {error}", _NAME)
+
+
+def _called_name(statements: Sequence[str]) -> str:
+    """Return the first function that the tests call and Python does not have."""
+    for node in ast.walk(ast.parse("\n".join(statements))):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and not hasattr(builtins, node.func.id)
+        ):
+            return node.func.id
+    raise ValueError("no `entry_point`, and the tests call no function of the program")
+
+
+def _reference(row: Mapping[str, Any]) -> str | Failure:
+    reference = row.get("reference")
+    if not isinstance(reference, str) or not reference.strip():
+        return data_failure("CodeBLEU needs a program in `reference`; the row has none", _NAME)
+    return complete_program(reference, str(row.get("prompt") or ""), str(row.get("entry_point") or ""))
+
+
+def _check(config: CodeEvaluator.Config) -> None:
+    if config.evaluator not in _EVALUATORS:
+        raise ConfigError(
+            f"{_NAME}: `evaluator` must be one of {', '.join(_EVALUATORS)}; got {config.evaluator!r}."
+        )
+    if config.evaluator != "codebleu" and config.language != "python":
+        raise ConfigError(
+            f"{_NAME}: tests run Python only, got `language: {config.language}`. Use `evaluator: codebleu`, "
+            "or leave `language` at python."
+        )
+    if not 0 < config.timeout < 3600 or config.memory_mb < 16:
+        raise ConfigError(f"{_NAME}: needs 0 < `timeout` < 3600 s and `memory_mb` >= 16; got {config}.")
+    if (
+        min(config.tests_weight, config.codebleu_weight) < 0
+        or config.tests_weight + config.codebleu_weight <= 0
+    ):
+        raise ConfigError(
+            f"{_NAME}: `tests_weight` and `codebleu_weight` must be >= 0 with a positive sum; got "
+            f"{config.tests_weight} and {config.codebleu_weight}."
+        )
+
+
+def _sandbox() -> Any:
+    from multitask_rl.sandbox import shared_sandbox
+
+    return shared_sandbox()
+
+
+def _codebleu(language: str) -> ModuleType:
+    try:
+        from multitask_rl_rewards import codebleu_score
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{_NAME}: CodeBLEU comes from the package `codebleu` with tree-sitter 0.22, which cannot be "
+            f"imported ({error}). Install it with: pip install 'multitask-rl[eval]'"
+        ) from error
+    if language not in codebleu_score.LANGUAGES:
+        allowed = ", ".join(codebleu_score.LANGUAGES)
+        raise ConfigError(f"{_NAME}: `language` must be one of {allowed}; got {language!r}.")
+    try:
+        codebleu_score.load_language(language)
+    except (ImportError, TypeError) as error:
+        package = f"tree-sitter-{language.replace('_', '-')}"
+        raise MissingExtraError(
+            f"{_NAME}: the grammar of {language} cannot be loaded ({error}). Install a grammar of the "
+            f"0.21 series: pip install '{package}>=0.21,<0.22'"
+        ) from error
+    return codebleu_score
