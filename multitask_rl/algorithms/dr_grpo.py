@@ -1,0 +1,34 @@
+"""Dr.GRPO: GRPO without its two biases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.algorithms.base import AlgorithmConfig
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+
+__all__ = ["DrGRPO", "DrGRPOConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class DrGRPOConfig(GRPOConfig):
+    """Settings of ``DrGRPO``."""
+
+    clip_high: float = 0.2
+    normalisation: str = "none"
+    aggregation: str = "constant"
+
+
+class DrGRPO(GRPO):
+    """Advantages ``r - mean r`` of the group, summed over tokens and divided by a constant.
+
+    Dividing by the group's deviation weighs prompts by difficulty; dividing by the response's length favours
+    short right and long wrong answers. Both are left out. The constant is samples times ``max_new_tokens``: a
+    task with short answers under a large limit takes small steps beside token-mean tasks (``loss_weight``),
+    and with ``normalisation: none`` the reward's scale acts as one more weight (``task`` removes that).
+
+    Source: "Understanding R1-Zero-Like Training" (arXiv:2503.20783) sec. 3.2.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = DrGRPOConfig

@@ -1,0 +1,76 @@
+"""GDPO: several rewards in one task, each normalised before they are added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from multitask_rl.algorithms import group
+from multitask_rl.algorithms.base import AlgorithmConfig, CreditBatch
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+
+__all__ = ["GDPO", "GDPOConfig", "decoupled_advantages"]
+
+
+@dataclass(kw_only=True, slots=True)
+class GDPOConfig(GRPOConfig):
+    """Settings of ``GDPO``; ``normalisation`` applies to constraint costs only."""
+
+    normalisation: str = "group"
+
+
+def decoupled_advantages(component_rewards: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
+    """Return ``sum_k w_k (r_k - mean r_k) / (std r_k + eps)`` with mean and std over the group.
+
+    A sample to which reward k does not apply (NaN) is left out of k's statistics and gets nothing from k.
+
+    Source: GDPO (arXiv:2601.05242) Eq. 4-5.
+
+    Args:
+        component_rewards: [B, R], NaN = not applicable.
+        weights: [R]
+        groups: [B]
+
+    Returns:
+        [B]
+    """
+    if component_rewards.shape != (len(groups), len(weights)):
+        raise ValueError(
+            f"component_rewards must be [B, R] = [{len(groups)}, {len(weights)}], "
+            f"got {list(component_rewards.shape)}"
+        )
+    total = torch.zeros_like(component_rewards[:, 0])
+    for values, weight in zip(component_rewards.unbind(1), weights.tolist(), strict=True):
+        applies = ~values.isnan()
+        members = groups[applies]
+        deviations = group.centre(values[applies], members)
+        total[applies] += weight * group.divide_by_group_std(deviations, members)
+    return total
+
+
+class GDPO(GRPO):
+    """GRPO whose rewards are normalised one by one, added by weight, then whitened over the task's batch.
+
+    Normalising the sum collapses different outcomes: with two binary rewards the groups {(0,0), (0,1)} and
+    {(0,0), (1,1)} both give +-0.707; decoupled they give +-0.707 and +-1.414. Weights then act on every
+    reward as given, whatever the reward's own spread. With one reward it is GRPO with per-task whitening.
+
+    Source: GDPO (arXiv:2601.05242) sec. 3; whitening per task, not over the mixed batch.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = GDPOConfig
+
+    def is_informative(self, rewards: Sequence[float]) -> bool:
+        """Always: equal sums may hide different parts, and only the sums are seen here."""
+        return True
+
+    def reward_advantages(self, batch: CreditBatch) -> Tensor:
+        """Return whitened sums of decoupled advantages [B]."""
+        components, weights = batch.component_rewards, batch.component_weights
+        if components is None or weights is None:
+            components, weights = batch.rewards.unsqueeze(1), batch.rewards.new_ones(1)
+        return group.whiten(decoupled_advantages(components, weights, batch.groups))

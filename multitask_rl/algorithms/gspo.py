@@ -1,0 +1,52 @@
+"""GSPO: one importance ratio per response instead of one per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.algorithms.base import AlgorithmConfig, LossOutput, TokenBatch
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.algorithms.policy_loss import bounded_log_ratio, clipped_surrogate, with_corrections
+from multitask_rl.algorithms.ragged import segment_mean
+
+__all__ = ["GSPO", "GSPOConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class GSPOConfig(GRPOConfig):
+    """Settings of ``GSPO``; its clip bounds are two orders below those of token ratios."""
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    dual_clip: float = 0.0
+    normalisation: str = "group"
+    aggregation: str = "sequence"
+
+
+class GSPO(GRPO):
+    """PPO's clip on ``s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i)``, the geometric mean of the token ratios.
+
+    Every token of a response carries the response's loss, so that the mean over its tokens (aggregation
+    ``sequence``) is the paper's objective. Needs all tokens of a response in one micro-batch.
+
+    Source: GSPO (arXiv:2507.18071) Eq. 5-7; clip bounds of its sec. 5.1.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = GSPOConfig
+
+    def loss(self, batch: TokenBatch) -> LossOutput:
+        """Return the sequence-clipped loss, repeated over the tokens of each response."""
+        log_ratio = bounded_log_ratio(batch.logprobs, batch.old_logprobs)
+        sequence_log_ratio = segment_mean(log_ratio, batch.sequence, batch.num_sequences)
+        ratio = sequence_log_ratio.exp()[batch.sequence]
+        surrogate = clipped_surrogate(
+            ratio,
+            batch.advantages,
+            clip_low=self.config.clip_low,
+            clip_high=self.config.clip_high,
+            dual_clip=self.config.dual_clip,
+        )
+        surrogate.metrics["ratio"] = ratio.detach()
+        surrogate.metrics["approx_kl"] = (log_ratio.exp() - 1.0 - log_ratio).detach()
+        return with_corrections(surrogate, batch, self.config)

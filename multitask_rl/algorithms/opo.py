@@ -1,0 +1,40 @@
+"""OPO: exact on-policy training with the length-weighted optimal baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from multitask_rl.algorithms import group
+from multitask_rl.algorithms.base import AlgorithmConfig, CreditBatch
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+
+__all__ = ["OPO", "OPOConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class OPOConfig(GRPOConfig):
+    """Settings of ``OPO``."""
+
+    clip_high: float = 0.2
+    normalisation: str = "none"
+    aggregation: str = "constant"
+
+
+class OPO(GRPO):
+    """Advantages ``r - sum(L r) / sum(L)`` of the group, with L the response lengths.
+
+    The baseline minimises the gradient's variance if the squared norm of a response's score is proportional
+    to its length. Advantages weighted by length sum to zero, plain ones do not. The paper makes one update
+    per batch (``num_epochs = num_minibatches = 1``): the ratio is then 1 and the clip without effect.
+
+    Source: "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = OPOConfig
+
+    def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
+        """Return values [B] minus the length-weighted mean of their group."""
+        return group.centre_length_weighted(values, batch.groups, batch.lengths)

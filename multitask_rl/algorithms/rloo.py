@@ -1,0 +1,39 @@
+"""RLOO: REINFORCE whose baseline is the mean of the other responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from multitask_rl.algorithms import group
+from multitask_rl.algorithms.base import AlgorithmConfig, CreditBatch
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+
+__all__ = ["RLOO", "RLOOConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RLOOConfig(GRPOConfig):
+    """Settings of ``RLOO``."""
+
+    clip_high: float = 0.2
+    normalisation: str = "none"
+    aggregation: str = "constant"
+
+
+class RLOO(GRPO):
+    """Advantages ``r_i - mean of r_j, j != i`` = ``G / (G - 1)`` times those of Dr.GRPO.
+
+    The factor matters where groups differ in size; the baseline does not contain the sample, so it is
+    unbiased.
+
+    Source: "Back to Basics" (arXiv:2402.14740) Eq. 6.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = RLOOConfig
+
+    def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
+        """Return values [B] minus the mean of the others in their group."""
+        return group.centre_leave_one_out(values, batch.groups)
