@@ -25,7 +25,9 @@ _KINDS: dict[type, str] = {str: "text", bool: "true or false", int: "a whole num
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the closest known word, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    words = list(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    close = close or [w for w in words if len(word) > 2 and w.startswith(word)]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -1,0 +1,89 @@
+"""The command line: ``multitask-rl <command>``.
+
+A command's module is imported when the command runs, so that ``--help`` costs nothing. Exit codes: 0 done,
+1 failed, 2 bad configuration or usage, 3 stopped by a guard. An error is one paragraph; ``--debug`` adds the
+traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import multitask_rl
+from multitask_rl.config.build import suggest
+from multitask_rl.errors import ConfigError, MultitaskRLError
+
+__all__ = ["main"]
+
+Command = Callable[[list[str]], int | None]
+
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("multitask_rl.cli.train:train", "train a run: key=value overrides, --multirun for sweeps"),
+    "eval": ("multitask_rl.cli.train:evaluate", "evaluate a run's newest checkpoint on held-out prompts"),
+    "tasks": ("multitask_rl.cli.tasks:main", "validate FILE | show FILE: check or print a tasks file"),
+    "plugins": (
+        "multitask_rl.plugins:main",
+        "list | check NAME | new NAME: installed plugins, their contract",
+    ),
+    "compare": ("multitask_rl.comparison:main_compare", "RUN RUN...: per-task differences with intervals"),
+    "report": ("multitask_rl.comparison:main_report", "RUN: what happened in one run"),
+    "rescore": ("multitask_rl.cli.rescore:main", "RUN: score the stored rollouts again, without a model"),
+    "sandbox": ("multitask_rl.sandbox.corpus:main", "corpus: run the escape corpus against the sandbox"),
+    "doctor": ("multitask_rl.cli.doctor:main", "what is installed, what works, what mends the rest"),
+}
+
+_OPTIONS = """\
+options:
+  -h, --help     this help; `multitask-rl <command> --help` for a command
+  --version      the version
+  --debug        the full traceback of an error
+exit codes: 0 done, 1 failed, 2 bad configuration or usage, 3 stopped by a guard"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"multitask-rl {multitask_rl.__version__}")
+        return 0
+    try:
+        return _command(arguments[0])(arguments[1:]) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except MultitaskRLError as error:
+        return _report(str(error), error, debug, error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the last boundary: a bug ends as one paragraph and exit code 1
+        told = f"{type(error).__name__}: {error} (not foreseen; --debug shows the traceback)"
+        return _report(told, error, debug, 1)
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join(["usage: multitask-rl <command> [arguments]", "", "commands:", *lines, "", _OPTIONS])
+
+
+def _command(name: str) -> Command:
+    if name not in _COMMANDS:
+        raise ConfigError(
+            f"unknown command {name!r}{suggest(name, _COMMANDS)} (commands: {', '.join(_COMMANDS)})"
+        )
+    module, function = _COMMANDS[name][0].split(":")
+    command: Command = getattr(import_module(module), function)
+    return command
+
+
+def _report(text: str, error: BaseException, debug: bool, code: int) -> int:
+    if debug:
+        traceback.print_exception(error)
+    print(f"error: {text}", file=sys.stderr)
+    return code

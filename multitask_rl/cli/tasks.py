@@ -1,0 +1,132 @@
+"""``tasks validate FILE``, ``tasks show FILE``: all that can be known of a tasks file without a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from multitask_rl.config.build import build_dataclass
+from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.tasks_file import fill_weights, load_tasks
+from multitask_rl.config.template import parse_template
+from multitask_rl.data import load_rows, row_id
+from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.plugins import ALGORITHMS, load_plugin
+from multitask_rl.scoring.adapt import PluginSource, find_plugin
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``tasks validate`` or ``tasks show``."""
+    parser = argparse.ArgumentParser(prog="multitask-rl tasks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="validate | show")
+    for name, text in (
+        ("validate", "check keys, plugins, their configuration and the data sets"),
+        ("show", "print the tasks with every default filled in"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("file", help="the tasks file")
+        command.add_argument("overrides", nargs="*", help="tasks.NAME.KEY=VALUE ...")
+        if name == "show":
+            command.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    specs = load_tasks(options.file, _overrides(options.overrides))
+    if options.command == "show":
+        print(_as_json(specs) if options.json else _table(specs))
+        return 0
+    notes = {name: _check(spec) for name, spec in specs.items()}
+    print(f"{options.file}: {len(specs)} tasks are valid")
+    for name, note in notes.items():
+        print(f"  {name}: {note}")
+    return 0
+
+
+def _overrides(arguments: list[str]) -> dict[str, Any]:
+    """Read ``tasks.math.weight=2`` as ``{"math": {"weight": 2}}``."""
+    result: dict[str, Any] = {}
+    for argument in arguments:
+        path, equals, text = argument.removeprefix("tasks.").partition("=")
+        keys = path.split(".")
+        if not equals or len(keys) < 2 or not all(keys):
+            raise ConfigError(f"override {argument!r}: expected tasks.NAME.KEY=VALUE")
+        level = result
+        for key in keys[:-1]:
+            level = level.setdefault(key, {})
+        level[keys[-1]] = yaml.safe_load(text)
+    return result
+
+
+def _check(spec: TaskSpec) -> str:
+    """Check the plugins' configuration and the data of one task; return what was found."""
+    where = f"{spec.source}: tasks.{spec.name}"
+    algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
+    build_dataclass(algorithm.Config, spec.algorithm_config, Where(path=(f"{where}.algorithm_config",)))
+    needs: set[str] = set()
+    rewards = [("reward", i, r.plugin, r.config) for i, r in enumerate(spec.rewards)]
+    constraints = [("constraint", i, c.plugin, c.config) for i, c in enumerate(spec.constraints)]
+    for kind, index, plugin, config in rewards + constraints:
+        place = f"{where}.{kind}s[{index}]"
+        source = find_plugin(kind, plugin, place)
+        _check_config(source, config, f"{place}.config")
+        needs |= set(source.traits.needs)
+    if not spec.dataset:
+        return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
+    return f"{spec.type}; {_check_data(spec, needs)}"
+
+
+def _check_config(source: PluginSource, config: Mapping[str, Any], where: str) -> None:
+    """Check the keys against the plugin's ``Config`` without building it: building may load a model."""
+    config_class = getattr(source.located.value, "Config", None)
+    if isinstance(config_class, type) and dataclasses.is_dataclass(config_class):
+        build_dataclass(config_class, config, Where(path=(where,)))
+
+
+def _check_data(spec: TaskSpec, needs: set[str]) -> str:
+    """Check that every row has the columns of the prompt and of the rewards."""
+    columns = needs | {column for _, column, _, _ in parse_template(spec.prompt) if column}
+    counts = []
+    for split in ("train", "eval"):
+        rows = load_rows(spec, split)
+        counts.append(len(rows))
+        for row in rows:
+            missing = sorted(column for column in columns if row.get(column) is None)
+            if missing:
+                raise DataError(
+                    f"{spec.source}: tasks.{spec.name}: row {row_id(row)!r} of {spec.dataset!r} lacks "
+                    f"{', '.join(missing)}, which the prompt or a plugin reads (columns: {', '.join(row)})"
+                )
+    return f"{counts[0]} training rows, {counts[1]} held-out rows"
+
+
+def _table(specs: Mapping[str, TaskSpec]) -> str:
+    trained = {name: spec.weight for name, spec in specs.items() if not spec.evaluation_only}
+    shares = fill_weights(list(trained), trained)
+    header = ("task", "type", "share", "data", "rewards", "constraints")
+    lines = [header, *(_line(spec, shares.get(name)) for name, spec in specs.items())]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _line(spec: TaskSpec, share: float | None) -> tuple[str, ...]:
+    return (
+        spec.name,
+        spec.type,
+        "eval only" if share is None else f"{share:.3f}",
+        spec.dataset or "-",
+        ", ".join(f"{r.name} x {r.weight:g}" for r in spec.rewards) or "-",
+        ", ".join(f"{c.name} ({c.mode})" for c in spec.constraints) or "-",
+    )
+
+
+def _as_json(specs: Mapping[str, TaskSpec]) -> str:
+    return json.dumps({name: dataclasses.asdict(spec) for name, spec in specs.items()}, indent=2, default=str)

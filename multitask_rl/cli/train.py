@@ -1,0 +1,210 @@
+"""``train`` and ``eval``: the only place that knows Hydra.
+
+The schema is ``RunConfig``; YAML files (``--config-dir configs +experiment=demo``) and the command line
+override it. Hydra's tree is turned into dataclasses once, here; nothing below sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from multitask_rl.config.build import suggest
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import ConfigError
+
+__all__ = ["compose_and_run", "config_keys", "evaluate", "train"]
+
+logger = logging.getLogger(__name__)
+
+_USAGE = """\
+usage: multitask-rl {command} [--config-dir DIR] [--multirun] [key=value ...]
+
+  multitask-rl {command} tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=runs/first
+  multitask-rl {command} --config-dir configs +experiment=NAME tasks.math.weight=2
+  multitask-rl train --multirun seed=0,1,2 ...      one run per value, under multirun/
+  multitask-rl {command} --cfg job ...               print the configuration and stop
+
+Every key with its meaning, range and default: docs/configuration.md. Hydra's own options: --hydra-help."""
+
+_OPTIONS_WITH_VALUE = {
+    *(
+        "--cfg",
+        "-c",
+        "--package",
+        "-p",
+        "--config-path",
+        "-cp",
+        "--config-name",
+        "-cn",
+        "--config-dir",
+        "-cd",
+    ),
+    *("--experimental-rerun", "--info", "-i"),
+}
+_HYDRA_DEFAULTS = (
+    "hydra.run.dir=${output_dir}",
+    "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+)
+
+
+def train(arguments: list[str]) -> int:
+    """Train a run; prints the last evaluation."""
+    return compose_and_run(arguments, "train", _train)
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Evaluate the newest checkpoint of a run (or the untrained actor) and print a table."""
+    return compose_and_run(arguments, "eval", _evaluate)
+
+
+def compose_and_run(arguments: list[str], command: str, action: Callable[[RunConfig], None]) -> int:
+    """Compose the configuration from ``arguments`` with Hydra and call ``action`` with it, once per run.
+
+    Raises:
+        ConfigError: the configuration cannot be composed, or says what a run cannot be.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(_USAGE.format(command=command))
+        return 0
+    ConfigStore.instance().store(name="run", node=RunConfig)
+
+    failures: list[Exception] = []
+
+    def job(tree: DictConfig) -> None:
+        try:
+            action(_to_config(tree))
+        except Exception as error:  # noqa: BLE001 - raised below: one run of a sweep must not end the others
+            failures.append(error)
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                logger.error("this run of the sweep failed, the others go on: %s", error)
+
+    # Hydra takes the module of the function for the name of the log file.
+    job.__module__ = f"multitask_rl.cli.{command}"
+    with _hydra_environment(_hydra_arguments(arguments)):
+        try:
+            hydra.main(version_base="1.3", config_path=None, config_name="run")(job)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_explain(error)) from error
+        except OSError as error:
+            raise ConfigError(
+                f"the output directory cannot be written: {error}; choose another with output_dir=PATH"
+            ) from error
+    if failures:
+        raise failures[0]
+    return 0
+
+
+def config_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Return every key of the configuration with its field, ``model.lora.rank`` for nested ones."""
+    keys: dict[str, dataclasses.Field[Any]] = {}
+    for field in dataclasses.fields(cls):
+        nested: Any = field.default_factory
+        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
+            keys |= config_keys(nested, f"{prefix}{field.name}.")
+        else:
+            keys[prefix + field.name] = field
+    return keys
+
+
+def _train(config: RunConfig) -> None:
+    from multitask_rl.cli.results import print_evaluations
+    from multitask_rl.trainer import Trainer  # heavy: torch, transformers
+
+    print_evaluations(Trainer.from_config(config).train())
+
+
+def _evaluate(config: RunConfig) -> None:
+    from multitask_rl.cli.results import print_evaluations
+    from multitask_rl.trainer import Trainer  # heavy: torch, transformers
+
+    print_evaluations(Trainer.from_config(config).evaluate())
+
+
+def _to_config(tree: DictConfig) -> RunConfig:
+    """Turn Hydra's tree into dataclasses; every run of a sweep gets its own output directory.
+
+    Raises:
+        ConfigError: a key that the schema does not have was added with ``+``, or a value is refused.
+    """
+    known = {f.name for f in dataclasses.fields(RunConfig)}
+    if unknown := [str(key) for key in tree if key not in known]:
+        raise ConfigError(
+            f"configuration: no key or group {unknown[0]!r}{suggest(unknown[0], known)} (a group such as "
+            f"+experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of --config-dir)"
+        )
+    config: Any = OmegaConf.to_object(tree)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        config = replace(config, output_dir=HydraConfig.get().runtime.output_dir)
+    return cast("RunConfig", config)
+
+
+@contextmanager
+def _hydra_environment(arguments: list[str]) -> Iterator[None]:
+    """Give Hydra its arguments, and keep it from printing errors: they come back as exceptions."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0] if argv else "multitask-rl", *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _hydra_arguments(arguments: list[str]) -> list[str]:
+    """Put options before overrides, which Hydra's parser needs, and our overrides before the user's."""
+    options, overrides, rest = [], list(_HYDRA_DEFAULTS), iter(arguments)
+    for argument in rest:
+        if argument.startswith("-"):
+            options.append(argument)
+            options += [next(rest, "")] if argument in _OPTIONS_WITH_VALUE else []
+        else:
+            overrides.append(_open_override(argument))
+    return options + overrides
+
+
+def _open_override(argument: str) -> str:
+    """Let keys below a mapping be set as any other: Hydra wants ``++`` where the schema knows no such key."""
+    key, equals, _ = argument.partition("=")
+    mappings = [name for name, f in config_keys().items() if f.default_factory is dict]
+    below = any(key.startswith(f"{name}.") for name in mappings)
+    return f"++{argument}" if equals and below else argument
+
+
+def _explain(error: Exception) -> str:
+    """Return one paragraph: what Hydra said, a close key, where the keys are listed."""
+    causes: list[BaseException] = [error, *([error.__cause__] if error.__cause__ else [])]
+    said = [next(iter(str(cause).strip().splitlines()), type(cause).__name__) for cause in causes]
+    unknown = re.search(r"[Kk]ey '([^']+)'", " ".join(said))
+    full_key = re.search(r"full_key: (\S+)", " ".join(map(str, causes)))
+    hint = ""
+    if unknown:
+        section = (full_key[1] if full_key else unknown[1]).rpartition(".")[0]
+        below = [k.removeprefix(f"{section}.") for k in config_keys() if k.startswith(section)]
+        hint = suggest(unknown[1], {k.split(".")[0] for k in below})
+    if "Additional config directory" in said[0]:
+        hint = f"; relative to {str(Path.cwd())!r}"
+    return (
+        f"configuration: {': '.join(dict.fromkeys(s.rstrip('.') for s in said))}{hint} "
+        f"(keys: docs/configuration.md or `multitask-rl train --cfg job`)"
+    )
