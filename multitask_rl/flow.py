@@ -1,7 +1,7 @@
 """Stages as nodes of a data flow: typed inputs, typed outputs, data passes once from top to bottom.
 
-The built-in run is such a flow (``prompts -> rollout -> constraints -> rewards -> advantages -> update``); a user
-inserts a node without touching the others, or composes a flow of their own:
+The built-in run is such a flow (``rollout -> constraints -> rewards -> advantages``); a user inserts a node
+without touching the others, or composes a flow of their own:
 
 >>> double = FunctionStage("double", lambda n: n * 2, consumes=int, produces=int)
 >>> show = FunctionStage("show", str, consumes=int, produces=str)
@@ -14,6 +14,7 @@ double[int -> int] -> show[int -> str]
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -78,6 +79,8 @@ class DataFlow:
     def __init__(self, stages: Sequence[Stage] = ()) -> None:
         self._stages: list[Stage] = []
         self._successors: dict[str, list[str]] = {}
+        self.seconds: dict[str, float] = {}
+        """Wall-clock time spent in each stage since the caller last cleared it."""
         previous: Stage | None = None
         for stage in stages:
             self.add(stage)
@@ -156,7 +159,9 @@ class DataFlow:
         for name in order[first:last]:
             if name not in inbox:
                 continue
+            began = time.perf_counter()
             output = _process(self._by_name(name), inbox.pop(name))
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
             for follower in self._successors[name]:
                 inbox.setdefault(follower, []).extend(output)
         return output

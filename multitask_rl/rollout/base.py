@@ -45,6 +45,8 @@ class Generation:
 class RolloutEngine(Protocol):
     """Generates, and follows the actor's weights."""
 
+    shares_weights: bool
+    """It samples from the actor's own tensors: ``update_weights`` is called with none."""
     policy_version: int
     """Version of the weights in use."""
 

@@ -40,6 +40,9 @@ class _Row:
 class HFEngine:
     """Samples from the model it is given, as it is at the moment of the call."""
 
+    shares_weights = True
+    """Nothing has to be sent after an update."""
+
     def __init__(
         self,
         model: Any,
@@ -107,7 +110,15 @@ class HFEngine:
 
         def key(row: _Row) -> tuple[float, int, float, int, int, int, int]:
             s = row.sampling
-            return (s.temperature, s.top_k, s.top_p, len(row.prompt_ids), s.max_new_tokens, row.request, row.sample)
+            return (
+                s.temperature,
+                s.top_k,
+                s.top_p,
+                len(row.prompt_ids),
+                s.max_new_tokens,
+                row.request,
+                row.sample,
+            )
 
         batch: list[_Row] = []
         width = 0

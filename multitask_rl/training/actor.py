@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multitask_rl.config.run import ModelConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.training.critic import Critic
 
 if TYPE_CHECKING:
@@ -113,12 +113,36 @@ class Actor:
 
     def load_weights(self, directory: Path) -> None:
         """Restore the weights that ``save`` wrote, in place (the optimizer keeps its references)."""
-        state = read_weights(directory)
-        own = self.model.state_dict()
-        with torch.no_grad():
-            for name, value in state.items():
-                if name in own:
-                    own[name].copy_(value)
+        if self.config.lora.rank > 0:
+            from multitask_rl.training.lora import load_adapters
+
+            load_adapters(self.model, read_weights(directory))
+        else:
+            copy_weights(self.model, read_weights(directory))
+
+
+def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Copy ``weights`` into ``model`` in place.
+
+    Raises:
+        CheckpointError: a weight of the model is missing or has another shape.
+    """
+    own = model.state_dict()
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    wrong = [
+        name
+        for name, value in own.items()
+        if (name in weights and weights[name].shape != value.shape) or (name not in weights and name not in tied)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: {len(wrong)} weights are missing or differ in shape, "
+            f"the first is {wrong[0]!r}"
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            if name in own:
+                own[name].copy_(value)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:

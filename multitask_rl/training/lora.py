@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.run import LoraConfig
@@ -10,7 +11,7 @@ from multitask_rl.errors import MissingExtraError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["add_adapters", "merged_state_dict"]
+__all__ = ["add_adapters", "load_adapters", "merged_state_dict"]
 
 
 def add_adapters(model: Any, config: LoraConfig) -> Any:
@@ -48,3 +49,10 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
         }
     finally:
         model.unmerge_adapter()
+
+
+def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Restore the adapters that ``save_pretrained`` wrote, in place."""
+    import peft
+
+    peft.set_peft_model_state_dict(model, dict(weights))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.records import TrainSample
+from multitask_rl.records import SamplingParams, TrainSample
 from multitask_rl.training.actor import Actor
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
@@ -51,7 +51,7 @@ class ModelRunner:
         self, batch: MicroBatch, samples: Sequence[TrainSample], *, want_hidden: bool = False
     ) -> TokenOutputs:
         """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``)."""
-        sampling = [samples[i].scored.rollout.sampling for i in batch.indices]
+        sampling = [_distribution(samples[i]) for i in batch.indices]
         with self._autocast():
             return forward_tokens(self.actor.model, batch, sampling, want_hidden=want_hidden)
 
@@ -66,7 +66,7 @@ class ModelRunner:
         result: list[Tensor] = [torch.empty(0)] * len(samples)
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             for batch in self.cut(samples, for_reference=True):
-                sampling = [samples[i].scored.rollout.sampling for i in batch.indices]
+                sampling = [_distribution(samples[i]) for i in batch.indices]
                 out = forward_tokens(reference, batch.to(self.actor.device), sampling)
                 scatter(result, batch, out.logprobs)
         return result
@@ -85,7 +85,7 @@ class ModelRunner:
             layout=self._config.batch.layout,
             pad_token_id=self.actor.pad_token_id,
         ).to(logits.device)
-        sampling = [s.scored.rollout.sampling for s in samples]
+        sampling = [_distribution(s) for s in samples]
         with torch.no_grad(), self.actor.reference_policy(self.reference) as reference, self._autocast():
             ref = forward_tokens(reference, batch, sampling).logits.log_softmax(dim=-1)
         policy = logits.log_softmax(dim=-1)
@@ -108,6 +108,11 @@ def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
     sizes = torch.bincount(batch.sequence, minlength=len(batch.indices)).tolist()
     for index, part in zip(batch.indices, torch.split(flat.detach().cpu(), sizes), strict=True):
         target[index] = part
+
+
+def _distribution(sample: TrainSample) -> SamplingParams:
+    """Return the distribution its log-probabilities are of: the sampled one; the plain one off-policy."""
+    return sample.scored.rollout.sampling if len(sample.rollout_logprobs) else SamplingParams()
 
 
 def _reference_prompt(sample: TrainSample) -> Sequence[int]:

@@ -1,0 +1,136 @@
+"""Everything about a run that can be known, and refused, before a model loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.config.devices import resolve_devices
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
+from multitask_rl.data import load_rows
+from multitask_rl.data.rows import Row
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
+from multitask_rl.task_run import build_algorithms
+
+if TYPE_CHECKING:
+    from multitask_rl.data import TaskDataLoader
+
+__all__ = ["RunPlan", "plan_run"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RunPlan:
+    """A run that has passed every check that needs no model."""
+
+    config: RunConfig
+    specs: dict[str, TaskSpec]
+    algorithms: dict[str, Algorithm]
+    rows: dict[str, tuple[Sequence[Row], Sequence[Row]]]
+    """Task -> (training rows, held-out rows)."""
+    devices: dict[str, str]
+    engine_class: Any
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.config.output_dir)
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the tasks that are trained, in order."""
+        return [name for name, spec in self.specs.items() if not spec.evaluation_only]
+
+    def describe(self) -> str:
+        """Return the resolved arithmetic of a step, in lines for a person."""
+        batch = self.config.batch
+        lines = [
+            f"{len(self.trained)} tasks trained, {len(self.specs) - len(self.trained)} evaluated only; "
+            f"{batch.prompts_per_step} prompts a step, {batch.num_epochs * batch.num_minibatches} optimizer "
+            f"update(s) a step"
+        ]
+        for name, spec in self.specs.items():
+            train, held_out = self.rows[name]
+            size = spec.group_size or batch.group_size
+            use = "evaluated only" if spec.evaluation_only else f"{len(train)} rows, {size} rollouts a prompt"
+            lines.append(f"  {name}: {spec.type}, {use}, {len(held_out)} held-out rows")
+        return "\n".join(lines)
+
+
+def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> RunPlan:
+    """Read and check everything that needs no model.
+
+    Args:
+        config: the run.
+        dataloader: rows given in Python; tasks it lacks need a ``dataset`` in the tasks file.
+
+    Raises:
+        ConfigError: tasks file, keys, devices, or an output directory that cannot be written.
+        PluginError: an unknown or broken plugin.
+        DataError: missing or empty data.
+    """
+    specs = load_specs(config)
+    validate_tasks(specs, need_data=dataloader is None)
+    if all(spec.evaluation_only for spec in specs.values()):
+        raise ConfigError("every task is evaluation_only; at least one task must be trained")
+    devices = resolve_devices(config.device_map, tasks=list(specs))
+    if dataloader is not None:
+        dataloader.check_tasks(list(specs))
+    load = load_rows if dataloader is None else dataloader.load
+    rows: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {
+        name: ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
+        for name, spec in specs.items()
+    }
+    plan = RunPlan(
+        config=config,
+        specs=specs,
+        algorithms=build_algorithms(specs),
+        rows=rows,
+        devices=devices,
+        engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=("build", "generate")),
+    )
+    _check_output_dir(plan.output_dir)
+    return plan
+
+
+def load_specs(config: RunConfig) -> dict[str, TaskSpec]:
+    """Return the tasks of the file, overridden by those of the configuration.
+
+    Raises:
+        ConfigError: neither gives a task, or one is malformed.
+    """
+    if config.tasks_file:
+        return load_tasks(config.tasks_file, config.tasks or None)
+    if config.tasks:
+        return parse_tasks({"tasks": config.tasks}, "the run configuration")
+    raise ConfigError(
+        "no tasks: set tasks_file=path/to/tasks.yaml (or give tasks.<name>.* in the configuration)"
+    )
+
+
+def initial_weights(specs: Mapping[str, TaskSpec], trained: Sequence[str]) -> dict[str, float] | None:
+    """Return the weights given in the tasks file; None when none is."""
+    given = {n: float(w) for n in trained if (w := specs[n].weight) is not None}
+    return given or None
+
+
+def _check_output_dir(directory: Path) -> None:
+    problem = ""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".write_probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem or not os.access(directory, os.W_OK):
+        raise ConfigError(
+            f"output_dir {str(directory)!r} cannot be written: {problem or 'no permission'}; choose another with "
+            "output_dir=PATH"
+        )

@@ -1,0 +1,69 @@
+"""Exact quotas after filtering: groups without a gradient are replaced by more prompts of the same task.
+
+Naive filtering shifts the mix towards the tasks whose groups are easy to keep (MT-GRPO, arXiv:2602.05547); here
+every task gets back what its own filter took, within a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from multitask_rl.records import Scored
+from multitask_rl.step_metrics import Groups, by_group, is_informative
+from multitask_rl.task_run import TaskRun
+
+__all__ = ["Refill"]
+
+MIN_RATE = 0.05
+"""Below this share of groups with a gradient a refill would spend many rollouts for few: it is not tried."""
+MAX_OVERSAMPLING = 3.0
+"""Prompts drawn per missing group at most; never more than the task's quota in a round."""
+
+
+class Refill:
+    """Draws until each task has its quota of groups with a gradient, or the rounds are used up."""
+
+    def __init__(self, runs: Mapping[str, TaskRun], rounds: int) -> None:
+        self._runs = runs
+        self._rounds = rounds
+
+    def collect(
+        self, quotas: Mapping[str, int], experience: Callable[[Mapping[str, int]], list[Scored]]
+    ) -> tuple[list[Scored], list[Scored]]:
+        """Return ``(all records drawn, those to train on)``.
+
+        Args:
+            quotas: groups per task.
+            experience: draws and scores so many prompts per task.
+        """
+        drawn = experience(quotas)
+        for _ in range(self._rounds):
+            missing = self._missing(by_group(drawn), quotas)
+            if not missing:
+                break
+            drawn = drawn + experience(missing)
+        return drawn, self._keep(by_group(drawn), quotas)
+
+    def num_informative(self, groups: Mapping[str, Groups]) -> dict[str, int]:
+        """Return how many groups of each task give a gradient."""
+        return {n: sum(is_informative(self._runs[n], g) for g in own.values()) for n, own in groups.items()}
+
+    def _missing(self, groups: Mapping[str, Groups], quotas: Mapping[str, int]) -> dict[str, int]:
+        missing: dict[str, int] = {}
+        for name, found in self.num_informative(groups).items():
+            lacking, rate = quotas[name] - found, found / len(groups[name])
+            if lacking > 0 and rate >= MIN_RATE:
+                wanted = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
+                missing[name] = min(wanted, quotas[name])
+        return missing
+
+    def _keep(self, groups: Mapping[str, Groups], quotas: Mapping[str, int]) -> list[Scored]:
+        """Return each task's quota of groups: those with a gradient first, in order of drawing."""
+        kept: list[Scored] = []
+        for name, own in groups.items():
+            run = self._runs[name]
+            ordered: list[Sequence[Scored]] = sorted(own.values(), key=lambda g: not is_informative(run, g))
+            for group in ordered[: quotas[name]]:
+                kept.extend(group)
+        return kept

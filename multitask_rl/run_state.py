@@ -1,0 +1,195 @@
+"""The whole state of a run on disk: written, read, resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from multitask_rl.config.run import CheckpointConfig, RunConfig
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.errors import CheckpointError
+from multitask_rl.tracking.jsonl import cut_after_step
+from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from multitask_rl.task_run import TaskRun
+    from multitask_rl.trainer import Trainer
+    from multitask_rl.training.actor import Actor
+
+__all__ = ["RunStore"]
+
+logger = logging.getLogger(__name__)
+
+
+class RunStore:
+    """Checkpoints of one run and the reference policy beside them."""
+
+    def __init__(self, output_dir: Path, config: CheckpointConfig) -> None:
+        self._output_dir = output_dir
+        self._config = config
+        directory = output_dir / "checkpoints"
+        if config.resume == "never" and any(directory.glob("step_*")):
+            _set_aside(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = CheckpointStore(directory, config.keep)
+        self._found = self._find()
+
+    def _find(self) -> Checkpoint | None:
+        if self._config.resume == "never":
+            return None
+        if self._config.resume == "auto":
+            return self.checkpoints.newest()
+        return self.checkpoints.load(Path(self._config.resume))
+
+    def reference(self, actor: Actor, runs: Mapping[str, TaskRun]) -> PreTrainedModel | None:
+        """Return the frozen policy that the KL is measured against: the actor as it was at the very start.
+
+        It is kept beside the checkpoints, so that a resumed run does not measure against itself. None: no
+        task has a KL term, or adapters make the base model the reference.
+        """
+        if all(run.spec.kl.coefficient == 0 for run in runs.values()):
+            return None
+        directory = self._output_dir / "reference"
+        reference = actor.clone_for_reference()
+        if reference is None:
+            return None
+        if self._found is not None and directory.is_dir():
+            from multitask_rl.training.actor import copy_weights, read_weights
+
+            copy_weights(reference, read_weights(directory))
+        else:
+            reference.save_pretrained(directory, safe_serialization=True)
+        return reference
+
+    def resume(self, trainer: Trainer) -> str | None:
+        """Restore the checkpoint found, if any; return the trackers' identity in it."""
+        if self._found is None:
+            return None
+        restore(trainer, self._found)
+        if trainer.guard is not None and self._found.state["guard"]:
+            trainer.guard.load_state_dict(self._found.state["guard"])
+        logger.info("resumed from %s at step %d", self._found.path, trainer.step)
+        run_id = self._found.state["run_id"]
+        self._found = None
+        cut_after_step(self._output_dir / "evaluations.jsonl", trainer.step)
+        return None if run_id is None else str(run_id)
+
+    def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:
+        """Write a checkpoint of everything."""
+        self.checkpoints.save(
+            CheckpointEntry(step=trainer.step, judged_good=judged_good, score=score),
+            save_actor=trainer.actor.save,
+            tensors=_tensors(trainer),
+            state=_state(trainer),
+        )
+
+    def write_config(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
+        """Write ``config.yaml`` (the resolved configuration, tasks included) and return it."""
+        resolved = dataclasses.asdict(config)
+        resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
+        plain = json.loads(json.dumps(resolved))
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        (self._output_dir / "config.yaml").write_text(text, encoding="utf-8")
+        result: dict[str, Any] = plain
+        return result
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Put weights, optimizer, controllers and random state of ``checkpoint`` into ``trainer``; not the guard.
+
+    Tasks that the checkpoint does not know start fresh; those it knows under ``renamed_from`` are found;
+    those that are gone are dropped.
+    """
+    state, tensors = checkpoint.state, checkpoint.tensors
+    names = {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
+    trainer.actor.load_weights(checkpoint.actor_dir)
+    prefix = "critic/"
+    critic = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    trainer.critic.load_tensors(critic, renamed=names)
+    optimizer = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
+    trainer.learner.optimizer.load_tensors(optimizer, _parameters(trainer))
+    saved: dict[str, Any] = state["tasks"]
+    for name, run in trainer.runs.items():
+        known = saved.get(name) or saved.get(run.spec.renamed_from)
+        if known is not None:
+            run.load_state_dict(known)
+        else:
+            logger.info("task %r is new since %s: it starts fresh", name, checkpoint.path)
+    trainer.scheduler.load_state_dict(state["scheduler"], names)
+    trainer.restore_counters(state["counters"])
+    _restore_random(state["random"], tensors)
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "counters": trainer.counters(),
+        "tasks": {name: run.state_dict() for name, run in trainer.runs.items()},
+        "scheduler": trainer.scheduler.state_dict(),
+        "guard": trainer.guard.state_dict() if trainer.guard is not None else None,
+        "run_id": trainer.run_id,
+        "random": {
+            "python": [version, list(internal), gauss],
+            "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
+        },
+    }
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    names = {id(p): n for n, p in _parameters(trainer).items()}
+    tensors = {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
+    tensors.update({f"optimizer/{k}": v for k, v in trainer.learner.optimizer.tensors(names).items()})
+    tensors["random/torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        for device, value in enumerate(torch.cuda.get_rng_state_all()):
+            tensors[f"random/cuda/{device}"] = value
+    keys = np.random.get_state(legacy=True)[1]
+    tensors["random/numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+    return tensors
+
+
+def _restore_random(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(
+        (kind, tensors["random/numpy"].numpy().astype(np.uint32), position, has_gauss, cached)
+    )
+    torch.set_rng_state(tensors["random/torch"])
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            if f"random/cuda/{i}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"random/cuda/{i}"], i)
+
+
+def _parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
+    found = {f"actor.{n}": p for n, p in trainer.actor.model.named_parameters()}
+    found.update({f"critic.{n}": p for n, p in trainer.critic.named_parameters()})
+    return found
+
+
+def _set_aside(directory: Path) -> None:
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    try:
+        directory.rename(aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot set aside the former checkpoints {directory}: {error}; choose another output_dir"
+        ) from error
+    logger.info("checkpoint.resume=never: former checkpoints are kept in %s", aside)

@@ -1,0 +1,228 @@
+"""The built-in nodes of the flow: prompts -> rollout -> constraints -> rewards -> advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from multitask_rl.flow import Stage
+from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
+from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
+from multitask_rl.seeding import derive_seed
+from multitask_rl.task_run import TaskRun
+from multitask_rl.training.credit import CreditAssigner, CreditedSample
+
+__all__ = ["AdvantageStage", "ConstraintStage", "RewardStage", "RolloutStage", "Scorer"]
+
+
+class Scorer(Protocol):
+    """What the stages need of the reward pool."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """Return one record per rollout, in order."""
+        ...
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
+        """Return the constraints' verdicts of each rollout, by constraint name."""
+        ...
+
+
+class RolloutStage(Stage):
+    """Samples a group per prompt."""
+
+    name = "rollout"
+    consumes = Prompt
+    produces = Rollout
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        runs: Mapping[str, TaskRun],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        seed: int,
+        purpose: str = "rollout",
+        group_size: int | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """Args beyond the obvious: ``purpose`` names the random streams, the last two override the tasks'."""
+        self.engine = engine
+        self._runs = runs
+        self._decode = decode
+        self._seed = seed
+        self._purpose = purpose
+        self._group_size = group_size
+        self._temperature = temperature
+
+    def process(self, items: list[Prompt]) -> list[Rollout]:
+        """Return ``group_size`` rollouts per prompt, in order."""
+        return self.sample([self._slot(p, i) for p in items for i in range(self._size(p))])
+
+    def sample(self, slots: Sequence[Rollout]) -> list[Rollout]:
+        """Fill empty rollouts (prompt, sample, attempt, sampling) with what the engine generates."""
+        requests: list[GenerationRequest] = []
+        counts: list[int] = []
+        for slot in slots:
+            seed = derive_seed(
+                self._seed, self._purpose, slot.task, slot.prompt.draw, slot.sample, slot.attempt
+            )
+            previous = requests[-1] if requests else None
+            if previous is not None and previous.prompt_ids is slot.prompt.prompt_ids:
+                requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
+                counts[-1] += 1
+            else:
+                requests.append(
+                    GenerationRequest(prompt_ids=slot.prompt.prompt_ids, sampling=slot.sampling, seeds=[seed])
+                )
+                counts.append(1)
+        generated = [g for group in self.engine.generate(requests) for g in group]
+        return [self._fill(slot, g) for slot, g in zip(slots, generated, strict=True)]
+
+    def _size(self, prompt: Prompt) -> int:
+        return self._group_size or self._runs[prompt.task].group_size
+
+    def _slot(self, prompt: Prompt, sample: int) -> Rollout:
+        sampling = self._runs[prompt.task].sampling
+        if self._temperature is not None:
+            sampling = replace(sampling, temperature=self._temperature)
+        return Rollout(prompt=prompt, sample=sample, sampling=sampling)
+
+    def _fill(self, slot: Rollout, generation: Generation) -> Rollout:
+        text = self._decode(generation.response_ids)
+        for stop in slot.sampling.stop:
+            text = text.partition(stop)[0]
+        return replace(
+            slot,
+            response_ids=generation.response_ids,
+            rollout_logprobs=generation.rollout_logprobs,
+            finish_reason=generation.finish_reason,
+            response=text,
+            policy_version=self.engine.policy_version,
+        )
+
+
+class ConstraintStage(Stage):
+    """Asks each task's constraints; where one of mode ``reject`` refuses, the slot is sampled again.
+
+    Refused responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
+    them out silently would bias the estimate (see ``algorithms/constrained_decoding.py``).
+    """
+
+    name = "constraints"
+    consumes = Rollout
+    produces = Rollout
+
+    def __init__(self, scorer: Scorer, rollout: RolloutStage, runs: Mapping[str, TaskRun]) -> None:
+        self._scorer = scorer
+        self._rollout = rollout
+        self._runs = runs
+
+    def process(self, items: list[Rollout]) -> list[Rollout]:
+        """Return the rollouts with verdicts, attempts of one slot side by side."""
+        constrained = [r for r in items if self._runs[r.task].spec.constraints]
+        if not constrained:
+            return items
+        attempts: dict[tuple[str, int], list[Rollout]] = {}
+        pending = constrained
+        while pending:
+            again = []
+            for rollout in self._judge(pending):
+                attempts.setdefault((rollout.group_id, rollout.sample), []).append(rollout)
+                if rollout.rejected and rollout.attempt + 1 < self._max_attempts(rollout):
+                    again.append(_next_attempt(rollout))
+            pending = self._rollout.sample(again) if again else []
+        return [a for r in items for a in attempts.get((r.group_id, r.sample), [r])]
+
+    def _judge(self, rollouts: list[Rollout]) -> list[Rollout]:
+        judged = []
+        for rollout, verdicts in zip(rollouts, self._scorer.judge(rollouts), strict=True):
+            rejecting = {
+                c.name or c.plugin for c in self._runs[rollout.task].spec.constraints if c.mode == "reject"
+            }
+            failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
+            refused = any(
+                isinstance(v, Verdict) and v.violated for name, v in verdicts.items() if name in rejecting
+            )
+            judged.append(
+                replace(rollout, verdicts=verdicts, rejected=refused, failure=rollout.failure or failed)
+            )
+        return judged
+
+    def _max_attempts(self, rollout: Rollout) -> int:
+        constraints = self._runs[rollout.task].spec.constraints
+        return max(c.max_attempts for c in constraints if c.mode == "reject")
+
+
+class RewardStage(Stage):
+    """Scores the rollouts; constraints of mode ``penalty`` and ``lagrangian`` enter here as costs."""
+
+    name = "rewards"
+    consumes = Rollout
+    produces = Scored
+
+    def __init__(self, scorer: Scorer, runs: Mapping[str, TaskRun]) -> None:
+        self._scorer = scorer
+        self._runs = runs
+
+    def process(self, items: list[Rollout]) -> list[Scored]:
+        """Return one record per rollout; refused ones are not scored, what they earn is the algorithm's."""
+        wanted = [r for r in items if not r.rejected]
+        scored = iter(self._scorer.score(wanted))
+        return [
+            self._with_costs(Scored(rollout=r, reward=None) if r.rejected else next(scored)) for r in items
+        ]
+
+    def _with_costs(self, scored: Scored) -> Scored:
+        constraints = self._runs[scored.rollout.task].spec.constraints
+        if not constraints:
+            return scored
+        costs: dict[str, list[float]] = {"reject": [], "penalty": [], "lagrangian": []}
+        penalty = 0.0
+        for constraint in constraints:
+            verdict = scored.rollout.verdicts.get(constraint.name or constraint.plugin)
+            if isinstance(verdict, Verdict):
+                costs[constraint.mode].append(verdict.cost)
+                penalty += constraint.weight * verdict.cost if constraint.mode == "penalty" else 0.0
+        chosen = costs["lagrangian"] or costs["penalty"] or costs["reject"]
+        reward = scored.reward - penalty if scored.reward is not None else None
+        return replace(scored, reward=reward, cost=max(chosen, default=0.0))
+
+
+class AdvantageStage(Stage):
+    """Turns scored rollouts into training samples with a credit per token."""
+
+    name = "advantages"
+    consumes = Scored
+    produces = CreditedSample
+
+    def __init__(self, credit: CreditAssigner, runs: Mapping[str, TaskRun]) -> None:
+        self._credit = credit
+        self._runs = runs
+        self.metrics: dict[str, dict[str, float]] = {}
+        """Per task, of the last call."""
+
+    def process(self, items: list[Scored]) -> list[CreditedSample]:
+        """Leave failures out, let each task's algorithm select and credit its own."""
+        samples: list[TrainSample] = []
+        for name, run in self._runs.items():
+            own = [s for s in items if s.rollout.task == name and is_trainable(run, s)]
+            samples.extend(run.algorithm.select(own))
+        credited, self.metrics = self._credit.credit(samples)
+        return credited
+
+
+def is_trainable(run: TaskRun, scored: Scored) -> bool:
+    """Whether the algorithm may learn from the record: it did not fail, and if refused it learns from those."""
+    if scored.failure is not None or scored.rollout.failure is not None:
+        return False
+    return run.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None
+
+
+def _next_attempt(rollout: Rollout) -> Rollout:
+    return Rollout(
+        prompt=rollout.prompt,
+        sample=rollout.sample,
+        attempt=rollout.attempt + 1,
+        sampling=rollout.sampling,
+    )

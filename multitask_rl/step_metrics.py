@@ -1,0 +1,86 @@
+"""Numbers of one step, per task and over the tasks: a global mean alone is never reported."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from multitask_rl.evaluation import describe, served
+from multitask_rl.records import Scored, TaskStats
+from multitask_rl.stages import is_trainable
+from multitask_rl.task_run import TaskRun
+
+__all__ = ["Groups", "aggregate", "group_rewards", "task_stats"]
+
+Groups = dict[str, list[Scored]]
+"""Records by ``group_id``, in order of drawing."""
+
+
+def by_group(scored: Sequence[Scored]) -> dict[str, Groups]:
+    """Return task -> group id -> records, orders kept."""
+    result: dict[str, Groups] = {}
+    for s in scored:
+        result.setdefault(s.rollout.task, {}).setdefault(s.rollout.group_id, []).append(s)
+    return result
+
+
+def group_rewards(run: TaskRun, group: Sequence[Scored]) -> list[float]:
+    """Return what the algorithm is credited for each trainable record of a group."""
+    return [run.algorithm.outcome(s) for s in group if is_trainable(run, s)]
+
+
+def is_informative(run: TaskRun, group: Sequence[Scored]) -> bool:
+    """Whether the group gives the algorithm a gradient."""
+    rewards = group_rewards(run, group)
+    return bool(rewards) and run.algorithm.is_informative(rewards)
+
+
+def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:
+    """Return what the scheduler learns from: all groups of the step, before filtering.
+
+    Args:
+        run: the task.
+        groups: every group drawn in the step.
+        metrics: further numbers of the step.
+    """
+    everything = [s for group in groups.values() for s in group]
+    rewards = [r for s in served(everything) if (r := _served_reward(run, s)) is not None]
+    credited = [group_rewards(run, group) for group in groups.values()]
+    spreads = [statistics.pstdev(group) for group in credited if len(group) > 1]
+    return TaskStats(
+        task=run.spec.name,
+        num_prompts=len(groups),
+        num_informative=sum(is_informative(run, g) for g in groups.values()),
+        reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        reward_std=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+        metrics={**describe(everything, served(everything)), **metrics},
+    )
+
+
+def aggregate(
+    per_task: Mapping[str, Mapping[str, float]], key: str, higher_is_better: Mapping[str, bool]
+) -> dict[str, float]:
+    """Return ``task/<name>/<metric>`` for all, ``macro/<metric>`` of those that every task has.
+
+    ``worst/<key>`` is the value of ``key`` at the task that is worst in its own direction.
+    """
+    flat = {f"task/{t}/{name}": value for t, own in per_task.items() for name, value in own.items()}
+    shared = set.intersection(*(set(own) for own in per_task.values())) if per_task else set()
+    for name in sorted(shared):
+        values = [own[name] for own in per_task.values() if math.isfinite(own[name])]
+        if values:
+            flat[f"macro/{name}"] = math.fsum(values) / len(values)
+    found = {t: own[key] for t, own in per_task.items() if math.isfinite(own.get(key, math.nan))}
+    if found:
+        flat[f"worst/{key}"] = min(found.items(), key=lambda i: i[1] if higher_is_better[i[0]] else -i[1])[1]
+    return flat
+
+
+def _served_reward(run: TaskRun, scored: Scored) -> float | None:
+    """What the served response earns: its reward; what a refused one earns with the algorithm, else 0."""
+    if scored.failure is not None or scored.rollout.failure is not None:
+        return None
+    if scored.rollout.rejected:
+        return run.algorithm.outcome(scored)
+    return scored.reward

@@ -1,0 +1,250 @@
+"""The tasks of a run at work: specification, algorithm, controllers and data of each, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.algorithms.kl import KLController
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.curriculum.multiplier import LagrangeMultiplier
+from multitask_rl.data import PromptStream, render_prompt
+from multitask_rl.data.rows import Row, row_id
+from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
+from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
+from multitask_rl.seeding import random_stream
+from multitask_rl.training.actor import Actor
+from multitask_rl.training.credit import LearnerTask
+
+_REPORTED_RATIO = math.log(1.25)
+"""An adaptive coefficient moves every step; an event is made when it has moved by a quarter."""
+
+__all__ = ["TaskRun", "build_task_runs", "draw_prompts", "render_rows"]
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskRun:
+    """One task in a run: what is fixed and what moves."""
+
+    spec: TaskSpec
+    algorithm: Algorithm
+    sampling: SamplingParams
+    group_size: int
+    kl: KLController
+    learner: LearnerTask
+    multiplier: LagrangeMultiplier | None = None
+    stream: PromptStream | None = None
+    """None: the task is evaluated only."""
+    eval_rows: list[Row] = field(default_factory=list)
+    """Held-out rows, always the same ones in the same order."""
+    max_prompt_tokens: int = 0
+    """0 = no limit."""
+    kl_reported: float = 1.0
+    """Coefficient of the last event."""
+    num_overlong: int = 0
+    """Training prompts left out since the start because they did not fit."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that moves, JSON-able."""
+        return {
+            "algorithm": self.algorithm.state_dict(),
+            "kl": self.kl.state_dict(),
+            "multiplier": self.multiplier.state_dict() if self.multiplier else None,
+            "stream": self.stream.state_dict() if self.stream else None,
+            "num_overlong": self.num_overlong,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``; parts the task had not then start fresh."""
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.kl.load_state_dict(state["kl"])
+        if self.multiplier and state["multiplier"]:
+            self.multiplier.load_state_dict(state["multiplier"])
+        if self.stream and state["stream"]:
+            self.stream.load_state_dict(state["stream"])
+        self.num_overlong = state["num_overlong"]
+        self.sync_learner()
+
+    def control(self, stats: TaskStats, step: int) -> list[Event]:
+        """Let the task's controllers see the step; return what they decided."""
+        events: list[Event] = []
+        name = self.spec.name
+        if "kl" in stats.metrics:
+            change = self.kl.update(stats.metrics["kl"])
+            if change is not None and abs(math.log(change.new / self.kl_reported)) > _REPORTED_RATIO:
+                self.kl_reported = change.new
+                data = {"from": change.old, "to": change.new, "observed": change.observed}
+                events.append(
+                    Event(
+                        step=step, source="kl", kind="coefficient", reason=str(change), task=name, data=data
+                    )
+                )
+        if self.multiplier is not None and "cost" in stats.metrics:
+            events += [replace(e, task=name) for e in self.multiplier.update(stats.metrics["cost"], step)]
+        self.sync_learner()
+        return events
+
+    def sync_learner(self) -> None:
+        """Hand the controllers' values to the learner."""
+        self.learner.kl_coefficient = self.kl.coefficient
+        self.learner.multiplier = self.multiplier.value if self.multiplier else 0.0
+
+
+def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
+    """Load and configure each task's algorithm; nothing heavy but torch is imported."""
+    return {
+        name: build_plugin(
+            load_plugin(ALGORITHMS, spec.type, expects=("credit", "loss", "select")),
+            spec.algorithm_config,
+            where=f"{spec.source}: tasks.{name}.algorithm_config",
+        )
+        for name, spec in specs.items()
+    }
+
+
+def build_task_runs(
+    specs: Mapping[str, TaskSpec],
+    algorithms: Mapping[str, Algorithm],
+    rows: Mapping[str, tuple[Sequence[Row], Sequence[Row]]],
+    config: RunConfig,
+    actor: Actor,
+) -> dict[str, TaskRun]:
+    """Put each task together.
+
+    Args:
+        specs: checked specifications.
+        algorithms: by task, as ``build_algorithms`` made them.
+        rows: ``(training rows, held-out rows)`` by task.
+        config: the run.
+        actor: its vocabulary and longest sequence are needed.
+
+    Raises:
+        ConfigError: the model's context cannot hold the response.
+    """
+    _bind_control_tokens(algorithms, actor)
+    runs: dict[str, TaskRun] = {}
+    for name, spec in specs.items():
+        algorithm, (train_rows, eval_rows) = algorithms[name], rows[name]
+        sampling = spec.sampling or run_sampling(config)
+        lagrangian = [c for c in spec.constraints if c.mode == "lagrangian"]
+        run = TaskRun(
+            spec=spec,
+            algorithm=algorithm,
+            sampling=sampling,
+            group_size=spec.group_size or config.batch.group_size,
+            kl=KLController(spec.kl),
+            learner=LearnerTask(spec=spec, algorithm=algorithm),
+            kl_reported=spec.kl.coefficient or 1.0,
+            multiplier=LagrangeMultiplier(limit=lagrangian[0].limit) if lagrangian else None,
+            stream=None if spec.evaluation_only else PromptStream(train_rows, task=name, seed=config.seed),
+            eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
+            max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),
+        )
+        run.sync_learner()
+        runs[name] = run
+    return runs
+
+
+def run_sampling(config: RunConfig) -> SamplingParams:
+    """Return the run's sampling parameters."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+
+
+def draw_prompts(runs: Mapping[str, TaskRun], quotas: Mapping[str, int], actor: Actor) -> list[Prompt]:
+    """Draw the next prompts of each task; those that do not fit are counted and replaced.
+
+    Raises:
+        DataError: no prompt of a task fits.
+    """
+    prompts: list[Prompt] = []
+    for name, count in quotas.items():
+        run = runs[name]
+        misses = 0
+        found: list[Prompt] = []
+        while len(found) < count and run.stream is not None:
+            for draw, row in run.stream.next(count - len(found)):
+                prompt = render(run, row, draw, actor)
+                if run.max_prompt_tokens and len(prompt.prompt_ids) > run.max_prompt_tokens:
+                    run.num_overlong += 1
+                    misses += 1
+                else:
+                    found.append(prompt)
+                    misses = 0
+            if misses > 10_000:
+                raise DataError(
+                    f"task {name!r}: the last {misses} prompts were all longer than {run.max_prompt_tokens} "
+                    "tokens; raise rollout.max_prompt_tokens or shorten the prompt template"
+                )
+        prompts.extend(found)
+    return prompts
+
+
+def render(run: TaskRun, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
+    """Return the prompt of ``row`` as the algorithm wants it sampled."""
+    text, ids = render_prompt(run.spec, row, actor.tokenizer)
+    return Prompt(
+        task=run.spec.name,
+        prompt_id=f"{run.spec.name}/{row_id(row)}",
+        draw=draw,
+        row=row,
+        text=text,
+        prompt_ids=run.algorithm.condition(ids, evaluation=evaluation),
+    )
+
+
+def render_rows(run: TaskRun, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
+    """Return evaluation prompts of ``rows``; one that does not fit keeps its end (the question)."""
+    prompts = []
+    for index, row in enumerate(rows):
+        prompt = render(run, row, index, actor, evaluation=True)
+        if run.max_prompt_tokens and len(prompt.prompt_ids) > run.max_prompt_tokens:
+            prompt = replace(prompt, prompt_ids=prompt.prompt_ids[-run.max_prompt_tokens :])
+        prompts.append(prompt)
+    return prompts
+
+
+def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> None:
+    number = max((a.num_control_tokens for a in algorithms.values()), default=0)
+    if number == 0:
+        return
+    if actor.config.lora.rank > 0:
+        raise ConfigError(
+            "an algorithm with control tokens (reward_conditioned) cannot train with model.lora.rank > 0: the "
+            "tokens' embeddings would stay as they are; set model.lora.rank=0 or another type for the task"
+        )
+    ids = actor.add_control_tokens(number)
+    for algorithm in algorithms.values():
+        if algorithm.num_control_tokens:
+            algorithm.bind(ids[: algorithm.num_control_tokens])
+
+
+def _max_prompt_tokens(name: str, sampling: SamplingParams, config: RunConfig, actor: Actor) -> int:
+    limit = config.rollout.max_prompt_tokens
+    if actor.max_length:
+        # one place is kept for a control token
+        room = actor.max_length - sampling.max_new_tokens - 1
+        if room < 1:
+            raise ConfigError(
+                f"task {name!r}: max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in the "
+                f"model's {actor.max_length} positions; lower rollout.max_new_tokens"
+            )
+        limit = min(limit, room) if limit else room
+    return limit
+
+
+def _choose(rows: Sequence[Row], number: int, seed: int, task: str) -> list[Row]:
+    if len(rows) <= number:
+        return list(rows)
+    return [rows[i] for i in random_stream(seed, "eval-rows", task).sample(range(len(rows)), number)]

@@ -1,0 +1,84 @@
+import pytest
+
+from multitask_rl.errors import ConfigError
+from multitask_rl.flow import DataFlow, FunctionStage, Stage
+
+
+def double() -> Stage:
+    return FunctionStage("double", lambda n: n * 2, consumes=int, produces=int)
+
+
+def show() -> Stage:
+    return FunctionStage("show", str, consumes=int, produces=str)
+
+
+def test_records_pass_in_order_from_first_to_last_stage():
+    assert DataFlow([double(), show()])([1, 2, 3]) == ["2", "4", "6"]
+
+
+def test_a_type_mismatch_names_both_stages_and_both_types():
+    with pytest.raises(ConfigError, match="'double' consumes int, but 'show' produces str"):
+        DataFlow([show(), double()])
+
+
+def test_an_inserted_stage_sees_every_record_and_the_others_are_untouched():
+    flow = DataFlow([double(), show()])
+    flow.insert(
+        FunctionStage("odd_out", lambda n: n if n > 2 else None, consumes=int, produces=int), after="double"
+    )
+    assert flow([1, 2, 3]) == ["4", "6"]
+    assert [s.name for s in flow.stages] == ["double", "odd_out", "show"]
+
+
+def test_a_stage_with_two_successors_feeds_both_and_two_predecessors_join():
+    flow = DataFlow()
+    first, plus, minus, join = (
+        FunctionStage(n, f, consumes=int, produces=int)
+        for n, f in (
+            ("first", lambda n: n),
+            ("plus", lambda n: n + 10),
+            ("minus", lambda n: n - 10),
+            ("join", lambda n: n * 2),
+        )
+    )
+    flow.connect(first, plus).connect(first, minus).connect(plus, join).connect(minus, join)
+    assert flow([1, 2]) == [22, 24, -18, -16]
+
+
+def test_a_circle_is_refused_and_leaves_the_flow_as_it_was():
+    a, b = (FunctionStage(n, lambda x: x, consumes=int, produces=int) for n in "ab")
+    flow = DataFlow().connect(a, b)
+    with pytest.raises(ConfigError, match="circle"):
+        flow.connect(b, a)
+    assert flow([1]) == [1]
+
+
+def test_workers_cut_the_records_and_keep_their_order():
+    stage = FunctionStage("slow", lambda n: n + 1, consumes=int, produces=int, num_workers=3)
+    assert DataFlow([stage])(range(10)) == list(range(1, 11))
+
+
+def test_part_of_a_flow_can_be_run():
+    flow = DataFlow([double(), show()])
+    assert flow([1], before="show") == [2]
+    assert flow([2], start="show") == ["2"]
+
+
+def test_run_feeds_at_most_max_steps_batches():
+    seen = []
+    flow = DataFlow([FunctionStage("see", lambda n: seen.append(n) or n)])
+    assert flow.run(lambda step: [step], max_steps=3) == [2]
+    assert seen == [0, 1, 2]
+    assert flow.run([[7], [8]], max_steps=5) == [8]
+
+
+def test_the_graph_can_be_printed_and_drawn():
+    flow = DataFlow([double(), show()])
+    assert str(flow) == "double[int -> int] -> show[int -> str]"
+    assert "double -- int --> show" in flow.to_mermaid()
+
+
+@pytest.mark.parametrize("name", ["", "double"])
+def test_a_stage_needs_a_name_of_its_own(name):
+    with pytest.raises(ConfigError, match="name of its own"):
+        DataFlow([double()]).add(FunctionStage(name, str))

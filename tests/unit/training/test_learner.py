@@ -1,0 +1,201 @@
+import pytest
+import torch
+from model_builders import build_actor, build_model, sample_scored
+
+from multitask_rl.algorithms.grpo import GRPO
+from multitask_rl.algorithms.ppo import PPO
+from multitask_rl.algorithms.reward_conditioned import RewardConditioned
+from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
+from multitask_rl.config.task import KLSpec, TaskSpec
+from multitask_rl.errors import TrainingError
+from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.critic import Critic
+from multitask_rl.training.learner import Learner
+from multitask_rl.training.runner import ModelRunner
+
+
+class Bench:
+    """A learner over two tasks, with the gradient of its next update kept."""
+
+    def __init__(self, *, layout="bucketed", tokens=100_000, second="grpo", kl=None, trunk="actor", **batch):
+        self.actor = build_actor()
+        self.config = RunConfig(
+            batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
+            optimizer=OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.0),
+        )
+        specs = {"a": TaskSpec(name="a", kl=KLSpec(coefficient=0.1)), "b": TaskSpec(name="b")}
+        self.algorithms = {"a": PPO(PPO.Config()), "b": GRPO(GRPO.Config())}
+        if second == "reward_conditioned":
+            self.algorithms["b"] = RewardConditioned(RewardConditioned.Config())
+            self.algorithms["b"].bind([40, 41, 42, 43, 44])
+            specs["b"].kl = KLSpec(coefficient=0.1)
+        if kl is not None:
+            specs["b"].kl = kl
+        critic = Critic(trunk=trunk)
+        critic.build(self.actor, ["a"])
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in critic.heads.parameters():
+                parameter.normal_(0, 0.1, generator=generator)
+        self.critic = critic
+        self.tasks = {
+            n: LearnerTask(spec=s, algorithm=self.algorithms[n], kl_coefficient=s.kl.coefficient)
+            for n, s in specs.items()
+        }
+        runner = ModelRunner(self.actor, critic, self.config, build_model(seed=3))
+        many = self.config.batch.num_minibatches * self.config.batch.num_epochs > 1
+        self.credit = CreditAssigner(runner, self.tasks, many_updates=many)
+        self.learner = Learner(runner, self.tasks, self.config)
+        self.gradient: dict[str, torch.Tensor] = {}
+        step = self.learner.optimizer.step
+
+        def keep(factor):
+            named = [*self.actor.model.named_parameters(), *critic.named_parameters()]
+            self.gradient = {n: p.grad.clone() for n, p in named if p.grad is not None}
+            return step(factor)
+
+        self.learner.optimizer.step = keep
+
+    def update(self, scored, shares=None):
+        samples = [
+            s
+            for n, a in self.algorithms.items()
+            for s in a.select([x for x in scored if x.rollout.task == n])
+        ]
+        credited, _ = self.credit.credit(samples)
+        return self.learner.update(credited, shares=shares or {"a": 0.5, "b": 0.5}, step=0)
+
+
+def relative_difference(one, other):
+    assert one.keys() == other.keys()
+    norm = sum(g.norm() ** 2 for g in other.values()) ** 0.5
+    return float(sum((one[k] - other[k]).norm() ** 2 for k in one) ** 0.5 / norm)
+
+
+@pytest.mark.parametrize("second", ["grpo", "reward_conditioned"])
+@pytest.mark.parametrize(
+    ("layout", "tokens"), [("bucketed", 64), ("bucketed", 1), ("packed", 100_000), ("packed", 200)]
+)
+def test_the_gradient_is_the_same_however_the_samples_are_cut(second, layout, tokens):
+    scored = sample_scored(build_actor(), top_p=0.9)
+    whole = Bench(second=second)
+    report = whole.update(scored)
+    cut = Bench(second=second, layout=layout, tokens=tokens)
+    cut_report = cut.update(scored)
+    assert relative_difference(cut.gradient, whole.gradient) < 1e-5
+    for task in "ab":
+        assert cut_report.task_metrics[task]["loss"] == pytest.approx(
+            report.task_metrics[task]["loss"], rel=1e-5, abs=1e-6
+        )
+
+
+def test_engine_and_trainer_agree_on_the_sampled_tokens():
+    report = Bench().update(sample_scored(build_actor(), top_p=0.9))
+    for task in "ab":
+        assert report.task_metrics[task]["mismatch_max"] < 1e-4
+
+
+def test_the_first_update_has_ratio_one_and_clips_nothing():
+    report = Bench().update(sample_scored(build_actor()))
+    assert report.task_metrics["b"]["ratio"] == 1.0
+    assert report.task_metrics["b"]["clip_fraction"] == 0.0
+
+
+def test_groups_of_equal_rewards_are_not_computed_and_change_nothing_but_the_denominator():
+    scored = sample_scored(build_actor(), "b")
+    for s in scored[:8]:
+        s.reward = 1.0
+    skipping, computing = Bench(), Bench()
+    skipping.update(scored, {"b": 1.0})
+    for task in computing.tasks.values():
+        task.algorithm.config.entropy_coefficient = 1e-30
+    computing.update(scored, {"b": 1.0})
+    assert relative_difference(skipping.gradient, computing.gradient) < 1e-5
+
+
+def test_shares_and_loss_weight_scale_a_tasks_gradient_and_no_other():
+    scored = sample_scored(build_actor(), "b")
+    half, full = Bench(), Bench()
+    half.update(scored, {"b": 0.5})
+    full.tasks["b"].spec.loss_weight = 2.0
+    full.update(scored, {"b": 0.25})
+    assert relative_difference(half.gradient, full.gradient) < 1e-6
+
+
+def test_a_value_head_is_left_alone_by_steps_without_its_task():
+    bench = Bench()
+    before = [p.clone() for p in bench.critic.heads.parameters()]
+    bench.update(sample_scored(build_actor(), "b"), {"b": 1.0})
+    assert all(torch.equal(x, y) for x, y in zip(before, bench.critic.heads.parameters(), strict=True))
+
+
+def test_a_separate_trunk_keeps_the_value_loss_out_of_the_actor():
+    scored = sample_scored(build_actor(), "a")
+    for s in scored:
+        s.reward = 1.0
+    bench = Bench(trunk="separate")
+    bench.tasks["a"].spec.kl = KLSpec()
+    bench.tasks["a"].kl_coefficient = 0.0
+    report = bench.update(scored, {"a": 1.0})
+    assert report.metrics["critic_grad_norm"] > 0
+    assert any(n.startswith("trunk.") for n in bench.gradient)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_loss_is_the_slow_sum_over_samples(aggregation):
+    scored = sample_scored(build_actor(), "b")
+    bench = Bench(tokens=50)
+    bench.tasks["b"].algorithm.config.aggregation = aggregation
+    bench.update(scored, {"b": 1.0})
+
+    actor = build_actor()
+    algorithm = GRPO(GRPO.Config())
+    runner = ModelRunner(actor, Critic(), RunConfig())
+    tasks = {"b": LearnerTask(spec=TaskSpec(name="b"), algorithm=algorithm)}
+    credited, _ = CreditAssigner(runner, tasks, many_updates=False).credit(algorithm.select(scored))
+    total = torch.zeros(())
+    num_tokens = sum(len(c.sample.response_ids) for c in credited)
+    for c in credited:
+        ids = torch.tensor([[*c.sample.prompt_ids, *c.sample.response_ids]])
+        sampling = c.sample.scored.rollout.sampling
+        logits = actor.model(ids).logits[0, len(c.sample.prompt_ids) - 1 : -1] / sampling.temperature
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(c.sample.response_ids)[:, None])[:, 0]
+        denominator = {
+            "token": num_tokens,
+            "sequence": len(credited) * len(c.sample.response_ids),
+            "constant": len(credited) * sampling.max_new_tokens,
+        }[aggregation]
+        total = total - (torch.exp(logprobs - logprobs.detach()) * c.advantages).sum() / denominator
+    total.backward()
+    slow = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
+    assert relative_difference(bench.gradient, slow) < 1e-5
+
+
+def test_minibatches_and_epochs_see_every_sample_and_move_the_ratio():
+    scored = sample_scored(build_actor(), "b", groups=8)
+    bench = Bench(num_minibatches=2, num_epochs=2)
+    report = bench.update(scored, {"b": 1.0})
+    assert report.task_metrics["b"]["ratio"] != 1.0
+    once = Bench().update(scored, {"b": 1.0}).task_metrics["b"]
+    assert once["ratio"] == 1.0
+
+
+def test_gradients_that_are_not_finite_are_not_applied_and_stop_the_run_in_the_end():
+    scored = sample_scored(build_actor(), "b")
+    bench = Bench()
+    weights = [p.clone() for p in bench.actor.model.parameters()]
+    report = bench.update(scored, {"b": float("nan")})
+    assert report.num_skipped_updates == 1
+    assert all(torch.equal(x, y) for x, y in zip(weights, bench.actor.model.parameters(), strict=True))
+    bench.update(scored, {"b": float("nan")})
+    with pytest.raises(TrainingError, match="not finite 3 updates in a row"):
+        bench.update(scored, {"b": float("nan")})
+
+
+def test_a_zero_length_response_is_left_out_of_the_loss_only():
+    scored = sample_scored(build_actor(), "b", groups=2)
+    scored[0].rollout.response_ids, scored[0].rollout.rollout_logprobs = [], []
+    bench = Bench()
+    report = bench.update(scored, {"b": 1.0})
+    assert report.num_skipped_updates == 0
+    assert report.metrics["grad_norm"] > 0
