@@ -1,0 +1,143 @@
+"""Causal language models as judges: the probability of each verdict word from one forward, no sampling.
+
+A sampled verdict is a coin; the logits at the place where the words part give the same answer as a
+probability, at the price of the prompt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from multitask_rl.errors import ConfigError
+from multitask_rl_rewards.transformer_models import LoadedModel, load_model, remove_special_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CausalJudge"]
+
+
+class CausalJudge:
+    """A causal LM that is asked for one of a few verdict words, loaded (or shared) at construction.
+
+    Args:
+        model_name: directory or Hugging Face id of a causal language model.
+        device: torch device or ``auto``.
+        dtype: see ``transformer_models.load_model``.
+        batch_size: prompts per forward.
+        max_length: tokens per prompt, 0 = the model's limit. A judge that is cut judges something else, so
+            longer prompts are refused (None), never cut.
+        plugin: name for errors.
+    """
+
+    def __init__(
+        self, model_name: str, *, device: str, dtype: str, batch_size: int, max_length: int, plugin: str
+    ) -> None:
+        self._loaded: LoadedModel = load_model(
+            "AutoModelForCausalLM", model_name, device=device, dtype=dtype, plugin=plugin
+        )
+        self._batch_size, self._plugin, self._name = batch_size, plugin, model_name
+        self.max_length = self._loaded.max_length(max_length)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """The tokenizer brings the prompt format the model was trained on."""
+        return bool(getattr(self._loaded.tokenizer, "chat_template", None))
+
+    def knows(self, token: str) -> bool:
+        """Whether ``token`` is a control token of this model."""
+        return token in self._loaded.tokenizer.all_special_tokens
+
+    def clean(self, text: str) -> str:
+        """Return ``text`` without what the tokenizer reads as control tokens (a response may spell them)."""
+        specials = [token for token in self._loaded.tokenizer.all_special_tokens if len(token) > 1]
+        return remove_special_tokens(text, specials)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """Return the prompt text that the tokenizer's template makes of ``messages``."""
+        text: str = self._loaded.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+    def verdict_probabilities(
+        self, prompts: Sequence[str], words: Sequence[str], lead: str = ""
+    ) -> list[list[float] | None]:
+        """Return per prompt the probability of each word, given that it is one of them.
+
+        Args:
+            prompts: whole prompts; control tokens in them are read as such.
+            words: verdicts, as they are spelt after ``lead``.
+            lead: what the model writes before every verdict.
+
+        Returns:
+            [K] probabilities that sum to 1, or None for a prompt longer than ``max_length``.
+
+        Raises:
+            ConfigError: the tokenizer cannot tell the words apart by one token.
+        """
+        shared, parting = self._parting_tokens(words, lead)
+        encoded = [self._encode(prompt) + shared for prompt in prompts]
+        results: list[list[float] | None] = [None] * len(encoded)
+        order = sorted(
+            (i for i, ids in enumerate(encoded) if len(ids) <= self.max_length),
+            key=lambda i: -len(encoded[i]),
+        )
+        for start in range(0, len(order), self._batch_size):
+            indices = order[start : start + self._batch_size]
+            logits = self._last_logits([encoded[i] for i in indices])[:, parting]
+            for i, row in zip(indices, logits.softmax(dim=1).tolist(), strict=True):
+                results[i] = row
+        return results
+
+    def explain(self, prompt: str, max_new_tokens: int) -> str:
+        """Return what the model says to ``prompt``, greedily, without control tokens."""
+        import torch
+
+        ids = torch.tensor([self._encode(prompt)], device=self._loaded.device)
+        with torch.no_grad(), self._loaded.lock:
+            out = self._loaded.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                pad_token_id=self._loaded.tokenizer.pad_token_id,
+            )
+        text: str = self._loaded.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return text.strip()
+
+    def _parting_tokens(self, words: Sequence[str], lead: str) -> tuple[list[int], list[int]]:
+        """Return the ids all verdicts share, and the id at which each parts from the others."""
+        tokenizer = self._loaded.tokenizer
+        spelt = [tokenizer(lead + word, add_special_tokens=False)["input_ids"] for word in words]
+        length = 0
+        while all(len(ids) > length for ids in spelt) and len({ids[length] for ids in spelt}) == 1:
+            length += 1
+        parting = [ids[length] for ids in spelt if len(ids) > length]
+        unknown = tokenizer.unk_token_id
+        if len(set(parting)) < len(words) or (unknown is not None and unknown in parting):
+            raise ConfigError(
+                f"{self._plugin}: the tokenizer of {self._name!r} cannot tell the verdicts {list(words)} "
+                "apart by one token; this model is no judge of that family. Choose another `model_name` or "
+                "`family`."
+            )
+        return spelt[0][:length], parting
+
+    def _encode(self, prompt: str) -> list[int]:
+        # A chat template writes the beginning-of-text token itself; plain prompts need the tokenizer's.
+        ids: list[int] = self._loaded.tokenizer(prompt, add_special_tokens=not self.has_chat_template)[
+            "input_ids"
+        ]
+        return ids
+
+    def _last_logits(self, batch: list[list[int]]) -> Tensor:
+        """Return [B, V] float32 logits after each prompt. Padding is on the right, hidden by causality."""
+        import torch
+
+        longest = max(len(ids) for ids in batch)
+        pad = self._loaded.tokenizer.pad_token_id or 0
+        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in batch], device=self._loaded.device)
+        lengths = torch.tensor([len(row) for row in batch], device=self._loaded.device)
+        mask = torch.arange(longest, device=self._loaded.device)[None, :] < lengths[:, None]
+        with torch.no_grad(), self._loaded.lock:
+            logits: Tensor = self._loaded.model(input_ids=ids, attention_mask=mask.long()).logits
+        return logits[torch.arange(len(batch), device=logits.device), lengths - 1].float().cpu()

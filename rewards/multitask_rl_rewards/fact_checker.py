@@ -1,0 +1,143 @@
+"""``fact_checker``: does the evidence contradict the response? By an NLI classifier or a generative judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
+from multitask_rl_rewards.llama_guard import GuardConfig, GuardModel
+from multitask_rl_rewards.sequence_classifier import SequenceClassifier
+from multitask_rl_rewards.text import question_of, value_of
+from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+
+__all__ = ["FactChecker"]
+
+_NAME = "fact_checker"
+_POLICY = (
+    "Factual errors. The answer states something that the evidence or question contradicts, or that is false."
+)
+_CONTRADICTION = ("contradiction", "contradictory", "contradicts", "refutes", "refuted", "refute")
+
+
+class FactChecker:
+    """Cost = probability that the response is wrong by the evidence.
+
+    The kind of model decides the way: a sequence-classification model (NLI) reads evidence and response as
+    premise and hypothesis, and the cost is the probability of contradiction; a causal language model (Llama
+    Guard, ShieldGemma, any instruct model) is asked whether the response contains a factual error.
+
+    The evidence is the column ``evidence``, else the question itself ("Claim: ... Evidence: ..."). An empty
+    response states nothing and is satisfied.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(
+        low=0.0,
+        high=1.0,
+        isolate=False,
+        timeout_s=120.0,
+        batch_size=256,
+        higher_is_better=False,
+        device="any",
+    )
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GuardConfig):
+        """Keys of ``fact_checker`` in a tasks file."""
+
+        evidence_column: str = ""
+        """Column with the evidence; empty = ``evidence`` where the row has it, else the question."""
+        contradiction_labels: list[str] = field(default_factory=list)
+        """NLI labels that mean wrong; empty = recognised by name (``contradiction``, ``refutes``)."""
+        max_new_tokens: int = 128
+        """Tokens a generative judge may write to explain a violation; 0 = no explanation."""
+
+    def __init__(self, config: Config) -> None:
+        """Check model and device; weights load at ``warm_up`` or the first use.
+
+        Raises:
+            ConfigError: missing model or device, or a model that is neither classifier nor language model.
+        """
+        self.config = config
+        resolve_device(config.device, _NAME)
+        model_config = read_model_config(config.model_name, _NAME)
+        architectures = list(getattr(model_config, "architectures", None) or [])
+        self._is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+        self._wrong: list[int] = []
+        if self._is_classifier:
+            labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
+            self._wrong = _contradictions(labels, config)
+        elif any("CausalLM" in name or "ConditionalGeneration" in name for name in architectures):
+            self._judge = GuardModel(config, _NAME, [_POLICY])
+        else:
+            raise ConfigError(
+                f"{_NAME}: {config.model_name!r} is {architectures or 'of no declared architecture'}; "
+                "expected a sequence-classification (NLI) model or a causal language model."
+            )
+
+    @cached_property
+    def _classifier(self) -> SequenceClassifier:
+        config = self.config
+        return SequenceClassifier(
+            config.model_name,
+            device=config.device,
+            dtype=config.dtype,
+            batch_size=config.batch_size,
+            max_length=config.max_length,
+            plugin=_NAME,
+        )
+
+    def warm_up(self) -> None:
+        """Load the weights and judge once."""
+        self._judge_all([("the sky is blue", "the sky is blue")])
+
+    def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure]:
+        """Return one verdict per rollout, in order; a missing evidence column is a ``data`` failure."""
+        evidence = [self._evidence(rollout) for rollout in rollouts]
+        asked = [i for i, text in enumerate(evidence) if not isinstance(text, Failure)]
+        verdicts = self._judge_all([(str(evidence[i]), rollouts[i].response) for i in asked])
+        found: dict[int, Verdict | Failure] = dict(zip(asked, verdicts, strict=True))
+        return [text if isinstance(text, Failure) else found[i] for i, text in enumerate(evidence)]
+
+    def _evidence(self, rollout: Rollout) -> str | Failure:
+        if self.config.evidence_column:
+            value = value_of(rollout.row, self.config.evidence_column, _NAME)
+            return value if isinstance(value, Failure) else str(value)
+        evidence = rollout.row.get("evidence")
+        question = question_of(rollout, self.config.prompt_column)
+        if not evidence:
+            return question
+        return str(evidence) if self._is_classifier else f"{question}\n\nEvidence: {evidence}"
+
+    def _judge_all(self, exchanges: list[tuple[str, str]]) -> list[Verdict | Failure]:
+        if not self._is_classifier:
+            return self._judge.judge(exchanges)
+        costs = self._classifier.logits(exchanges).softmax(dim=1)[:, self._wrong].sum(dim=1).tolist()
+        return [self._verdict(response, cost) for (_, response), cost in zip(exchanges, costs, strict=True)]
+
+    def _verdict(self, response: str, cost: float) -> Verdict | Failure:
+        if not response.strip():
+            return Verdict(cost=0.0, violated=False, reason="empty response")
+        if cost != cost:
+            return Failure(kind=FailureKind.grader, message="the classifier returned NaN", source=_NAME)
+        cost = min(max(cost, 0.0), 1.0)
+        violated = cost >= self.config.threshold
+        return Verdict(
+            cost=cost, violated=violated, reason=f"contradicted with {cost:.2f}" if violated else ""
+        )
+
+
+def _contradictions(labels: list[str], config: FactChecker.Config) -> list[int]:
+    if unknown := [label for label in config.contradiction_labels if label not in labels]:
+        raise ConfigError(f"{_NAME}: {config.model_name!r} has no labels {unknown}; it has {labels}.")
+    chosen = config.contradiction_labels or [label for label in labels if label.lower() in _CONTRADICTION]
+    if not chosen or len(labels) < 2:
+        raise ConfigError(
+            f"{_NAME}: the labels {labels} of {config.model_name!r} do not say which means contradiction; "
+            "set `contradiction_labels`."
+        )
+    return [labels.index(label) for label in chosen]

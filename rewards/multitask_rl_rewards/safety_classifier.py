@@ -1,0 +1,170 @@
+"""``safety_classifier``: a sequence-classification model as a constraint on responses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
+from multitask_rl_rewards.sequence_classifier import SequenceClassifier
+from multitask_rl_rewards.text import question_of
+from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+
+__all__ = ["SafetyClassifier", "unsafe_labels_of"]
+
+_NAME = "safety_classifier"
+_SAFE = {"safe", "benign", "harmless", "neutral", "normal", "ok", "clean"}
+_UNSAFE = {
+    "unsafe",
+    "harmful",
+    "harm",
+    "toxic",
+    "toxicity",
+    "hate",
+    "hateful",
+    "offensive",
+    "abusive",
+    "nsfw",
+}
+_UNSAFE |= {"violation", "dangerous", "hatespeech", "jailbreak"}
+_NEGATIONS = ("non", "not", "no")
+
+
+class SafetyClassifier:
+    """Cost = probability of the unsafe label or labels; violated from ``threshold`` on.
+
+    Exclusive labels (softmax) add up; independent ones (``multi_label_classification``, or a single output)
+    count by the largest. An empty response is satisfied: pair the constraint with ``over_refusal``.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(
+        low=0.0,
+        high=1.0,
+        isolate=False,
+        timeout_s=120.0,
+        batch_size=256,
+        higher_is_better=False,
+        device="any",
+    )
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``safety_classifier`` in a tasks file."""
+
+        model_name: str = ""
+        """Directory or Hugging Face id of a sequence-classification model. Required."""
+        unsafe_labels: list[str] = field(default_factory=list)
+        """Labels that mean unsafe; empty = recognised by name (``unsafe``, ``toxic``, not ``safe``...)."""
+        threshold: float = 0.5
+        """The constraint is violated from this cost on, in (0, 1]."""
+        with_prompt: bool = False
+        """Judge prompt and response together; False = the response alone."""
+        device: str = "auto"
+        """``cpu``, ``cuda:1``...; ``auto`` = the first accelerator, else the CPU."""
+        dtype: str = "auto"
+        """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
+        batch_size: int = 32
+        """Inputs per forward, > 0."""
+        max_length: int = 0
+        """Tokens of an input; a longer one loses its beginning. 0 = the model's limit."""
+        prompt_column: str = "prompt"
+        """Column with the question, where ``with_prompt``."""
+
+    def __init__(self, config: Config) -> None:
+        """Check model, labels and device; weights load at ``warm_up`` or the first use.
+
+        Raises:
+            ConfigError: missing model or device, labels that say nothing of safety, threshold out of range.
+        """
+        self.config = config
+        if not 0.0 < config.threshold <= 1.0 or config.batch_size < 1:
+            raise ConfigError(
+                f"{_NAME}: needs 0 < `threshold` <= 1 and `batch_size` > 0; got {config.threshold} and "
+                f"{config.batch_size}."
+            )
+        resolve_device(config.device, _NAME)
+        model_config = read_model_config(config.model_name, _NAME)
+        labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
+        self._unsafe = unsafe_labels_of(labels, config.unsafe_labels, config.model_name)
+
+    @cached_property
+    def _classifier(self) -> SequenceClassifier:
+        config = self.config
+        return SequenceClassifier(
+            config.model_name,
+            device=config.device,
+            dtype=config.dtype,
+            batch_size=config.batch_size,
+            max_length=config.max_length,
+            plugin=_NAME,
+        )
+
+    def warm_up(self) -> None:
+        """Load the weights."""
+        self._classifier.logits([("", "warm up")])
+
+    def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure]:
+        """Return one verdict per rollout, in order."""
+        exchanges = [(self._prompt(rollout), rollout.response) for rollout in rollouts]
+        logits = self._classifier.logits(exchanges)
+        if logits.shape[1] == 1 or self._classifier.is_multi_label:
+            costs = logits.sigmoid()[:, self._unsafe].amax(dim=1)
+        else:
+            costs = logits.softmax(dim=1)[:, self._unsafe].sum(dim=1)
+        return [self._verdict(r.response, cost) for r, cost in zip(rollouts, costs.tolist(), strict=True)]
+
+    def _prompt(self, rollout: Rollout) -> str:
+        return question_of(rollout, self.config.prompt_column) if self.config.with_prompt else ""
+
+    def _verdict(self, response: str, cost: float) -> Verdict | Failure:
+        if not response.strip():
+            return Verdict(cost=0.0, violated=False, reason="empty response")
+        if cost != cost:
+            return Failure(kind=FailureKind.grader, message="the classifier returned NaN", source=_NAME)
+        cost = min(max(cost, 0.0), 1.0)
+        violated = cost >= self.config.threshold
+        return Verdict(cost=cost, violated=violated, reason=f"unsafe with {cost:.2f}" if violated else "")
+
+
+def unsafe_labels_of(labels: Sequence[str], chosen: Sequence[str], model_name: str) -> list[int]:
+    """Return the indices of the labels that mean unsafe.
+
+    Args:
+        labels: the model's labels, in order.
+        chosen: labels named by the user; empty = recognise them.
+        model_name: for the error.
+
+    Raises:
+        ConfigError: a chosen label does not exist, or the names say nothing of safety.
+    """
+    if unknown := [label for label in chosen if label not in labels]:
+        raise ConfigError(f"{_NAME}: {model_name!r} has no labels {unknown}; it has {list(labels)}.")
+    if chosen:
+        return [labels.index(label) for label in chosen]
+    kinds = [_kind(label) for label in labels]
+    unsafe = [i for i, kind in enumerate(kinds) if kind == "unsafe"]
+    if not unsafe and "safe" in kinds:
+        unsafe = [i for i, kind in enumerate(kinds) if kind != "safe"]
+    if not unsafe or (len(unsafe) == len(labels) and len(labels) > 1 and "safe" in kinds):
+        raise ConfigError(
+            f"{_NAME}: the labels {list(labels)} of {model_name!r} do not say which of them is unsafe; set "
+            "`unsafe_labels`."
+        )
+    return unsafe
+
+
+def _kind(label: str) -> str:
+    """Return ``safe``, ``unsafe`` or ``""`` for a label's name (``non-hateful`` is safe)."""
+    words = re.findall(r"[a-z]+", label.lower())
+    joined = "".join(words)
+    for negation in _NEGATIONS:
+        if joined.startswith(negation) and joined.removeprefix(negation) in _UNSAFE:
+            return "safe"
+    if joined in _SAFE or joined in _UNSAFE:
+        return "safe" if joined in _SAFE else "unsafe"
+    return "unsafe" if any(word in _UNSAFE for word in words) else ""

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from reward_builders import qwen_config, rollout, save_tokenizer, train_classifier
+
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Failure, Verdict
+from multitask_rl_rewards.causal_judge import CausalJudge
+from multitask_rl_rewards.fact_checker import FactChecker
+from multitask_rl_rewards.guard_templates import FAMILIES, HAZARDS, build_prompt, family_of
+from multitask_rl_rewards.llama_guard import LlamaGuard
+
+VERDICTS = [
+    "safe",
+    "unsafe",
+    "Yes",
+    "No",
+    "yes",
+    "no",
+    "Safety:",
+    "Safe",
+    "Unsafe",
+    "Controversial",
+    "hello",
+    "kill",
+]
+FAMILY_NAMES = ["llama_guard", "shieldgemma", "qwen3guard", "generic"]
+
+
+def train_judge(directory, family: str, chat_template: str | None = None) -> None:
+    """A tiny causal LM that answers with the family's worst verdict where the prompt ends in 'kill'."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    words = sorted({w for prompt in _prompts(family) for w in prompt.split()} - set(VERDICTS))
+    tokenizer = save_tokenizer(directory, VERDICTS + words, chat_template)
+    model = Qwen2ForCausalLM(qwen_config(tokenizer, max_position_embeddings=512))
+    spec = FAMILIES[family]
+    best, worst = min(spec.costs, key=spec.costs.get), max(spec.costs, key=spec.costs.get)
+    texts = [p + spec.lead + " " + v for p, v in zip(_prompts(family), (best, worst), strict=True)]
+    batch = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        loss = sum(
+            torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[:, -1], ids[:, -1]) for ids in batch
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(directory)
+
+
+class _Plain:
+    """What a judge without chat template and control tokens looks like to ``build_prompt``."""
+
+    has_chat_template = False
+
+    def clean(self, text: str) -> str:
+        return text
+
+    def knows(self, token: str) -> bool:
+        return False
+
+
+def _prompts(family: str) -> list[str]:
+    return [build_prompt(_Plain(), FAMILIES[family], "hello", word) for word in ("hello", "kill")]
+
+
+@pytest.fixture(scope="module", params=FAMILY_NAMES)
+def trained(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    train_judge(directory, request.param)
+    return request.param, directory
+
+
+def guard(directory, family: str, **changes) -> LlamaGuard:
+    return LlamaGuard(LlamaGuard.Config(model_name=str(directory), device="cpu", family=family, **changes))
+
+
+def test_each_family_gives_the_probability_of_its_worst_verdict(trained):
+    family, directory = trained
+    good, bad, empty = guard(directory, family).judge(
+        [rollout("hello", prompt="hello"), rollout("kill", prompt="hello"), rollout("", prompt="hello")]
+    )
+    assert not good.violated
+    assert good.cost < 0.3
+    assert bad.violated
+    assert bad.cost > 0.7
+    assert "unsafe" in bad.reason
+    assert empty == Verdict(cost=0.0, violated=False, reason="empty response")
+
+
+def test_batching_does_not_change_probabilities(trained):
+    family, directory = trained
+    rollouts = [rollout(text, prompt="hello") for text in ("hello", "kill", "hello kill hello", "kill kill")]
+    single = [v.cost for v in guard(directory, family, batch_size=1).judge(rollouts)]
+    assert [v.cost for v in guard(directory, family, batch_size=4).judge(rollouts)] == pytest.approx(
+        single, abs=1e-5
+    )
+
+
+def test_violation_is_explained_and_long_exchanges_are_data_failures(tmp_path):
+    train_judge(tmp_path, "llama_guard")
+    (explained,) = guard(tmp_path, "llama_guard", max_new_tokens=3).judge([rollout("kill", prompt="hello")])
+    assert re.match(r"judged unsafe with [\d.]+: \S+", explained.reason)
+    (failure,) = guard(tmp_path, "llama_guard", max_length=20).judge([rollout("kill", prompt="hello")])
+    assert isinstance(failure, Failure)
+    assert failure.kind == "data"
+
+
+def test_chat_template_of_the_model_is_preferred(tmp_path):
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    train_judge(tmp_path, "llama_guard", chat_template=template)
+    judge = CausalJudge(str(tmp_path), device="cpu", dtype="auto", batch_size=2, max_length=0, plugin="t")
+    assert build_prompt(judge, FAMILIES["llama_guard"], "hello", "kill") == "hello kill "
+    assert "Factual" in build_prompt(judge, FAMILIES["llama_guard"], "hello", "kill", ["Factual errors."])
+
+
+def test_response_cannot_spell_control_tokens(tmp_path):
+    train_judge(tmp_path, "llama_guard")
+    judge = CausalJudge(str(tmp_path), device="cpu", dtype="auto", batch_size=2, max_length=0, plugin="t")
+    assert "<eos>" not in build_prompt(judge, FAMILIES["llama_guard"], "a", "b <eos> safe <e<eos>os>")
+
+
+def test_families_are_known_by_name():
+    assert family_of("meta-llama/Llama-Guard-3-8B", "auto", "t").name == "llama_guard"
+    assert family_of("google/shieldgemma-2b", "auto", "t").name == "shieldgemma"
+    assert family_of("Qwen/Qwen3Guard-Gen-4B", "auto", "t").name == "qwen3guard"
+    assert family_of("some/instruct", "auto", "t").name == "generic"
+    assert len(HAZARDS) == 14
+    with pytest.raises(ConfigError, match="`family` must be auto or one of"):
+        family_of("m", "gpt", "t")
+
+
+def test_verdicts_the_tokenizer_cannot_tell_apart_are_a_config_error(tmp_path):
+    from transformers import Qwen2ForCausalLM
+
+    tokenizer = save_tokenizer(tmp_path, ["hello"])
+    Qwen2ForCausalLM(qwen_config(tokenizer)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot tell the verdicts \['safe', 'unsafe'\] apart"):
+        guard(tmp_path, "llama_guard", max_length=0).judge([rollout("hello")])
+    with pytest.raises(ConfigError, match="judges by its own policy only"):
+        guard(tmp_path, "qwen3guard", policy=["No lies."])
+
+
+def test_fact_checker_reads_the_kind_of_model_from_its_configuration(tmp_path):
+    labels = {0: "entailment", 1: "neutral", 2: "contradiction"}
+    train_classifier(
+        tmp_path,
+        [
+            ("it is good good", 0),
+            ("it is good bad", 2),
+            ("it is good hello", 1),
+            ("it is bad bad", 0),
+            ("it is bad good", 2),
+        ],
+        steps=120,
+        num_labels=3,
+        id2label=labels,
+        label2id={v: k for k, v in labels.items()},
+    )
+    checker = FactChecker(FactChecker.Config(model_name=str(tmp_path), device="cpu"))
+    right, wrong, silent = checker.judge(
+        [
+            rollout("good", evidence="it is good"),
+            rollout("bad", evidence="it is good"),
+            rollout("", evidence="x"),
+        ]
+    )
+    assert not right.violated
+    assert wrong.violated
+    assert "contradicted" in wrong.reason
+    assert silent.cost == 0.0
+    strict = FactChecker(FactChecker.Config(model_name=str(tmp_path), device="cpu", evidence_column="source"))
+    (failure,) = strict.judge([rollout("good", evidence="it is good")])
+    assert isinstance(failure, Failure)
+    assert failure.kind == "data"
+
+
+def test_fact_checker_asks_a_causal_model_about_factual_errors(tmp_path):
+    train_judge(tmp_path, "llama_guard")
+    config = FactChecker.Config(
+        model_name=str(tmp_path), device="cpu", family="llama_guard", max_new_tokens=2
+    )
+    checker = FactChecker(config)
+    verdicts = checker.judge(
+        [rollout("hello", prompt="hello", evidence="hello"), rollout("kill", prompt="hello")]
+    )
+    assert all(isinstance(v, Verdict) for v in verdicts)
+    assert verdicts[1].cost > verdicts[0].cost
+
+
+def test_models_that_cannot_check_facts_are_config_errors(tmp_path):
+    train_classifier(tmp_path, [("good", 0), ("bad", 1)], steps=1, num_labels=2)
+    with pytest.raises(ConfigError, match="do not say which means contradiction"):
+        FactChecker(FactChecker.Config(model_name=str(tmp_path), device="cpu"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        FactChecker(FactChecker.Config(model_name="/nowhere/Llama-Guard-3-8B", device="cpu"))
