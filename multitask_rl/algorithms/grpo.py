@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from multitask_rl.algorithms import group
@@ -112,7 +113,7 @@ class GRPO(Algorithm):
             costs = self.normalise(self.centre(batch.costs, batch), batch, "cost")
             advantages = (advantages - batch.multiplier * costs) / (1.0 + batch.multiplier)
         if batch.kl_coefficient > 0:
-            samples = broadcast(batch.groups.new_tensor(range(len(batch.groups))), batch.lengths)
+            samples = broadcast(torch.arange(len(batch.groups), device=batch.groups.device), batch.lengths)
             response_kl = segment_sum(sampled_kl(batch), samples, len(batch.groups))
             penalty = self.centre(response_kl, batch).to(advantages.dtype)
             advantages = advantages - batch.kl_coefficient * penalty
