@@ -3,7 +3,7 @@
 Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean over tasks),
 ``worst/<metric>`` (the worst task), ``time/<name>_s`` and ``time/<things>_per_s``, else ``<area>/<metric>``.
 The console shows these per task where they are given: ``reward_mean``, ``weight``, ``share_requested``,
-``share_sampled``, ``share_trained``, ``informative_rate``, ``rejection_rate``, ``samples_per_s``.
+``share_sampled``, ``share_trained``, ``informative_rate``, ``rejection_rate``, ``samples_per_s``, ``eval``.
 """
 
 from __future__ import annotations

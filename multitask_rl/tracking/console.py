@@ -35,6 +35,7 @@ _TASK_COLUMNS = (
     _Column("informative", ("informative_rate",)),
     _Column("rejected", ("rejection_rate",)),
     _Column("samples/s", ("samples_per_s",)),
+    _Column("held-out", ("eval",)),
 )
 _GLOBAL_COLUMNS = (
     _Column("macro reward", ("macro/reward_mean",)),
@@ -45,6 +46,8 @@ _GLOBAL_COLUMNS = (
     _Column("rewards/s", ("time/rewards_per_s",)),
     _Column("tokens/s", ("time/tokens_per_s",)),
     _Column("step s", ("time/step_s",)),
+    _Column("macro held-out", ("macro/eval",)),
+    _Column("worst held-out", ("worst/eval",)),
 )
 
 
@@ -87,6 +90,8 @@ class ConsoleTracker:
         self._output_dir = output_dir
         self._num_steps: int | None = None
         self._live: Live | None = None
+        self._shown_run: dict[str, str] = {}
+        self._shown_tasks: dict[str, dict[str, str]] = {}
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Say where the run writes and, on a terminal, open the live table."""
@@ -120,7 +125,11 @@ class ConsoleTracker:
         if not run and not any(tasks.values()):
             return
         if self._live is not None:
-            self._live.update(_table(title, run, tasks), refresh=True)
+            # an evaluation has other columns than a step: the table keeps the last of each
+            self._shown_run.update(run)
+            for name, cells in tasks.items():
+                self._shown_tasks.setdefault(name, {}).update(cells)
+            self._live.update(_table(title, self._shown_run, self._shown_tasks), refresh=True)
             return
         self._write("  ".join([title, *(f"{name} {text}" for name, text in run.items())]))
         width = max(map(len, tasks), default=0)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import queue
 import re
 import tempfile
@@ -20,12 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import MissingExtraError
+from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.lines import dump_line, event_to_dict
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-__all__ = ["MLflowTracker", "flatten_parameters", "legal_name"]
+__all__ = ["MLflowTracker", "fetch_run", "flatten_parameters", "legal_name"]
 
 _LOG = logging.getLogger(__name__)
 _MAX_NAME = 250
@@ -44,6 +46,8 @@ _MAX_METRICS_PER_BATCH = 1000
 _MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
 _MAX_FAILURES = 5
+_KEPT_FILES = ("evaluations.jsonl", "config.yaml")
+"""What ``fetch_run`` needs beside metrics and events, from the output directory."""
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
@@ -141,6 +145,55 @@ class _Worker(threading.Thread):
                 _LOG.warning("MLflow refused %d writes in a row; nothing more is sent to it", _MAX_FAILURES)
 
 
+def _require_mlflow() -> None:
+    if find_spec("mlflow") is None:
+        raise MissingExtraError(
+            "MLflow is not installed: pip install 'multitask-rl[mlflow]', or track without it: "
+            "tracking.trackers=[console,jsonl]."
+        )
+
+
+def _client(uri: str) -> MlflowClient:
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    from mlflow import MlflowClient
+
+    for noisy in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri=uri or None)
+
+
+def fetch_run(uri: str, run_id: str, directory: Path) -> None:
+    """Write what MLflow holds of a run into ``directory`` as the run's own output directory has it.
+
+    Args:
+        uri: tracking URI; empty = MLflow's own default (``MLFLOW_TRACKING_URI``).
+        run_id: the run.
+        directory: where ``evaluations.jsonl``, ``config.yaml``, ``events.jsonl`` and the tasks' weights in
+            ``metrics.jsonl`` go, as far as the run has them.
+
+    Raises:
+        MissingExtraError: MLflow is not installed.
+        ConfigError: there is no such run.
+    """
+    _require_mlflow()
+    client = _client(uri)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        raise ConfigError(f"MLflow at {uri or 'its default URI'} has no run {run_id!r}: {error}") from error
+    present = {entry.path for entry in client.list_artifacts(run_id)}
+    for name in ("events.jsonl", *_KEPT_FILES):
+        if name in present:
+            client.download_artifacts(run_id, name, str(directory))
+    with (directory / "metrics.jsonl").open("w", encoding="utf-8") as stream:
+        for name in run.data.metrics:
+            if name.startswith("task/") and name.endswith("/weight"):
+                for point in client.get_metric_history(run_id, name):
+                    stream.write(dump_line({"step": point.step, name: point.value}))
+
+
 class MLflowTracker:
     """One MLflow run; a resumed run continues it under its ``run_id``.
 
@@ -149,11 +202,7 @@ class MLflowTracker:
     """
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
-        if find_spec("mlflow") is None:
-            raise MissingExtraError(
-                "tracking.trackers names mlflow, which is not installed: pip install 'multitask-rl[mlflow]', "
-                "or choose others: tracking.trackers=[console,jsonl]."
-            )
+        _require_mlflow()
         self.run_id = run_id
         self.num_dropped = 0
         """Metric values left out because they were not finite numbers."""
@@ -169,12 +218,8 @@ class MLflowTracker:
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema)."""
-        from mlflow import MlflowClient
-
-        for noisy in ("alembic", "mlflow.store.db.utils"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(tracking_uri=self.uri)
+        self._client = _client(self.uri)
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
             self._load_events(resume_step)
@@ -272,6 +317,9 @@ class MLflowTracker:
             return
         run_id = self.run_id
         worker.put(self._send_events)
+        for path in (self._directory / name for name in _KEPT_FILES):
+            if path.is_file():
+                worker.put(partial(self._client.log_artifact, run_id, str(path)))
         if self.num_dropped:
             worker.put(lambda: self._client.set_tag(run_id, "metrics_not_finite", str(self.num_dropped)))
         worker.put(lambda: self._client.set_terminated(run_id, _STATUS.get(status, "FAILED")))

@@ -17,6 +17,7 @@ from multitask_rl.records import (
     Failure,
     FailureKind,
     Prompt,
+    RewardResult,
     Rollout,
     SamplingParams,
     Score,
@@ -57,7 +58,7 @@ def _scored(task: str, sample: int) -> Scored:
         verdicts={"safety": Verdict(cost=0.1, violated=False)},
     )
     failure = Failure(kind=FailureKind.timeout, message="30 s", source="slow")
-    breakdown = {
+    breakdown: dict[str, RewardResult] = {
         "exact": Score(value=1.0, components={"len": math.inf}),
         "other": NOT_APPLICABLE,
         "slow": failure,
@@ -103,8 +104,12 @@ def test_terminal_console_draws_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     tracker.start({})
     tracker.log_metrics(METRICS, 3)
     tracker.log_event(Event(step=3, source="guard", kind="alarm", reason="it [fell]"))
+    tracker.log_metrics({"task/math/eval": 0.625, "macro/eval": 0.625}, 4)
     tracker.finish("stopped")
     text = stream.getvalue()
+    last = text[text.rindex("step 4") :]
+    assert "0.625" in last
+    assert "0.25/0.3/0.2" in last, "an evaluation must not wipe the step's numbers off the table"
     assert "step 3" in text
     assert "0.25/0.3/0.2" in text
     assert "guard alarm: it [fell]" in text

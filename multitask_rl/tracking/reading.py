@@ -1,0 +1,107 @@
+"""A run as its output directory tells it: evaluations, configuration, weights, events."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multitask_rl.errors import ConfigError
+
+__all__ = ["Evaluation", "RunRecord", "read_run"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """One line of ``evaluations.jsonl``."""
+
+    step: int
+    task: str
+    metric: str
+    values: list[float]
+    """[n] per prompt, in the order of the held-out prompts; NaN = failed to score."""
+    higher_is_better: bool
+    prompts: str
+    """What identifies the held-out prompts, if the run wrote it; else empty."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunRecord:
+    """What can be said of a run afterwards."""
+
+    name: str
+    config: dict[str, Any]
+    evaluations: dict[str, list[Evaluation]]
+    """By task, in the order of the run that counts: what a resume or a rollback undid is left out."""
+    weights: dict[str, dict[int, float]] = field(default_factory=dict)
+    """task -> step -> weight."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_run(directory: Path, name: str = "") -> RunRecord:
+    """Read the output directory of a run; every file but ``evaluations.jsonl`` may be missing.
+
+    Raises:
+        ConfigError: it is no output directory of a run, or nothing was evaluated yet.
+    """
+    if not (directory / "evaluations.jsonl").is_file():
+        raise ConfigError(
+            f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; give "
+            "the run's output_dir, or mlflow:<run id> with --tracking-uri"
+        )
+    evaluations: dict[str, list[Evaluation]] = {}
+    for line in _lines(directory / "evaluations.jsonl"):
+        _append_in_order(evaluations.setdefault(str(line["task"]), []), _evaluation(line))
+    if not evaluations:
+        raise ConfigError(f"{directory / 'evaluations.jsonl'} is empty: the run has evaluated nothing yet")
+    weights: dict[str, dict[int, float]] = {}
+    for line in _lines(directory / "metrics.jsonl"):
+        for key, value in line.items():
+            if key.startswith("task/") and key.endswith("/weight") and value is not None:
+                weights.setdefault(key[len("task/") : -len("/weight")], {})[int(line["step"])] = float(value)
+    config_path = directory / "config.yaml"
+    config = yaml.safe_load(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    return RunRecord(
+        name=name or str(directory),
+        config=config if isinstance(config, dict) else {},
+        evaluations=evaluations,
+        weights=weights,
+        events=list(_lines(directory / "events.jsonl")),
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a JSONL file; a missing file has none, a torn last line is left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
+
+
+def _evaluation(line: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(
+        step=int(line["step"]),
+        task=str(line["task"]),
+        metric=str(line["metric"]),
+        values=[math.nan if value is None else float(value) for value in line["values"]],
+        higher_is_better=bool(line.get("higher_is_better", True)),
+        prompts=str(line.get("prompts", "")),
+    )
+
+
+def _append_in_order(history: list[Evaluation], new: Evaluation) -> None:
+    """Append; a step that was there before means the run went back, and what came after it is undone."""
+    while history and history[-1].step >= new.step:
+        history.pop()
+    history.append(new)
