@@ -101,9 +101,11 @@ class SamplingParams:
     """How the engine draws tokens; part of the policy, so the trainer uses the same values."""
 
     max_new_tokens: int = 256
+    """Longest response, in tokens."""
     temperature: float = 1.0
     """0 = greedy (evaluation only)."""
     top_p: float = 1.0
+    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
     top_k: int = 0
     """0 = off."""
     stop: tuple[str, ...] = ()
@@ -220,7 +222,7 @@ class TaskStats:
     num_prompts: int
     """Groups scored this step (before filtering)."""
     num_informative: int
-    """Groups with a gradient (reward variance > 0, or an algorithm that needs none)."""
+    """Groups whose rewards differ (of one rollout: groups the algorithm learns from)."""
     reward_mean: float
     """Mean reward of the step's valid rollouts; NaN when there was none."""
     reward_std: float = 0.0

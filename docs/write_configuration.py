@@ -1,0 +1,111 @@
+"""Write docs/configuration.md from the dataclasses: ``python docs/write_configuration.py``.
+
+The dataclasses hold names, types, defaults and meanings; this page is a view of them and is never edited.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.config import run, task
+from multitask_rl.records import SamplingParams
+
+PAGE = Path(__file__).with_name("configuration.md")
+
+_OWN_TABLE = ("kl",)
+"""Sections of a task; they get their tables from ``render``."""
+
+_INTRODUCTION = """\
+# Configuration
+
+Written by `make docs` from the dataclasses; change those, not this page. YAML files and the command line override
+the defaults given here, nothing else holds one:
+
+    multitask-rl train --config-dir configs +experiment=demo batch.group_size=4 tasks.math.weight=2
+"""
+
+
+def render() -> str:
+    """Return the page."""
+    parts = [_INTRODUCTION, "## The run\n", *_sections(run.RunConfig)]
+    parts += [
+        "## A task of the tasks file\n",
+        _TASK_NOTE,
+        _table(task.TaskSpec, skip=("name", "source", "sampling_keys")),
+    ]
+    for title, cls in (
+        ("One of `rewards`", task.RewardSpec),
+        ("One of `constraints`", task.ConstraintSpec),
+        ("`kl`", task.KLSpec),
+        ("`sampling`", SamplingParams),
+    ):
+        parts += [f"### {title}\n", _table(cls)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+_TASK_NOTE = """\
+`tasks:` is a list of `{name: ..., ...}` or a mapping `name: {...}`. Short forms: `reward_model` with
+`reward_config` for one reward, `constraint_model` with `constraint_config` for one constraint.
+"""
+
+
+def _sections(cls: type, prefix: str = "") -> list[str]:
+    """Return the table of ``cls`` and, below it, those of the sections inside it."""
+    nested: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(cls) if _is_section(f)}
+    parts = [_table(cls, prefix=prefix, skip=tuple(nested))]
+    for name, section in nested.items():
+        parts += [f"### `{prefix}{name}`: {_summary(section)}\n", *_sections(section, f"{prefix}{name}.")]
+    return parts
+
+
+def _table(cls: type, prefix: str = "", skip: tuple[str, ...] = ()) -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    meanings = _meanings(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in skip:
+            kind = str(field.type).replace("|", "\\|")
+            meaning = meanings.get(field.name, "").replace("|", "\\|").replace("``", "`")
+            lines.append(f"| `{prefix}{field.name}` | `{kind}` | {_default(field)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    if field.default_factory is dataclasses.MISSING:
+        return "required"
+    return "see below" if _is_section(field) else f"`{field.default_factory()!r}`"
+
+
+def _is_section(field: dataclasses.Field[Any]) -> bool:
+    return dataclasses.is_dataclass(field.default_factory) and field.name not in _OWN_TABLE
+
+
+def _summary(cls: Any) -> str:
+    return (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".").replace("``", "`")
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """Return the string under every field of the class body."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    name = ""
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+            found[name] = " ".join(str(node.value.value).split())
+            name = ""
+        else:
+            name = ""
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
