@@ -162,13 +162,13 @@ class DynamicTaskWeightScheduler:
         """Multiply the policy's shares from now on, as the guard asks; replaces earlier factors.
 
         Args:
-            factors: per task, >= 0; missing = 1. 0 freezes the task: no prompts, whatever its floor. If it
-                would freeze every task, the factors are left out.
+            factors: per task, >= 0; missing = 1, a task that is not trained is ignored. 0 freezes the task:
+                no prompts, whatever its floor. If it would freeze every task, the factors are left out.
         """
         policy = self._bound()
-        _check_known("guard factors", factors, self.tasks)
         frozen = {task for task, factor in factors.items() if factor <= 0.0}
-        self._factors = {} if frozen >= set(policy.tasks) else {t: max(0.0, f) for t, f in factors.items()}
+        known = {task: max(0.0, factor) for task, factor in factors.items() if task in policy.tasks}
+        self._factors = {} if frozen >= set(policy.tasks) else known
 
     def quotas(self, num_prompts: int, step: int) -> dict[str, int]:
         """Return how many prompts each task gets at ``step``: exact, sum ``num_prompts``.

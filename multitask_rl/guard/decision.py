@@ -1,0 +1,97 @@
+"""What the guard says, and what it needs to know of checkpoints to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from multitask_rl.records import Event
+
+__all__ = ["CheckpointInfo", "GuardAction", "GuardDecision", "RollbackAdjustments"]
+
+
+class GuardAction(StrEnum):
+    """What the trainer is to do, from the mildest to the hardest."""
+
+    keep = "keep"
+    """Nothing is wrong."""
+    warn = "warn"
+    """Something may be; nothing changes."""
+    reweight = "reweight"
+    """Go on from these weights with the guard's ``weight_factors``."""
+    freeze = "freeze"
+    """As ``reweight``, with the task held to be the cause at factor 0."""
+    rollback = "rollback"
+    """Restore ``SafetyGuard.rollback_target`` and go on with the adjustments."""
+    stop = "stop"
+    """End the run with ``GuardStop`` (exit code 3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """One checkpoint on disk."""
+
+    step: int
+    """Optimizer steps of the run when it was written."""
+    judged_good: bool | None = None
+    """``GuardDecision.judged_good`` of the evaluation of exactly these weights; None = not evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RollbackAdjustments:
+    """What changes after a rollback, so that the same failure is not replayed.
+
+    PaLM restarted about 100 steps before a spike and skipped 200 to 500 batches; the same batches from
+    another state did not spike (arXiv:2204.02311, section 5.1). The defaults change nothing.
+    """
+
+    skip_data: bool = False
+    """Leave the data cursors where the run was instead of restoring them: the window is not seen again."""
+    lr_factor: float = 1.0
+    """Factor on the learning rate, in (0, 1]."""
+    lr_hold_steps: int = 0
+    """Steps at ``lr_factor``."""
+    lr_rewarm_steps: int = 0
+    """Steps over which the factor then rises linearly to 1."""
+    weight_factors: Mapping[str, float] = field(default_factory=dict)
+    """Factor on the scheduler's share per task, until the victim has recovered; missing = 1."""
+    victim: str = ""
+    """The task that regressed."""
+    culprit: str = ""
+    """The task whose updates are held to be the cause; empty = none to name."""
+
+    def lr_factor_after(self, steps: int) -> float:
+        """Return the factor on the learning rate ``steps`` steps after the rollback.
+
+        >>> a = RollbackAdjustments(lr_factor=0.5, lr_hold_steps=50, lr_rewarm_steps=50)
+        >>> a.lr_factor_after(0), a.lr_factor_after(75), a.lr_factor_after(100)
+        (0.5, 0.75, 1.0)
+        """
+        if steps < self.lr_hold_steps:
+            return self.lr_factor
+        if steps >= self.lr_hold_steps + self.lr_rewarm_steps:
+            return 1.0
+        return self.lr_factor + (1.0 - self.lr_factor) * (steps - self.lr_hold_steps) / self.lr_rewarm_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardDecision:
+    """The guard's answer to one evaluation."""
+
+    action: GuardAction = GuardAction.keep
+    judged_good: bool = False
+    """The weights evaluated are as good as the run has shown, in every watched metric: a rollback may
+    return to them."""
+    task: str = ""
+    """The task that regressed, for every action but ``keep``."""
+    metric: str = ""
+    """Its metric."""
+    reason: str = ""
+    """One sentence for a person."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """``value``, ``reference``, ``drop``, ``cusum``, ``cusum_limit``, ``z``..., JSON-able."""
+    adjustments: RollbackAdjustments = field(default_factory=RollbackAdjustments)
+    """What to change; in force from now on through ``lr_factor`` and ``weight_factors`` of the guard."""
+    events: list[Event] = field(default_factory=list)
+    """Everything decided, for the log."""

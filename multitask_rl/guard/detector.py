@@ -1,0 +1,156 @@
+"""The screen of the guard: one metric over time, and the evidence that it has fallen.
+
+Two parts. The *reference* is a level the run has demonstrated: the running maximum of a lower confidence
+bound of the moving average. (The best value seen is not: the maximum of N noisy values lies about
+sigma * sqrt(2 ln N) above the level, and a 15 % rule against it fires in every clean run.) The *CUSUM* sums
+how far evaluations fall short of the reference beyond half the drop that matters; noise cancels, a real
+drop adds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+__all__ = ["DetectorSettings", "RegressionDetector"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DetectorSettings:
+    """How a metric is watched."""
+
+    drop: float
+    """The fall that matters, > 0: a fraction of the reference, or in the metric's unit (``absolute``)."""
+    absolute: bool = False
+    limit: float = 5.0
+    """h: alarm when the CUSUM exceeds it, standard errors."""
+    num_metrics: int = 1
+    """Metrics watched together; raises the limit so that all of them together give the false
+    alarms of one."""
+    smoothing: float = 0.1
+    """Gain of the moving average under the reference."""
+    error_rate: float = 0.05
+    """Chance that the lower bound of a moving average lies above the true level, and that an evaluation at
+    that level is not judged good; over all metrics watched together."""
+    warmup: int = 4
+    """Evaluations before the ratchet starts and an alarm is possible: the bound of few evaluations is wide
+    and its running maximum would settle above the true level."""
+    min_slack: float = 0.5
+    """Least k: a drop smaller than one standard error cannot be told from noise at this sample size."""
+
+    @property
+    def confidence_z(self) -> float:
+        """Standard errors that ``error_rate`` amounts to: 1.64 for one metric."""
+        return NormalDist().inv_cdf(1.0 - self.error_rate / self.num_metrics)
+
+
+@dataclass(kw_only=True, slots=True)
+class RegressionDetector:
+    """One-sided CUSUM against a lower-confidence-bound ratchet. Higher is better; its fields are its state.
+
+    With ``m`` the reference before the evaluation, ``x`` its mean and ``s`` the standard error:
+    ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 0.5)``, alarm when ``S > h``.
+
+    Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954, with the reference level
+    estimated on the way.
+    """
+
+    count: int = 0
+    """Evaluations seen."""
+    value: float = 0.0
+    """The newest mean."""
+    error: float = 0.0
+    """Its standard error."""
+    average: float = 0.0
+    """Moving average of the means."""
+    average_weight: float = 0.0
+    """Sum of squared weights in the average: its variance over that of one mean."""
+    variance: float = 0.0
+    """Moving average of the squared standard error."""
+    scale: float = 0.0
+    """Moving average of what a relative drop is a fraction of, besides the reference (0 = only that)."""
+    reference: float | None = None
+    """The demonstrated level, before the newest evaluation is counted; None before the second one."""
+    bound: float = -math.inf
+    """Running maximum of the lower confidence bound, the newest evaluation included."""
+    cusum: float = 0.0
+    slack: float = 0.0
+    """k of the newest evaluation."""
+    good_step: int = -1
+    """Last step at which the CUSUM was 0: a fall began after it, if there is one."""
+
+    def observe(
+        self, value: float, error: float, step: int, settings: DetectorSettings, *, scale: float = 0.0
+    ) -> None:
+        """Add one evaluation.
+
+        Args:
+            value: mean over the prompts, higher is better.
+            error: its standard error, > 0.
+            step: step of the weights that were evaluated.
+            settings: how the metric is watched.
+            scale: least level that a relative drop refers to (for metrics whose zero means nothing).
+        """
+        self.reference = self.bound if self.count else None
+        self.count += 1
+        gain = max(settings.smoothing, 1.0 / self.count)
+        self.variance += gain * (error * error - self.variance)
+        self.scale += gain * (scale - self.scale)
+        self.value, self.error = value, math.sqrt(self.variance)
+        if self.reference is not None:
+            self._accumulate(settings, step)
+        else:
+            self.good_step = step
+        self.average += gain * (value - self.average)
+        self.average_weight = (1.0 - gain) ** 2 * self.average_weight + gain * gain
+        bound = self.average - settings.confidence_z * self.error * math.sqrt(self.average_weight)
+        self.bound = bound if self.count <= settings.warmup else max(self.bound, bound)
+
+    def _accumulate(self, settings: DetectorSettings, step: int) -> None:
+        assert self.reference is not None
+        error = max(self.error, 1e-12)
+        self.slack = max(settings.min_slack, 0.5 * self.relevant_drop(settings) / error)
+        self.cusum = max(0.0, self.cusum + (self.reference - self.value) / error - self.slack)
+        if self.cusum == 0.0:
+            self.good_step = step
+
+    def relevant_drop(self, settings: DetectorSettings) -> float:
+        """Return the fall that matters, in the metric's unit."""
+        if settings.absolute:
+            return settings.drop
+        return settings.drop * max(abs(self.reference or 0.0), self.scale)
+
+    def limit(self, settings: DetectorSettings) -> float:
+        """Return h for the number of metrics watched together.
+
+        The mean time between false alarms of a CUSUM grows as ``exp(2 k h)`` (Siegmund, "Sequential
+        Analysis", 1985), so one false alarm over M metrics costs ``ln(M) / (2 k)`` more.
+        """
+        return settings.limit + math.log(settings.num_metrics) / (2.0 * max(self.slack, settings.min_slack))
+
+    def alarms(self, settings: DetectorSettings) -> bool:
+        """Whether the evidence of a fall is beyond the limit."""
+        return self.count > settings.warmup and self.cusum > self.limit(settings)
+
+    def is_good(self, settings: DetectorSettings) -> bool:
+        """Whether the newest value is compatible with the reference and nothing is adding up.
+
+        At a constant level about 95 % of the evaluations are good in all metrics watched together.
+        """
+        if self.reference is None:
+            return self.count > 0
+        reaches = self.value + settings.confidence_z * self.error >= self.reference
+        return reaches and self.cusum <= 0.5 * self.limit(settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {**asdict(self), "bound": self.bound if self.count else None}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RegressionDetector:
+        """Return the detector that ``state_dict`` described."""
+        bound = state["bound"]
+        return cls(**{**state, "bound": -math.inf if bound is None else bound})

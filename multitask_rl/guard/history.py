@@ -1,0 +1,92 @@
+"""What the last training steps did per task: who updated the actor, and where the training rewards went."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean, variance
+from typing import Any
+
+from multitask_rl.records import TaskStats
+
+__all__ = ["StepHistory"]
+
+_MIN_STEPS_FOR_TREND = 9
+_RISING_Z = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    step: int
+    updates: float
+    """Groups that gave a gradient."""
+    reward: float
+
+
+class StepHistory:
+    """The last ``max_steps`` steps of every task."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._entries: dict[str, deque[_Entry]] = {}
+
+    def record(self, step: int, stats: Mapping[str, TaskStats]) -> None:
+        """Add one step."""
+        for task, seen in stats.items():
+            entry = _Entry(step=step, updates=float(seen.num_informative), reward=seen.reward_mean)
+            self._entries.setdefault(task, deque(maxlen=self._max_steps)).append(entry)
+
+    def find_culprit(self, victim: str, since: int) -> str:
+        """Return the task held to have caused the fall of ``victim`` in the steps after ``since``.
+
+        If the victim's own training reward rose meanwhile, it was trained *into* the fall (its reward is
+        hacked, flipped or corrupt) and is its own culprit. Else it is the task that gave the most groups
+        with a gradient, the victim left out unless it was alone. An attribution, not a proof: it costs the
+        named task half of its share until the victim has recovered. Empty: no step was recorded.
+        """
+        if self._is_rising(victim, since):
+            return victim
+        updates = {
+            task: math.fsum(entry.updates for entry in entries if entry.step > since)
+            for task, entries in self._entries.items()
+        }
+        others = {task: n for task, n in updates.items() if task != victim and n > 0.0} or {
+            task: n for task, n in updates.items() if n > 0.0
+        }
+        return max(others, key=lambda task: (others[task], task)) if others else ""
+
+    def _is_rising(self, task: str, since: int) -> bool:
+        """Whether the last third of the task's rewards lies above the first by two standard errors."""
+        rewards = [
+            e.reward for e in self._entries.get(task, ()) if e.step > since and math.isfinite(e.reward)
+        ]
+        if len(rewards) < _MIN_STEPS_FOR_TREND:
+            return False
+        third = len(rewards) // 3
+        first, last = rewards[:third], rewards[-third:]
+        error = math.sqrt((variance(first) + variance(last)) / third)
+        return fmean(last) - fmean(first) > _RISING_Z * error
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after ``step``: they are undone."""
+        for task, entries in self._entries.items():
+            kept = (entry for entry in entries if entry.step <= step)
+            self._entries[task] = deque(kept, maxlen=self._max_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able (a reward that was not finite is None)."""
+        return {
+            task: [{**asdict(e), "reward": e.reward if math.isfinite(e.reward) else None} for e in entries]
+            for task, entries in self._entries.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """Restore ``state_dict``."""
+        self._entries = {}
+        for task, saved in state.items():
+            entries = (
+                _Entry(**{**e, "reward": math.nan if e["reward"] is None else e["reward"]}) for e in saved
+            )
+            self._entries[renamed.get(task, task)] = deque(entries, maxlen=self._max_steps)

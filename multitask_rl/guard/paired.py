@@ -1,0 +1,88 @@
+"""Is the current policy really worse than the reference on the same prompts? A one-sided paired test.
+
+Evaluations use the same prompts and sampling seeds every time, so most of the noise is common to both and
+leaves their difference: a paired test sees drops that two independent means cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, variance
+
+__all__ = ["PairedTest", "compare_paired"]
+
+_MAX_Z = 8.0
+"""The largest z reported: beyond it the tail probability leaves the doubles."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairedTest:
+    """Result of one comparison."""
+
+    drop: float
+    """Mean of reference minus current, in the direction in which the metric is better."""
+    z: float
+    """Standard normal quantile of the one-sided test of "no drop"; large = worse than the reference."""
+    num_prompts: int
+    """Prompts that both could score."""
+
+
+def compare_paired(
+    current: Sequence[float], reference: Sequence[float], *, higher_is_better: bool = True
+) -> PairedTest:
+    """Test whether ``current`` is worse than ``reference``, prompt by prompt.
+
+    For values of 0 and 1 this is McNemar's exact test: given ``b + c`` prompts that changed, the ``b`` that
+    got worse are Binomial(b + c, 1/2) without a drop. Otherwise ``z = mean(d) / (sd(d) / sqrt(n))``. Prompts
+    that either side failed to score (NaN) are left out; sequences of different lengths are compared as
+    independent samples (Welch).
+
+    Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
+    Psychometrika 12, 1947.
+
+    >>> compare_paired([0, 0, 0, 0, 1], [1, 1, 1, 1, 1]).z > 1.5
+    True
+    """
+    sign = 1.0 if higher_is_better else -1.0
+    if len(current) != len(reference):
+        return _compare_independent(current, reference, sign)
+    pairs = [(c, r) for c, r in zip(current, reference, strict=True) if math.isfinite(c) and math.isfinite(r)]
+    if len(pairs) < 2:
+        return PairedTest(drop=0.0, z=0.0, num_prompts=len(pairs))
+    drops = [sign * (r - c) for c, r in pairs]
+    mean = fmean(drops)
+    if all(value in (0.0, 1.0) for pair in pairs for value in pair):
+        z = _mcnemar_z(worse=drops.count(1.0), better=drops.count(-1.0))
+    else:
+        z = _ratio(mean, math.sqrt(variance(drops) / len(drops)))
+    return PairedTest(drop=mean, z=z, num_prompts=len(pairs))
+
+
+def _compare_independent(current: Sequence[float], reference: Sequence[float], sign: float) -> PairedTest:
+    now, then = ([v for v in values if math.isfinite(v)] for values in (current, reference))
+    if min(len(now), len(then)) < 2:
+        return PairedTest(drop=0.0, z=0.0, num_prompts=min(len(now), len(then)))
+    drop = sign * (fmean(then) - fmean(now))
+    error = math.sqrt(variance(now) / len(now) + variance(then) / len(then))
+    return PairedTest(drop=drop, z=_ratio(drop, error), num_prompts=min(len(now), len(then)))
+
+
+def _mcnemar_z(*, worse: int, better: int) -> float:
+    """Return the normal quantile of P(X < worse) for X ~ Binomial(worse + better, 1/2), mid-p."""
+    changed = worse + better
+    if changed == 0:
+        return 0.0
+    ways = [math.comb(changed, k) for k in range(min(worse, better), -1, -1)]
+    # Integers: exact however small. The mid-p value counts half of the observed outcome, which makes it
+    # symmetric: z(b, c) = -z(c, b).
+    tail = (2 * sum(ways) - ways[0]) / 2 ** (changed + 1)
+    z = _MAX_Z if tail < 1e-15 else NormalDist().inv_cdf(1.0 - tail)
+    return z if worse > better else -z
+
+
+def _ratio(mean: float, error: float) -> float:
+    if error > 0.0:
+        return max(-_MAX_Z, min(_MAX_Z, mean / error))
+    return math.copysign(_MAX_Z, mean) if mean else 0.0

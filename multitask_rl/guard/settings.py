@@ -1,0 +1,60 @@
+"""Settings of the guard beyond the promised ones: its ``guard_config``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["SafetyGuardConfig"]
+
+_RUNGS = ("reweight", "freeze", "rollback")
+
+
+@dataclass(kw_only=True, slots=True)
+class SafetyGuardConfig:
+    """Keys of ``guard_config``."""
+
+    cusum_limit: float = 5.0
+    """h: evidence at which the screen fires, standard errors. > 0."""
+    warmup: int = 4
+    """Evaluations before the guard acts, >= 1."""
+    min_reference: float = 0.05
+    """A relative ``threshold_delta`` is not applied below this level of a metric in [0, 1]."""
+    cooldown_steps: int = 100
+    """Steps after a rollback without alarms; doubled by each further rollback in the window."""
+    rollback_window: int = 1000
+    """Steps over which ``max_rollbacks`` are counted."""
+    confirm: bool = True
+    """Ask a paired test before acting on the screen."""
+    confirm_z: float = 3.09
+    """Normal quantile a fresh paired evaluation must exceed (3.09 = one in a thousand)."""
+    stored_z: float = 1.64
+    """The same for the stored evaluations, used where no fresh one is offered: they are not independent of
+    the screen, and only have to agree with it."""
+    ladder: list[str] = field(default_factory=lambda: ["rollback"])
+    """What confirmed alarms do, one rung further each time while a task has not recovered: any of
+    ``reweight``, ``freeze``, ``rollback``, in this order. A fall of twice the threshold goes to the last."""
+    skip_data: bool = True
+    """Do not see the data between the checkpoint and the alarm again."""
+    lr_factor: float = 0.5
+    """Factor on the learning rate after a rollback (to the power of the rollbacks in the window)."""
+    lr_hold_steps: int = 50
+    lr_rewarm_steps: int = 50
+    culprit_factor: float = 0.5
+    """Factor on the share of the task held to be the cause (to the power of the rollbacks in the window)."""
+    victim_factor: float = 2.0
+    """Factor on the share of the task that regressed, until it has recovered."""
+    lower_is_better: list[str] = field(
+        default_factory=lambda: ["violation_rate", "over_refusal", "failure_rate", "kl"]
+    )
+    """Of the further metrics (``task/metric``), those that should fall."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        for name in ("cusum_limit", "warmup", "rollback_window", "lr_factor", "victim_factor"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        for name in ("cooldown_steps", "lr_hold_steps", "lr_rewarm_steps", "culprit_factor", "min_reference"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
+        if not self.ladder or self.ladder != [rung for rung in _RUNGS if rung in self.ladder]:
+            raise ValueError(f"ladder must be some of {', '.join(_RUNGS)} in this order, got {self.ladder!r}")

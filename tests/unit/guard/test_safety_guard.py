@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multitask_rl.errors import ConfigError
+from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.records import TaskEvaluation, TaskStats
+
+N = 256
+
+
+class Actor:
+    """Difficulties per prompt and a skill per task: evaluations repeat the prompts, as the real ones do."""
+
+    def __init__(self, tasks: str = "ab", seed: int = 0) -> None:
+        self._stream = np.random.default_rng(seed)
+        self._difficulty = {t: self._stream.random(N) for t in tasks}
+        self.skill = dict.fromkeys(tasks, 0.6)
+
+    def evaluate(self, step: int, flips: float = 0.1) -> dict[str, TaskEvaluation]:
+        """Each prompt is solved when it is easier than the skill; a tenth of the outcomes is redrawn."""
+        return {t: self.evaluate_task(t, step, self._difficulty[t], flips) for t in self.skill}
+
+    def evaluate_task(
+        self, task: str, step: int, difficulty: np.ndarray, flips: float = 0.1
+    ) -> TaskEvaluation:
+        skill = self.skill[task]
+        redrawn = self._stream.random(len(difficulty)) < flips
+        solved = np.where(redrawn, self._stream.random(len(difficulty)) < skill, difficulty < skill)
+        return TaskEvaluation(
+            task=task, metric="accuracy", values=solved.astype(float).tolist(), step=step, policy_version=step
+        )
+
+    def confirm(self, good: Mapping[str, float]) -> Callable[[str], tuple[TaskEvaluation, TaskEvaluation]]:
+        """Fresh prompts for the present skill and for that of the weights judged good."""
+
+        def evaluate(task: str) -> tuple[TaskEvaluation, TaskEvaluation]:
+            difficulty, now = self._stream.random(1024), self.skill[task]
+            current = self.evaluate_task(task, 0, difficulty)
+            self.skill[task] = good[task]
+            reference = self.evaluate_task(task, 0, difficulty)
+            self.skill[task] = now
+            return current, reference
+
+        return evaluate
+
+
+def _guard(tasks: str = "ab", **config: Any) -> SafetyGuard:
+    guard = SafetyGuard(**config)
+    guard.bind(dict.fromkeys(tasks, True))
+    return guard
+
+
+def _constant(
+    values: Mapping[str, float], step: int, metrics: Mapping[str, float] | None = None
+) -> dict[str, TaskEvaluation]:
+    """Exactly ``value`` of 200 prompts solved, always the first ones."""
+    return {
+        task: TaskEvaluation(
+            task=task,
+            metric="m",
+            values=[float(i < 200 * value) for i in range(200)],
+            step=step,
+            policy_version=step,
+            metrics=metrics or {},
+        )
+        for task, value in values.items()
+    }
+
+
+def _run(guard: SafetyGuard, levels: list[float], *, start: int = 0, every: int = 10) -> list[GuardDecision]:
+    """Evaluate task ``a`` at these levels, ``b`` at 0.7."""
+    return [
+        guard.observe(start + every * i, _constant({"a": level, "b": 0.7}, start + every * i))
+        for i, level in enumerate(levels)
+    ]
+
+
+def test_constant_ability_is_kept_and_judged_good() -> None:
+    for decision in _run(_guard(), [0.6] * 30):
+        assert decision.action is GuardAction.keep
+        assert decision.judged_good
+        assert decision.events == []
+
+
+def test_an_abrupt_fall_is_rolled_back_with_everything_a_person_needs() -> None:
+    guard = _guard()
+    decisions = _run(guard, [0.6] * 10 + [0.3, 0.3])
+    first = next(d for d in decisions if d.action is GuardAction.rollback)
+    assert decisions.index(first) == 10  # seen at once
+    assert not first.judged_good
+    assert (first.task, first.metric) == ("a", "")
+    assert first.statistics["drop"] == pytest.approx(first.statistics["reference"] - 0.3)
+    assert first.statistics["z"] > first.statistics["z_limit"]
+    assert "0.300" in first.reason
+    (event,) = first.events
+    assert (event.source, event.kind, event.task, event.step) == ("guard", "rollback", "a", 100)
+    json.dumps(event.data, allow_nan=False)
+
+
+def test_a_fall_during_warm_up_is_not_acted_on() -> None:
+    assert {d.action for d in _run(_guard(warmup=6), [0.6] * 3 + [0.2] * 3)} == {GuardAction.keep}
+
+
+def test_nothing_is_judged_good_that_has_fallen() -> None:
+    decisions = _run(_guard(warmup=20), [0.6] * 10 + [0.3] * 3)
+    assert [d.judged_good for d in decisions] == [True] * 10 + [False] * 3
+
+
+def test_rollback_target_is_the_newest_judged_good_in_reach_and_never_an_unjudged_one() -> None:
+    guard = _guard(rollback_steps=50)
+    _run(guard, [0.6] * 10 + [0.3])  # alarm at step 100, last good evaluation at 90
+    infos = [
+        CheckpointInfo(step=40, judged_good=True),
+        CheckpointInfo(step=70, judged_good=True),
+        CheckpointInfo(step=80, judged_good=False),
+        CheckpointInfo(step=95, judged_good=None),
+        CheckpointInfo(step=100, judged_good=None),
+    ]
+    assert guard.rollback_target(infos) == infos[1]
+    assert guard.rollback_target(infos[:1]) is None  # 60 steps back
+    assert guard.rollback_target(infos[2:]) is None
+    assert guard.rollback_target([]) is None
+
+
+def test_rollback_target_prefers_a_checkpoint_from_before_the_fall_began() -> None:
+    guard = _guard()
+    decisions = _run(guard, [0.6] * 10 + [0.56, 0.52, 0.48, 0.42, 0.36])
+    assert decisions[-1].action is GuardAction.rollback or GuardAction.rollback in {
+        d.action for d in decisions
+    }
+    infos = [CheckpointInfo(step=s, judged_good=True) for s in (80, 90, 130)]
+    assert guard.rollback_target(infos) == infos[1]
+    assert guard.rollback_target(infos[2:]) == infos[2]
+
+
+def _stats(task: str, informative: int, reward: float = 0.5) -> TaskStats:
+    return TaskStats(task=task, num_prompts=8, num_informative=informative, reward_mean=reward)
+
+
+def _fall(guard: SafetyGuard, rewards: Callable[[int], float] = lambda step: 0.5) -> GuardDecision:
+    for step in range(0, 110):
+        guard.record_step(step, {"a": _stats("a", 2, rewards(step)), "b": _stats("b", 7)})
+        if step % 10 == 0:
+            level = 0.6 if step < 100 else 0.3
+            decision = guard.observe(step, _constant({"a": level, "b": 0.7}, step))
+    return decision
+
+
+def test_something_changes_so_that_the_failure_is_not_replayed() -> None:
+    guard = _guard()
+    decision = _fall(guard)
+    change = decision.adjustments
+    assert change.skip_data
+    assert (change.victim, change.culprit) == ("a", "b")
+    assert guard.weight_factors() == {"a": 2.0, "b": 0.5}
+    assert guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)[0].kind == "rolled_back"
+    assert [guard.lr_factor(step) for step in (90, 139, 140, 165, 190, 500)] == [
+        0.5,
+        0.5,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+    ]
+
+
+def test_a_task_trained_into_its_own_fall_is_its_own_culprit() -> None:
+    """Its training reward rose while the held-out metric fell: flipped labels or a hacked reward."""
+    guard = _guard()
+    # The last good evaluation is at step 90; eighteen recorded steps follow it.
+    for step in range(0, 120):
+        reward = 0.3 + 0.02 * max(0, step - 90)
+        guard.record_step(step, {"a": _stats("a", 2, reward), "b": _stats("b", 7)})
+        if step % 10 == 0 and step != 100:
+            decision = guard.observe(step, _constant({"a": 0.6 if step <= 90 else 0.3, "b": 0.7}, step))
+    assert decision.adjustments.culprit == "a"
+    assert guard.weight_factors() == {"a": 0.5}
+
+
+def test_factors_are_lifted_once_the_victim_has_recovered_and_the_cooldown_is_over() -> None:
+    guard = _guard(cooldown_steps=50)
+    _fall(guard)
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    decisions = _run(guard, [0.6] * 8, start=100)
+    recovered = [d.events[0].step for d in decisions if d.events]
+    assert recovered == [140]
+    assert guard.weight_factors() == {}
+
+
+def test_cooldown_lets_nothing_add_up() -> None:
+    guard = _guard(cooldown_steps=60)
+    _fall(guard)
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    actions = [d.action for d in _run(guard, [0.3] * 8, start=100)]
+    assert actions[:5] == [GuardAction.keep] * 5  # steps 100..140
+    assert GuardAction.rollback in actions[5:]
+
+
+def test_rollbacks_are_bounded_then_the_run_stops() -> None:
+    guard = _guard(max_rollbacks=2, cooldown_steps=0)
+    actions, step = [], 0
+    for _ in range(3):
+        decisions = _run(guard, [0.6] * 6 + [0.3], start=step)
+        step += 70
+        actions.append(decisions[-1].action)
+        if decisions[-1].action is GuardAction.rollback:
+            guard.rolled_back(CheckpointInfo(step=step - 20, judged_good=True), step=step)
+    assert actions == [GuardAction.rollback, GuardAction.rollback, GuardAction.stop]
+    assert guard.metrics()["guard/rollbacks"] == 2
+
+
+def test_each_further_rollback_changes_more() -> None:
+    guard = _guard(cooldown_steps=0)
+    _fall(guard)
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    guard.record_step(105, {"b": _stats("b", 7)})
+    again = _run(guard, [0.6, 0.3], start=100)[-1]
+    assert again.action is GuardAction.rollback
+    assert again.adjustments.lr_factor == 0.25
+    assert again.adjustments.weight_factors["b"] == 0.25
+
+
+def test_old_rollbacks_leave_the_window() -> None:
+    guard = _guard(max_rollbacks=1, cooldown_steps=0, rollback_window=50)
+    first = _run(guard, [0.6] * 6 + [0.3])
+    guard.rolled_back(CheckpointInfo(step=50, judged_good=True), step=60)
+    second = _run(guard, [0.6] * 6 + [0.3], start=120)
+    assert first[-1].action is second[-1].action is GuardAction.rollback
+
+
+def test_after_a_rollback_the_guard_remembers_what_the_restored_weights_had_shown() -> None:
+    guard = _guard()
+    _run(guard, [0.3] * 10 + [0.9] * 10)  # a jump, its level demonstrated after step 100
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    actions = {d.action for d in _run(guard, [0.3] * 30, start=100)}
+    assert actions == {GuardAction.keep}
+
+
+def test_an_unconfirmed_alarm_only_warns() -> None:
+    guard = _guard()
+    _run(guard, [0.6] * 10)
+    same = _constant({"a": 0.6}, 0)["a"]
+    decision = guard.observe(100, _constant({"a": 0.3, "b": 0.7}, 100), confirm=lambda task: (same, same))
+    assert decision.action is GuardAction.warn
+    assert decision.statistics["z"] == 0.0
+    assert guard.weight_factors() == {}
+
+
+def test_fresh_evaluations_of_one_alarm_are_pooled() -> None:
+    """Each fresh evaluation alone is too small (z = 2.4), two of them confirm."""
+    guard = _guard()
+    _run(guard, [0.6] * 10)
+    current, reference = _constant({"a": 0.60}, 0)["a"], _constant({"a": 0.63}, 0)["a"]
+    actions = [
+        guard.observe(
+            100 + i, _constant({"a": 0.3, "b": 0.7}, 100 + i), confirm=lambda task: (current, reference)
+        )
+        for i in range(3)
+    ]
+    assert [d.action for d in actions[:2]] == [GuardAction.warn, GuardAction.rollback]
+    assert actions[1].statistics["paired_prompts"] == 400
+
+
+def test_the_ladder_is_climbed_one_rung_per_alarm_and_a_deep_fall_goes_to_its_end() -> None:
+    guard = _guard(ladder=["reweight", "freeze", "rollback"], stored_z=-9.0)
+    for step in range(0, 100):
+        guard.record_step(step, {"a": _stats("a", 2), "b": _stats("b", 7)})
+    decisions = _run(guard, [0.6] * 10 + [0.48] * 20)
+    acted = [d for d in decisions if d.action not in (GuardAction.keep, GuardAction.warn)]
+    assert [d.action for d in acted[:3]] == [GuardAction.reweight, GuardAction.freeze, GuardAction.rollback]
+    assert acted[0].adjustments.weight_factors == {"a": 2.0, "b": 0.5}
+    assert acted[0].adjustments.lr_factor == 1.0
+    assert acted[1].adjustments.weight_factors == {"a": 2.0, "b": 0.0}
+    deep = _guard(ladder=["reweight", "freeze", "rollback"])
+    assert _run(deep, [0.6] * 10 + [0.1])[-1].action is GuardAction.rollback
+
+
+@pytest.mark.parametrize("use_confirm", [False, True])
+def test_noisy_runs_are_left_alone_and_planted_falls_found(use_confirm: bool) -> None:
+    """40 actors, 60 clean evaluations, then a fall by a quarter: no false alarm, all found within 5."""
+    delays = []
+    for seed in range(40):
+        actor, guard = Actor("ab", seed), _guard("ab")
+        for i in range(65):
+            if i == 60:
+                actor.skill["a"] *= 0.75
+            confirm = actor.confirm({"a": 0.6, "b": 0.6}) if use_confirm else None
+            decision = guard.observe(i, actor.evaluate(i), confirm)
+            if decision.action is GuardAction.rollback:
+                delays.append(i - 60)
+                break
+    assert len(delays) >= 38
+    assert all(0 <= delay < 5 for delay in delays)
+
+
+def test_a_slow_leak_is_found_within_twenty_evaluations() -> None:
+    """2 % of the level lost per evaluation, without a fresh evaluation."""
+    found = 0
+    for seed in range(20):
+        actor, guard = Actor("ab", seed), _guard("ab")
+        for i in range(60):
+            if i >= 40:
+                actor.skill["a"] *= 0.98
+            if guard.observe(i, actor.evaluate(i)).action is GuardAction.rollback:
+                found += i >= 40
+                break
+    assert found >= 19
+
+
+def test_lower_is_better_watches_the_complement() -> None:
+    guard = SafetyGuard()
+    guard.bind({"a": False})
+    decisions = [
+        guard.observe(s, _constant({"a": rate}, s)) for s, rate in enumerate([0.02] * 10 + [0.01, 0.3])
+    ]
+    assert [d.action for d in decisions[:11]] == [GuardAction.keep] * 11
+    assert decisions[11].action is GuardAction.rollback
+    assert decisions[11].statistics["value"] == pytest.approx(0.7)
+
+
+def test_a_further_metric_is_watched_by_its_mean() -> None:
+    guard = _guard("a", monitor_metrics=["a/violation_rate"])
+    rates = [0.02] * 10 + [0.5]
+    decisions = [
+        guard.observe(s, _constant({"a": 0.6}, s, {"violation_rate": r})) for s, r in enumerate(rates)
+    ]
+    assert decisions[-1].action is GuardAction.rollback
+    assert (decisions[-1].task, decisions[-1].metric) == ("a", "violation_rate")
+
+
+def test_values_without_a_zero_are_watched_against_their_spread() -> None:
+    """A reward model's scores around 0, spread 1: a fall by one spread is found, noise is not."""
+    stream = np.random.default_rng(0)
+    prompts = stream.normal(size=N)
+    guard = _guard("a")
+    actions = []
+    for step in range(60):
+        values = prompts + 0.3 * stream.normal(size=N) - (1.0 if step >= 50 else 0.0)
+        evaluation = TaskEvaluation(
+            task="a", metric="reward", values=values.tolist(), step=step, policy_version=0
+        )
+        actions.append(guard.observe(step, {"a": evaluation}).action)
+    assert set(actions[:50]) == {GuardAction.keep}
+    assert actions[50] is GuardAction.rollback
+
+
+def test_a_metric_near_zero_has_no_relative_regression() -> None:
+    assert {d.action for d in _run(_guard(), [0.04] * 10 + [0.0] * 10)} == {GuardAction.keep}
+
+
+def test_an_evaluation_that_failed_is_not_judged_good_and_said_once() -> None:
+    guard = _guard()
+    _run(guard, [0.6] * 5)
+    failed = {
+        **_constant({"b": 0.7}, 60),
+        "a": TaskEvaluation(task="a", metric="m", values=[math.nan] * 4, step=60, policy_version=0),
+    }
+    first, second = guard.observe(60, failed), guard.observe(70, failed)
+    assert not first.judged_good
+    assert [e.kind for e in first.events] == ["warn"]
+    assert second.events == []
+    assert guard.observe(80, _constant({"a": 0.6, "b": 0.7}, 80)).judged_good
+
+
+def test_state_round_trip_continues_identically() -> None:
+    whole, actor = _guard(), Actor("ab", 1)
+    evaluations = []
+    for i in range(60):
+        if i == 30:
+            actor.skill["a"] = 0.35
+        evaluations.append(actor.evaluate(i))
+    for i in range(34):
+        whole.record_step(i, {"a": _stats("a", 2, math.nan), "b": _stats("b", 3)})
+        whole.observe(i, evaluations[i])
+    assert whole.metrics()["guard/rollbacks"] == 1
+    resumed = _guard()
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
+    for i in range(34, 60):
+        assert resumed.observe(i, evaluations[i]) == whole.observe(i, evaluations[i])
+    assert resumed.weight_factors() == whole.weight_factors()
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_resume_survives_added_removed_and_renamed_tasks() -> None:
+    old = _guard("abc")
+    for step in range(10):
+        old.observe(step, _constant({"a": 0.6, "b": 0.7, "c": 0.8}, step))
+    new = _guard("bzn")
+    new.load_state_dict(old.state_dict(), renamed={"c": "z"})
+    decision = new.observe(10, _constant({"b": 0.7, "z": 0.4, "n": 0.1}, 10))
+    assert decision.action is GuardAction.rollback
+    assert decision.task == "z"
+
+
+def test_unknown_task_and_bad_settings_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"'maths'.*did you mean 'math'"):
+        SafetyGuard(monitor_metrics=["maths"]).bind({"math": True})
+    with pytest.raises(ConfigError, match="threshold_delta"):
+        SafetyGuard(threshold_delta=0.0)
+    with pytest.raises(ConfigError, match="threshold_delta"):
+        SafetyGuard(threshold_delta=-15)
+    with pytest.raises(ConfigError, match="rollback_steps"):
+        SafetyGuard(rollback_steps=0)
+    with pytest.raises(ConfigError, match="cusum_limit"):
+        SafetyGuard(cusumlimit=3)
+    with pytest.raises(ConfigError, match="ladder"):
+        SafetyGuard(ladder=["rollback", "reweight"])
+
+
+def test_metrics_are_named_per_watched_metric() -> None:
+    guard = _guard()
+    _run(guard, [0.6] * 6)
+    metrics = guard.metrics()
+    assert metrics["guard/a/value"] == pytest.approx(0.6)
+    assert metrics["guard/b/reference"] < 0.7
+    assert metrics["guard/judged_good"] == 1.0
