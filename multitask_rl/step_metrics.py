@@ -36,6 +36,16 @@ def is_informative(run: TaskRun, group: Sequence[Scored]) -> bool:
     return bool(rewards) and run.algorithm.is_informative(rewards)
 
 
+def has_spread(run: TaskRun, group: Sequence[Scored]) -> bool:
+    """Whether the group's rewards differ: what schedulers call learnable, whatever the algorithm.
+
+    A critic or a quantile pool finds a gradient in any group; that is no sign that there is something to
+    learn. A group of one has no spread to show: there the algorithm's word counts.
+    """
+    rewards = group_rewards(run, group)
+    return max(rewards) > min(rewards) if len(rewards) > 1 else is_informative(run, group)
+
+
 def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:
     """Return what the scheduler learns from: all groups of the step, before filtering.
 
@@ -51,7 +61,7 @@ def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> Ta
     return TaskStats(
         task=run.spec.name,
         num_prompts=len(groups),
-        num_informative=sum(is_informative(run, g) for g in groups.values()),
+        num_informative=sum(has_spread(run, g) for g in groups.values()),
         reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
         reward_std=math.fsum(spreads) / len(spreads) if spreads else 0.0,
         metrics={**describe(everything, served(everything)), **metrics},

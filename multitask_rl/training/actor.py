@@ -162,7 +162,10 @@ def load_actor(config: ModelConfig, device: str = "") -> Actor:
         ConfigError: no name given, nothing there, not a causal language model, or no tokenizer.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    # its bars for loading and saving shards would tear the run's own progress lines apart
+    transformers_logging.disable_progress_bar()
     name = config.name_or_path
     if not name:
         raise ConfigError(

@@ -1,0 +1,139 @@
+import importlib
+
+import pytest
+import torch
+
+from multitask_rl.errors import EngineError
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.testing.engine import sampled_logprobs
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+ARCHITECTURES = {
+    "qwen2.Qwen2": {"num_key_value_heads": 2},
+    "llama.Llama": {"num_key_value_heads": 2},
+    "mistral.Mistral": {"num_key_value_heads": 2, "sliding_window": 8},
+    "gpt_neox.GPTNeoX": {},
+    "opt.OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "bloom.Bloom": {"n_layer": 2, "n_head": 4},
+    "mamba.Mamba": {},
+}
+REQUESTS = [
+    GenerationRequest(
+        prompt_ids=list(range(3, 3 + length)),
+        sampling=SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=top_p),
+        seeds=[1000 * length + i for i in range(4)],
+    )
+    for length, limit, temperature, top_p in ((3, 20, 0.8, 1.0), (12, 5, 1.0, 0.9), (7, 24, 0.8, 1.0))
+]
+
+
+def build(name: str):
+    folder, prefix = name.split(".")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    torch.manual_seed(0)
+    config = getattr(configuration, f"{prefix}Config")(**SIZES, **ARCHITECTURES[name])
+    return getattr(module, f"{prefix}ForCausalLM")(config).eval()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_any_causal_model_is_sampled_token_exactly(name):
+    model = build(name)
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+    for request, group in zip(REQUESTS, engine.generate(REQUESTS), strict=True):
+        for generation in group:
+            expected = sampled_logprobs(model, request.prompt_ids, generation.response_ids, request.sampling)
+            assert torch.allclose(expected, torch.tensor(generation.rollout_logprobs), atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["qwen2.Qwen2", "mistral.Mistral", "mamba.Mamba"])
+def test_a_sample_depends_on_its_seed_alone(name):
+    engine = HFEngine(build(name), eos_token_ids=[1], pad_token_id=0)
+    together = engine.generate(REQUESTS)
+    for request, group in zip(REQUESTS, together, strict=True):
+        alone = engine.generate(
+            [
+                GenerationRequest(
+                    prompt_ids=request.prompt_ids, sampling=request.sampling, seeds=request.seeds[1:2]
+                )
+            ]
+        )
+        assert alone[0][0].response_ids == group[1].response_ids
+
+
+def test_small_batches_give_the_same_samples_as_one_large():
+    model = build("qwen2.Qwen2")
+    large = HFEngine(model, eos_token_ids=[1], pad_token_id=0).generate(REQUESTS)
+    small = HFEngine(model, eos_token_ids=[1], pad_token_id=0, max_batch_tokens=40).generate(REQUESTS)
+    assert [[g.response_ids for g in group] for group in large] == [
+        [g.response_ids for g in group] for group in small
+    ]
+
+
+def test_sampling_follows_the_models_distribution():
+    model = build("qwen2.Qwen2")
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+    number = 4000
+    request = GenerationRequest(
+        prompt_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=1), seeds=range(number)
+    )
+    drawn = torch.tensor([g.response_ids[0] for g in engine.generate([request])[0]])
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1) * number
+    counts = torch.bincount(drawn, minlength=60).float()
+    # chi-square with 59 degrees of freedom: 99.9 % quantile 98.3
+    assert float(((counts - expected) ** 2 / expected).sum()) < 98.3
+
+
+def test_the_end_token_is_kept_and_nothing_follows_it():
+    model = build("qwen2.Qwen2")
+    with torch.no_grad():
+        model.lm_head.weight[1] += 0.3
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+    generations = [g for group in engine.generate(REQUESTS) for g in group]
+    stopped = [g for g in generations if g.finish_reason == "stop"]
+    assert stopped
+    assert all(g.response_ids[-1] == 1 and 1 not in g.response_ids[:-1] for g in stopped)
+    assert all(1 not in g.response_ids for g in generations if g.finish_reason == "length")
+
+
+def test_a_stop_string_ends_the_response_where_it_appears():
+    model = build("qwen2.Qwen2")
+    engine = HFEngine(
+        model, eos_token_ids=[1], pad_token_id=0, decode=lambda ids: "".join(chr(65 + i) for i in ids)
+    )
+    free = engine.generate([REQUESTS[0]])[0][0]
+    stop = chr(65 + free.response_ids[3]) + chr(65 + free.response_ids[4])
+    sampling = SamplingParams(max_new_tokens=20, temperature=0.8, stop=(stop,))
+    request = GenerationRequest(
+        prompt_ids=REQUESTS[0].prompt_ids, sampling=sampling, seeds=REQUESTS[0].seeds[:1]
+    )
+    cut = engine.generate([request])[0][0]
+    assert cut.response_ids == free.response_ids[:5]
+    assert cut.finish_reason == "stop"
+
+
+def test_an_empty_prompt_is_an_error_with_its_place():
+    engine = HFEngine(build("qwen2.Qwen2"), eos_token_ids=[1], pad_token_id=0)
+    with pytest.raises(EngineError, match="request 0 has an empty prompt"):
+        engine.generate([GenerationRequest(prompt_ids=[], sampling=SamplingParams(), seeds=[1])])
+
+
+def test_the_mode_of_the_model_is_put_back():
+    model = build("qwen2.Qwen2").train()
+    HFEngine(model, eos_token_ids=[1], pad_token_id=0).generate(REQUESTS[:1])
+    assert model.training
