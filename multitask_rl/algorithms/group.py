@@ -121,10 +121,17 @@ def mean_square_deviation(deviations: Tensor, groups: Tensor) -> float:
     return float(square[varied].sum() / degrees) if bool(varied.any()) else 0.0
 
 
-def whiten(values: Tensor) -> Tensor:
-    """Return ``(x - mean) / std`` over all values given; zeros where they do not vary or are fewer than two.
+def whiten(values: Tensor, *, floor: float = 0.0) -> Tensor:
+    """Return ``(x - mean) / max(std, floor)`` over all values; zeros where they do not vary.
 
     Called with the values of one task, so that no statistic mixes tasks.
+
+    Args:
+        values: any shape.
+        floor: smallest divisor, in the units of ``values``.
+
+    Returns:
+        Same shape and dtype.
     """
     if values.numel() < 2:
         return torch.zeros_like(values)
@@ -133,7 +140,8 @@ def whiten(values: Tensor) -> Tensor:
     std = deviation.square().mean().sqrt()
     # Rounding of equal values must not be blown up to unit variance.
     negligible = 1e-12 * wide.abs().max()
-    return torch.where(std > negligible, deviation / std.clamp(min=1e-300), 0.0).to(values.dtype)
+    scaled = deviation / std.clamp(min=max(floor, 1e-300))
+    return torch.where(std > negligible, scaled, 0.0).to(values.dtype)
 
 
 def has_variance(rewards: Sequence[float]) -> bool:

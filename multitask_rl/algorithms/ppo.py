@@ -26,6 +26,10 @@ from multitask_rl.algorithms.running import RunningMoments
 
 __all__ = ["PPO", "PPOConfig", "clipped_value_loss"]
 
+_ADVANTAGE_FLOOR = 0.1
+"""Smallest divisor of the advantages, in standard deviations of the reward: where the critic explains
+(nearly) everything, what is left is its own noise and must not be whitened to full size."""
+
 
 @dataclass(kw_only=True, slots=True)
 class PPOConfig(AlgorithmConfig):
@@ -79,7 +83,7 @@ class PPO(Algorithm):
     """PPO for language models: the response's reward on its last token, a KL penalty on every token.
 
     ``r_t = -beta log(old_t / reference_t) + [t last] (r' - lambda c) / (1 + lambda)``, GAE, then advantages
-    whitened over the tokens of the task.
+    whitened over the tokens of the task (divisor at least 0.1).
 
     ``r' = (r - mean) / std`` with the task's running moments (state of the algorithm): a reward model of any
     scale and shift (x20, -50) gives the same training as one of unit scale, the critic's targets stay within
@@ -124,7 +128,9 @@ class PPO(Algorithm):
             gae_lambda=self.config.gae_lambda,
         )
         metrics["explained_variance"] = _explained_variance(batch.values, returns)
-        return Credit(advantages=group.whiten(advantages), returns=returns, metrics=metrics)
+        return Credit(
+            advantages=group.whiten(advantages, floor=_ADVANTAGE_FLOOR), returns=returns, metrics=metrics
+        )
 
     def _whiten_rewards(self, rewards: Tensor) -> Tensor:
         """Update the running moments with this step's rewards and return the whitened rewards [B]."""
@@ -132,7 +138,9 @@ class PPO(Algorithm):
             return rewards
         wide = rewards.double()
         moments = self._reward_moments
-        moments.update(float(wide.mean()), float(wide.var(correction=0)))
+        # Relative to the first reward: equal rewards then have exactly no variance.
+        offset = wide - wide[0]
+        moments.update(float(wide[0] + offset.mean()), float(offset.var(correction=0)))
         if moments.std == 0.0:
             return torch.zeros_like(rewards)
         return ((wide - moments.mean) / moments.std).to(rewards.dtype)

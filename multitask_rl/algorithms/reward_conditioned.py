@@ -44,20 +44,28 @@ class RewardConditionedConfig(AlgorithmConfig):
 
 
 def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
-    """Return the quantile 0 .. K - 1 of every reward by rank, equal rewards sharing the highest of theirs.
+    """Return the quantile 0 .. K - 1 of every reward by rank, equal rewards sharing theirs.
 
-    ``q = ceil(K F(r)) - 1`` with F the share of rewards <= r. Splitting ties by rank would teach
-    contradictory tokens for the same reward; taking the upper one means the best reward always owns the top
-    token. Some quantiles may then be empty.
+    ``q = floor(K (below + at_most) / (2 n))``: the middle rank of the tied rewards. Splitting ties would
+    teach contradictory tokens for the same reward; with middle ranks two levels of reward stay K / 2
+    quantiles apart however rare one of them is. The quantile of the best reward is then called the top one,
+    so that the token sampling asks for always stands for the best there is. Some quantiles may be empty.
 
     >>> quantile_of_each([0.0, 0.0, 0.0, 1.0], 4)
-    [2, 2, 2, 3]
+    [1, 1, 1, 3]
     """
+    if not rewards:
+        return []
     num_at_most: dict[float, int] = {}
     for rank, reward in enumerate(sorted(rewards), start=1):
         num_at_most[reward] = rank
-    # Integer ceiling: K * F in floating point would move a value that sits exactly on a border.
-    return [-(-num_quantiles * num_at_most[r] // len(rewards)) - 1 for r in rewards]
+    of_reward, num_below = {}, 0
+    for reward, at_most in num_at_most.items():
+        # Integers: in floating point a value that sits exactly on a border would move.
+        of_reward[reward] = num_quantiles * (num_below + at_most) // (2 * len(rewards))
+        num_below = at_most
+    best = of_reward[max(rewards)]
+    return [num_quantiles - 1 if of_reward[r] == best else of_reward[r] for r in rewards]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,14 @@ _RATE = 0.05
 _RELATIVE_FLOOR = 0.1
 """Lowest scale as a fraction of the highest seen; an absolute floor would tie it to the reward's units."""
 
+_NOISE = 1e-7
+"""A deviation below this share of the mean is float32 rounding, not signal."""
+
 
 def _step_weight(num_steps: int) -> float:
-    """Return the weight of step ``num_steps`` (1, 2, ...) in a bias-corrected exponential average."""
+    """Return the weight of step ``num_steps`` (1, 2, ...) in a bias-corrected average."""
+    if num_steps == 1:
+        return 1.0  # exactly: the formula's rounding would give a constant stream a variance
     return _RATE / (1.0 - (1.0 - _RATE) ** num_steps)
 
 
@@ -31,11 +36,13 @@ class RunningMoments:
         self.num_steps = 0
         self.mean = 0.0
         self.variance = 0.0
+        self.peak = 0.0
 
     @property
     def std(self) -> float:
-        """Standard deviation, 0 before the first batch."""
-        return math.sqrt(self.variance)
+        """Standard deviation, at least a tenth of the highest seen; 0 where it is rounding noise."""
+        std = max(math.sqrt(self.variance), _RELATIVE_FLOOR * self.peak)
+        return std if std > _NOISE * abs(self.mean) else 0.0
 
     def update(self, mean: float, variance: float) -> None:
         """Add one batch by its mean and population variance.
@@ -47,16 +54,23 @@ class RunningMoments:
         shift = mean - self.mean
         self.variance = (1.0 - weight) * (self.variance + weight * shift * shift) + weight * variance
         self.mean += weight * shift
+        self.peak = max(self.peak, math.sqrt(self.variance))
 
     def state_dict(self) -> dict[str, Any]:
         """State, JSON-able."""
-        return {"num_steps": self.num_steps, "mean": self.mean, "variance": self.variance}
+        return {
+            "num_steps": self.num_steps,
+            "mean": self.mean,
+            "variance": self.variance,
+            "peak": self.peak,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         self.num_steps = int(state["num_steps"])
         self.mean = float(state["mean"])
         self.variance = float(state["variance"])
+        self.peak = float(state["peak"])
 
 
 class RunningScale:
