@@ -1,1 +1,34 @@
 """Runs programs nobody trusts."""
+
+from multitask_rl.sandbox.base import (
+    AssertsTask,
+    Limits,
+    Outcome,
+    Program,
+    Sandbox,
+    ScriptTask,
+    StdioTask,
+    StdioTest,
+    Task,
+    TestResult,
+    UnittestTask,
+    Verdict,
+)
+from multitask_rl.sandbox.shared import open_sandbox, shared_sandbox
+
+__all__ = [
+    "AssertsTask",
+    "Limits",
+    "Outcome",
+    "Program",
+    "Sandbox",
+    "ScriptTask",
+    "StdioTask",
+    "StdioTest",
+    "Task",
+    "TestResult",
+    "UnittestTask",
+    "Verdict",
+    "open_sandbox",
+    "shared_sandbox",
+]

@@ -1,0 +1,354 @@
+"""What goes into a sandbox and what comes out: programs, limits, outcomes, and the interface itself.
+
+A program is judged from outside: its tests are never in the process that runs it, and nothing it prints,
+returns or raises is trusted beyond its plain value. ``infrastructure_error`` says that the *sandbox* failed;
+it is the one verdict without a score (``pass_fraction`` is None: mask the sample).
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Protocol, Self, runtime_checkable
+
+__all__ = [
+    "AssertsTask",
+    "Limits",
+    "Outcome",
+    "Program",
+    "Sandbox",
+    "ScriptTask",
+    "StdioTask",
+    "StdioTest",
+    "Task",
+    "TestResult",
+    "UnittestTask",
+    "Verdict",
+    "imported_modules",
+]
+
+
+class Verdict(StrEnum):
+    """How a program, or one test of it, ended."""
+
+    passed = "passed"
+    """Every test passed."""
+    completed = "completed"
+    """A script without tests that exited with status 0."""
+    failed = "failed"
+    """A wrong answer."""
+    runtime_error = "runtime_error"
+    """An uncaught exception, a non-zero exit or a fatal signal."""
+    compile_error = "compile_error"
+    """The source is not a Python program."""
+    timeout = "timeout"
+    """The CPU or the wall-clock limit passed."""
+    memory_limit = "memory_limit"
+    """It ended for want of memory."""
+    output_limit = "output_limit"
+    """It wrote more than it may."""
+    violation = "violation"
+    """The kernel killed it for a forbidden system call."""
+    killed = "killed"
+    """It died of SIGKILL that was not ours (it killed itself, or the kernel ran out of memory)."""
+    infrastructure_error = "infrastructure_error"
+    """The sandbox could not run it; no score."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one execution may use. Stdio tests are one execution each; other tasks are one in all."""
+
+    cpu_s: float = 5.0
+    """CPU seconds, rounded up to whole seconds (RLIMIT_CPU)."""
+    wall_s: float = 11.0
+    """Wall-clock seconds, read on a clock outside the program."""
+    mem_mb: int = 512
+    """Address space above the interpreter's own, MiB."""
+    stdout_bytes: int = 8 << 20
+    """Bytes on standard output; more is ``output_limit``. Also the largest file it may write."""
+    stderr_bytes: int = 1 << 16
+    """Bytes of standard error that are kept; the rest is cut and flagged."""
+    disk_mb: int = 16
+    """Size of the private file system, MiB."""
+    inodes: int = 1024
+    """Files and directories in the private file system."""
+    nproc: int = 32
+    """Threads (processes are never allowed)."""
+    nofile: int = 64
+    """Open descriptors."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 40:
+                raise ValueError(f"limit {limit.name} must be a positive number, got {value!r}")
+            if limit.name not in ("cpu_s", "wall_s") and not isinstance(value, int):
+                raise ValueError(f"limit {limit.name} must be a whole number, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptTask:
+    """Run the program once; there is nothing to test, so it earns no fraction."""
+
+    stdin: str | bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StdioTest:
+    """What the program reads and what it has to print."""
+
+    stdin: str | bytes
+    stdout: str
+    """Compared after stripping white space at the end of each line and of the text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StdioTask:
+    """Run the program once per test, each time in a fresh process and directory."""
+
+    tests: Sequence[StdioTest]
+    float_tolerance: float | None = None
+    """Absolute and relative tolerance for tokens that are both numbers; None = text must be equal."""
+
+    def __post_init__(self) -> None:
+        if not self.tests:
+            raise ValueError("a stdio task needs at least one test: a program cannot pass an empty list")
+        tolerance = self.float_tolerance
+        if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
+            raise ValueError(f"float_tolerance must be finite and >= 0, got {tolerance!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssertsTask:
+    """Import the program, then run statements against it in another process, in order.
+
+    Each statement is one test and passes when it raises nothing. All share one namespace and one
+    process of the program; when that process dies, the tests after it count as failed.
+    """
+
+    entry_point: str
+    """The function or class under test; also known to the tests as ``candidate``-style arguments."""
+    asserts: Sequence[str]
+    setup: str = ""
+    """Statements before the first test, in the same namespace."""
+    exports: Sequence[str] | None = None
+    """Further names the tests take from the program; None = every name they use and nobody else defines."""
+    allow_dunder: bool = False
+    """The program's own operators are what is tested: ``==``, ``len`` and friends of its objects count."""
+
+    def __post_init__(self) -> None:
+        if not self.asserts:
+            raise ValueError("an asserts task needs at least one statement: a program cannot pass no test")
+        for position, statement in enumerate((self.setup, *self.asserts)):
+            where = "setup" if position == 0 else f"asserts[{position - 1}]"
+            parsed = _parse(statement, where)
+            if position and not parsed.body:
+                raise ValueError(f"{where} holds no statement: {statement!r}")
+        _check_names(self.entry_point, self.exports)
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """Names the tests take from the program, the entry point first."""
+        return _exported(self.entry_point, self.exports, [self.setup, *self.asserts])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnittestTask:
+    """Import the program, then run ``unittest.TestCase`` classes against it in another process.
+
+    A skipped test and an expected failure are failed tests.
+    """
+
+    entry_point: str
+    test_code: str
+    exports: Sequence[str] | None = None
+    allow_dunder: bool = False
+
+    def __post_init__(self) -> None:
+        tests = [
+            method
+            for node in ast.walk(_parse(self.test_code, "test_code"))
+            if isinstance(node, ast.ClassDef)
+            for method in node.body
+            if isinstance(method, ast.FunctionDef) and method.name.startswith("test")
+        ]
+        if not tests:
+            raise ValueError("test_code holds no test method: a program cannot pass no test")
+        _check_names(self.entry_point, self.exports)
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """Names the tests take from the program, the entry point first."""
+        return _exported(self.entry_point, self.exports, [self.test_code])
+
+
+Task = ScriptTask | StdioTask | AssertsTask | UnittestTask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """Untrusted source with the task it is run for."""
+
+    source: str | bytes
+    """Any bytes: what is not Python becomes ``compile_error``, never an exception here."""
+    task: Task = field(default_factory=ScriptTask)
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TestResult:
+    """One test of one program."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of the name
+
+    verdict: Verdict
+    message: str = ""
+    """Why it did not pass, at most 500 characters, written by the program at worst: never interpret it."""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def is_passed(self) -> bool:
+        """The test passed."""
+        return self.verdict is Verdict.passed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Everything known about one program after it ran; exactly one per program."""
+
+    verdict: Verdict
+    tests: tuple[TestResult, ...] = ()
+    """One per test asked for, in order; empty for a script."""
+    message: str = ""
+    """What went wrong, in a sentence; for ``infrastructure_error`` what broke in the sandbox."""
+    wall_s: float = 0.0
+    """Seconds on a clock outside the program, all executions together."""
+    cpu_s: float = 0.0
+    """CPU seconds as the kernel counted them."""
+    peak_mb: float = 0.0
+    """Largest resident set above the interpreter's own, MiB, as the kernel counted it."""
+    starved_s: float = 0.0
+    """Seconds it waited for a busy CPU; the wall limit was extended by them (at most doubled)."""
+    exit_code: int | None = None
+    """Exit status; None when a signal ended it."""
+    signal: int | None = None
+    stdout: bytes = b""
+    """What it wrote, cut at the limit; of a stdio task, what the first failing (else the last) test wrote."""
+    stderr: bytes = b""
+    stdout_length: int = 0
+    """Bytes it wrote before anything was cut."""
+    stderr_length: int = 0
+    worker: int = -1
+    """Which worker ran it."""
+    retries: int = 0
+    """How often it was run again because a worker died under it."""
+
+    @property
+    def pass_fraction(self) -> float | None:
+        """Passed tests over tests asked for; 0.0 for a script; None for ``infrastructure_error`` alone."""
+        if self.verdict is Verdict.infrastructure_error:
+            return None
+        return sum(test.is_passed for test in self.tests) / len(self.tests) if self.tests else 0.0
+
+    @property
+    def stdout_text(self) -> str:
+        """``stdout`` decoded as UTF-8; what does not decode is replaced."""
+        return self.stdout.decode("utf-8", "replace")
+
+    @property
+    def stderr_text(self) -> str:
+        """``stderr`` decoded as UTF-8; what does not decode is replaced."""
+        return self.stderr.decode("utf-8", "replace")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Some of what it wrote is not in ``stdout`` or ``stderr``."""
+        return self.stdout_length > len(self.stdout) or self.stderr_length > len(self.stderr)
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """Runs untrusted programs. Every program gives exactly one outcome; safe to share between threads."""
+
+    def run(self, program: Program) -> Outcome:
+        """Run one program and wait for its outcome.
+
+        Raises:
+            SandboxError: the sandbox is closed.
+        """
+        ...
+
+    def submit(self, program: Program) -> Future[Outcome]:
+        """Queue one program; blocks while the queue is full. A cancelled future is not run."""
+        ...
+
+    def map(self, programs: Iterable[Program]) -> list[Outcome]:
+        """Run programs concurrently; outcomes in the order of the programs."""
+        ...
+
+    def close(self) -> None:
+        """Stop: running programs are killed, queued ones cancelled, nothing is left behind."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _parse(source: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{where} is not Python: {error}: {source[:200]!r}") from error
+
+
+def _check_names(entry_point: str, exports: Sequence[str] | None) -> None:
+    for name in (entry_point, *(exports or ())):
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{name!r} is not a name a program can define")
+
+
+def _exported(entry_point: str, exports: Sequence[str] | None, sources: Sequence[str]) -> tuple[str, ...]:
+    names = _free_names(sources) if exports is None else exports
+    return tuple(dict.fromkeys([entry_point, *names]))
+
+
+def _free_names(sources: Sequence[str]) -> list[str]:
+    """Return the names the tests read but neither define nor find in builtins or the standard library."""
+    # builtins and standard modules win over the program's names: it must not lend the tests its own ``len``
+    return [
+        name
+        for name in _undefined_names(sources)
+        if not hasattr(builtins, name) and name not in sys.stdlib_module_names
+    ]
+
+
+def imported_modules(sources: Sequence[str], exported: Sequence[str]) -> list[str]:
+    """Return standard modules the tests use without importing them (they relied on the program's imports)."""
+    names = _undefined_names(sources)
+    return [name for name in names if name in sys.stdlib_module_names and name not in exported]
+
+
+def _undefined_names(sources: Sequence[str]) -> list[str]:
+    used: dict[str, None] = {}
+    bound: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Name(id=name, ctx=ast.Load()):
+                    used[name] = None
+                case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                    bound.add(name)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    bound.add(name)
+                case ast.alias(name=name, asname=alias):
+                    bound.add((alias or name).split(".")[0])
+    return [name for name in used if name not in bound]

@@ -1,0 +1,191 @@
+"""The program's side of a function task: load it, then answer calls with plain values.
+
+Nothing here is trusted: the program shares the interpreter and may do to this code what it likes. All it can
+reach that way is what an honest function could answer anyway. It sees arguments, never expectations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import inspect
+import itertools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .channel import Channel, ChannelClosed
+from .codec import Decoder, Encoder
+
+__all__ = ["serve"]
+
+_MESSAGE_LIMIT = 500
+_MUTABLE = (list, dict, set, bytearray, deque)
+
+
+def serve(descriptor: int, source: bytes) -> None:
+    """Load ``source`` as a module, report how that went, then answer requests until nobody asks."""
+    server = _Server(Channel(descriptor))
+    try:
+        module = types.ModuleType("solution")
+        module.__dict__.update(__file__="solution.py", __builtins__=builtins)
+        sys.modules["solution"] = module
+        server.names = module.__dict__
+        try:
+            code = compile(source, "solution.py", "exec", dont_inherit=True)
+        except BaseException as error:  # noqa: BLE001 - whatever stops the compiler is the program's
+            server.report_error("compile", error)
+            return
+        exec(code, module.__dict__)  # the program itself; the cell is the fence
+    except BaseException as error:  # noqa: BLE001 - the program may raise anything
+        server.report_error("load", error)
+        return
+    server.reply(["ready"])
+    server.loop()
+
+
+class _Server:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.names: dict[str, Any] = {}
+        self._objects: list[Any] = []
+        self._encoder = Encoder(self._to_handle)
+        self._decoder = Decoder(self._from_handle)
+        self._operations: dict[str, Callable[..., Any]] = {
+            "kinds": self._kinds,
+            "call": self._call,
+            "attr": lambda target, name: getattr(self._resolve(target), name),
+            "set": lambda target, name, value: setattr(self._resolve(target), name, value),
+            "next": self._next,
+            "isinstance": lambda target, kind: self._resolve(kind) in type(self._resolve(target)).__mro__,
+            "await": lambda target: asyncio.run(self._resolve(target)),
+            "operator": self._operator,
+        }
+
+    def reply(self, message: list[Any]) -> None:
+        self._channel.send(self._encoder.dumps(message).encode())
+
+    def report_error(self, phase: str, error: BaseException) -> None:
+        self.reply([phase, *_describe(error)])
+
+    def loop(self) -> None:
+        while True:
+            try:
+                operation, *arguments = self._decoder.loads(self._channel.receive())
+            except ChannelClosed:
+                return
+            self._answer(operation, arguments)
+
+    def _answer(self, operation: str, arguments: list[Any]) -> None:
+        try:
+            value = self._operations[operation](*arguments)
+            if operation == "call":
+                value, changed = value
+                answer = ["ok", self._encoder.encode(value), changed]
+            else:
+                answer = ["ok", self._encoder.encode(value), []]
+            text = self._encoder.dumps(answer)
+        except ChannelClosed:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the program may raise anything, SystemExit too
+            text = self._encoder.dumps(["error", *_describe(error)])
+        self._channel.send(text.encode())
+
+    def _kinds(self, names: list[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in names:
+            if name not in self.names:
+                continue
+            value = self.names[name]
+            if isinstance(value, type) and issubclass(value, BaseException):
+                found[name] = ["exception", _builtin_base(value).__name__, value]
+            else:
+                found[name] = ["value", "", value]
+        return found
+
+    def _call(self, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> tuple[Any, list[Any]]:
+        function = self.names[target] if type(target) is str else self._resolve(target)
+        before = [self._snapshot(argument) for argument in arguments]
+        result = function(*arguments, **keywords)
+        changed = []
+        for position, (argument, old) in enumerate(zip(arguments, before, strict=True)):
+            if old is not None and self._snapshot(argument) != old:
+                changed.append([position, self._encoder.encode(argument)])
+        return result, changed
+
+    def _snapshot(self, argument: Any) -> str | None:
+        if type(argument) not in _MUTABLE:
+            return None
+        return self._encoder.dumps(self._encoder.encode(argument))
+
+    def _next(self, target: int, count: int) -> list[Any]:
+        return list(itertools.islice(self._resolve(target), count))
+
+    def _operator(self, target: int, name: str, arguments: list[Any]) -> Any:
+        return getattr(type(self._resolve(target)), name)(self._resolve(target), *arguments)
+
+    def _resolve(self, target: Any) -> Any:
+        return self._objects[target] if type(target) is int else target
+
+    def _to_handle(self, value: Any) -> tuple[str, Any]:
+        if type(value) is _Remote:
+            return "j", value.number
+        self._objects.append(value)
+        kind = type(value)
+        if inspect.iscoroutine(value):
+            role = "coroutine"
+        elif hasattr(kind, "__next__") and hasattr(kind, "__iter__"):
+            role = "iterator"
+        else:
+            role = "class" if isinstance(value, type) else "object"
+        return "h", [len(self._objects) - 1, role, kind.__name__]
+
+    def _from_handle(self, tag: str, content: Any) -> Any:
+        if tag == "h":
+            return self._objects[content]
+        return _Remote(self, content)
+
+    def call_back(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Call a function of the tests, which stays in the judge."""
+        self.reply(
+            ["callback", number, self._encoder.encode(list(arguments)), self._encoder.encode(keywords)]
+        )
+        while True:
+            operation, *rest = self._decoder.loads(self._channel.receive())
+            if operation == "return":
+                return rest[0]
+            if operation == "raise":
+                raise _exception(rest[0], rest[1])
+            self._answer(operation, rest)
+
+
+class _Remote:
+    """A function of the tests as the program sees it."""
+
+    __slots__ = ("_server", "number")
+
+    def __init__(self, server: _Server, number: int) -> None:
+        self._server = server
+        self.number = number
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._server.call_back(self.number, arguments, keywords)
+
+
+def _exception(name: str, message: str) -> BaseException:
+    kind = getattr(builtins, name, RuntimeError)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError(message)
+
+
+def _builtin_base(kind: type) -> type:
+    return next(base for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+
+
+def _describe(error: BaseException) -> list[str]:
+    try:
+        message = str(error)[:_MESSAGE_LIMIT]
+    except BaseException:  # noqa: BLE001 - __str__ is the program's too
+        message = "its text cannot be read"
+    return [_builtin_base(type(error)).__name__, type(error).__name__, message]

@@ -1,0 +1,256 @@
+"""Building a cell: namespaces, a root of a few read-only directories, and a clean interpreter inside.
+
+The monitor clones a child into new namespaces and writes its user map; the child builds a root on a tmpfs,
+moves into it and executes the zygote. Nothing of the trainer's memory, environment, descriptors or directories
+comes along. As root the cell's user is an unprivileged one outside (root's limits do not bind);
+otherwise it is the user who started it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import linux
+
+__all__ = ["CELL_HOME", "CELL_UID", "Layout", "launch"]
+
+CELL_UID = 1000
+"""The programs' user and group inside."""
+CELL_HOME = "/tmp"  # noqa: S108 - inside the cell it is a private tmpfs
+_CODE = "/.sandbox"
+_PACKAGE = "_mtrl_cell"
+_PYTHON = "/opt/python"
+_SITE = "/opt/site"
+_FIRST_OUTSIDE_UID = 100_000
+_CAP_SYS_ADMIN = 21
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_ENVIRONMENT = {
+    "HOME": CELL_HOME,
+    "TMPDIR": CELL_HOME,
+    "PATH": "/usr/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What of this machine a cell may see, read only."""
+
+    executable: str
+    """The base interpreter, symbolic links resolved."""
+    prefix: str
+    """Its ``sys.base_prefix``."""
+    packages: tuple[str, ...] = ()
+    """Directories of third-party packages programs may import."""
+
+    def binds(self) -> list[tuple[str, str]]:
+        """Return (source, place in the cell), parents first."""
+        pairs = [(path, path) for path in ("/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")]
+        pairs += [(path, path) for path in ("/lib", "/lib64") if not os.path.islink(path)]
+        if self.prefix == "/usr":
+            pairs += [(self.executable, self.interpreter)]
+        else:
+            pairs += [(f"{self.prefix}/lib", f"{_PYTHON}/lib"), (self.executable, self.interpreter)]
+        pairs += [(package, f"{_SITE}/{os.path.basename(package)}") for package in self.packages]
+        return [pair for pair in pairs if os.path.exists(pair[0])]
+
+    @property
+    def interpreter(self) -> str:
+        """Path of the interpreter inside."""
+        name = os.path.basename(self.executable)
+        return f"/usr/bin/{name}" if self.prefix == "/usr" else f"{_PYTHON}/bin/{name}"
+
+
+def launch(layout: Layout, control: socket.socket) -> int:
+    """Start a zygote in a new cell; it talks on ``control``. Return its process id.
+
+    Raises:
+        OSError: the kernel refuses a namespace or a mount; the message says which step.
+    """
+    go_read, go_write = os.pipe()
+    error_read, error_write = os.pipe()
+    flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET
+    flags |= linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
+    is_root = os.geteuid() == 0
+    pid = linux.clone(flags)
+    if pid == 0:
+        os.close(go_write)
+        os.close(error_read)
+        _in_child(layout, control, go_read, error_write, is_root=is_root)
+    os.close(go_read)
+    os.close(error_write)
+    try:
+        _write_maps(pid, is_root=is_root)
+        os.write(go_write, b"g")
+        os.close(go_write)
+        go_write = -1
+        with os.fdopen(error_read, "rb") as errors:  # closed by a successful exec
+            error_read = -1
+            if message := errors.read(4096):
+                raise OSError(message.decode("utf-8", "replace"))
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    finally:
+        for descriptor in (go_write, error_read):
+            if descriptor >= 0:
+                os.close(descriptor)
+    return pid
+
+
+def _write_maps(pid: int, *, is_root: bool) -> None:
+    outside_uid = _FIRST_OUTSIDE_UID + os.getpid() if is_root else os.geteuid()
+    outside_gid = outside_uid if is_root else os.getegid()
+    if not is_root:
+        Path(f"/proc/{pid}/setgroups").write_text("deny")
+    Path(f"/proc/{pid}/uid_map").write_text(f"{CELL_UID} {outside_uid} 1")
+    Path(f"/proc/{pid}/gid_map").write_text(f"{CELL_UID} {outside_gid} 1")
+
+
+def _in_child(
+    layout: Layout, control: socket.socket, go_read: int, error_write: int, *, is_root: bool
+) -> None:
+    """Build the root, move in and execute the zygote; never returns."""
+    step = "start"
+    try:
+        linux.set_parent_death_signal(signal.SIGKILL)
+        if os.read(go_read, 1) != b"g":
+            os._exit(1)
+        step = "open"
+        # while still the outside user: the interpreter may lie under a home nobody else can enter
+        sources = [(os.open(source, os.O_PATH | os.O_CLOEXEC), target) for source, target in layout.binds()]
+        devices = [(os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC), name) for name in _DEVICES]
+        code = {path.name: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
+        cache = _read_if_any("/etc/ld.so.cache")
+        step = "become the cell's user"
+        if is_root:
+            os.setgroups([])
+        os.setresgid(CELL_UID, CELL_UID, CELL_UID)
+        os.setresuid(CELL_UID, CELL_UID, CELL_UID)
+        linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
+        step = "build the root"
+        proc = _build_root(sources, devices, code, cache)
+        step = "execute the zygote"
+        linux.set_no_new_privs()
+        linux.keep_capabilities_over_exec([_CAP_SYS_ADMIN])
+        null = os.open("/dev/null", os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        control_copy = os.dup(control.fileno())
+        os.set_inheritable(control_copy, True)
+        if proc >= 0:
+            os.set_inheritable(proc, True)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        starter = (
+            f"import sys; sys.path.insert(0, {_CODE!r}); from {_PACKAGE}.zygote import main; "
+            f"sys.path[:] = [p for p in sys.path if p != {_CODE!r}] + [{_SITE!r}]; main({control_copy}, {proc})"
+        )
+        arguments = [layout.interpreter, "-s", "-S", "-P", "-X", "utf8", "-c", starter]
+        environment = dict(_ENVIRONMENT)
+        if layout.prefix != "/usr":
+            environment["LD_LIBRARY_PATH"] = f"{_PYTHON}/lib"
+        _close_others({control_copy, proc, error_write})
+        os.execve(layout.interpreter, arguments, environment)
+    except BaseException as error:  # noqa: BLE001 - the one way out of this child: tell the monitor
+        os.write(error_write, f"cannot {step}: {type(error).__name__}: {error}".encode())
+    os._exit(1)
+
+
+def _read_if_any(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return None
+
+
+def _close_others(keep: set[int]) -> None:
+    low = 3
+    for descriptor in sorted(d for d in keep if d >= 3):
+        os.closerange(low, descriptor)
+        low = descriptor + 1
+    os.closerange(low, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _build_root(
+    sources: list[tuple[int, str]],
+    devices: list[tuple[int, str]],
+    code: dict[str, bytes],
+    cache: bytes | None,
+) -> int:
+    """Mount the root, enter it, detach the old one; return a descriptor of the cell's /proc or -1."""
+    base = "/tmp"  # noqa: S108 - any directory: the mount covers it in this namespace only
+    linux.mount(b"none", b"/", None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount(b"root", base.encode(), b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, b"size=2m,mode=0755")
+    for directory in ("tmp", "dev", "etc", "proc", "usr/bin", "opt", f"{_CODE}/{_PACKAGE}".strip("/")):
+        os.makedirs(f"{base}/{directory}", exist_ok=True)
+    for link in ("/lib", "/lib64"):
+        if os.path.islink(link):
+            os.symlink(os.readlink(link), base + link)
+    for name, text in code.items():
+        Path(f"{base}{_CODE}/{_PACKAGE}/{name}").write_bytes(text)
+    _write_etc(Path(f"{base}/etc"), cache)
+    for descriptor, target in sources:
+        _bind(descriptor, base + target)
+        linux.set_mount_read_only((base + target).encode())
+    for descriptor, name in devices:
+        _bind(descriptor, f"{base}/dev/{name}")
+    os.symlink(CELL_HOME, f"{base}/dev/shm")
+    proc = _private_proc(f"{base}/proc")
+    os.chdir(base)
+    linux.pivot_root(b".", b".")
+    linux.umount(b".", linux.MOUNT_DETACH)
+    os.chdir("/")
+    # not recursive: the device nodes need a mount without nodev
+    linux.mount(
+        b"none", b"/", None,
+        linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV,
+    )  # fmt: skip
+    return proc
+
+
+def _bind(descriptor: int, target: str) -> None:
+    source = f"/proc/self/fd/{descriptor}"
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        Path(target).touch()
+    linux.mount(source.encode(), target.encode(), None, linux.MS_BIND | linux.MS_REC)
+
+
+def _write_etc(etc: Path, cache: bytes | None) -> None:
+    (etc / "passwd").write_text(f"sandbox:x:{CELL_UID}:{CELL_UID}:sandbox:{CELL_HOME}:/bin/false\n")
+    (etc / "group").write_text(f"sandbox:x:{CELL_UID}:\n")
+    (etc / "hosts").write_text("127.0.0.1 localhost\n")
+    if cache is not None:
+        (etc / "ld.so.cache").write_bytes(cache)
+
+
+def _private_proc(target: str) -> int:
+    """Return a descriptor of a procfs no path leads to, or -1 where it may not be mounted.
+
+    The zygote reads from it how long a program waited for a CPU and how large its own address space is.
+    """
+    try:
+        linux.mount(b"proc", target.encode(), b"proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    except OSError:
+        return -1
+    descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    linux.umount(target.encode(), linux.MOUNT_DETACH)
+    return descriptor
+
+
+Launcher = Callable[[Layout, socket.socket], int]

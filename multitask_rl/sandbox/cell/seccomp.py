@@ -1,0 +1,136 @@
+"""The system call filter: an allow list, searched as a tree, in two stages.
+
+Stage one is installed once, in the zygote, and inherited by every program: it allows what programs and the
+zygote itself need. Stage two is short because every program pays for loading it: it takes away what only the
+zygote needs. Loading costs the kernel one run of the filter per system call number, hence the tree.
+Source of the numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+from .linux import syscall
+
+__all__ = ["install", "program_filter", "zygote_filter"]
+
+_ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
+_EPERM, _ENOSYS, _ENOTTY = 0x00050001, 0x00050026, 0x00050019
+_LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _ARGUMENT_AT = 0, 4, 16
+_ARCH_X86_64, _X32_BIT = 0xC000003E, 0x40000000
+_CLONE_THREAD = 0x00010000
+_SET_MODE_FILTER = 1
+_LAST_KNOWN = 462
+
+_FILES = [
+    *range(0, 9), *range(17, 23), 32, 33, 40, *range(74, 94), 94, 95, 137, 138, 187,
+    191, 192, 193, 194, 195, 196, 217, 221, 235, 257, 258, *range(260, 270), 275, 276, 277, 280, 285, 295, 296,
+    316, 326, 327, 328, 332, 436, 437, 439, 452,
+]  # fmt: skip
+_MEMORY = [9, 10, 11, 12, 25, 26, 27, 28, 324]
+_SIGNALS = [13, 14, 15, 34, 62, 127, 128, 130, 131, 200, 234]
+_TIME = [35, 36, 37, 38, 96, 100, 201, 228, 229, 230, 283, 286, 287]
+_PROCESS = [
+    24, 39, 60, 61, 63, 97, 98, 99, 102, 104, 107, 108, 110, 111, 112, 115, 118, 120, 121, 124, 125, 126, 140,
+    143, 145, 146, 147, 148, 157, 158, 160, 186, 202, 204, 218, 219, 231, 247, 273, 274, 302, 309, 318, 334, 449,
+]  # fmt: skip
+_WAITING = [7, 23, 213, 232, 233, 270, 271, 281, 284, 290, 291, 292, 293, 441]
+# no socket(): a pair is connected to itself only (asyncio needs one)
+_SOCKET_PAIRS = [44, 45, 46, 47, 48, 51, 52, 53, 54, 55]
+_ALLOWED = sorted({*_FILES, *_MEMORY, *_SIGNALS, *_TIME, *_PROCESS, *_WAITING, *_SOCKET_PAIRS})
+_CLONE, _CLONE3, _IOCTL, _FCNTL = 56, 435, 16, 72
+_MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_OPEN, _PIDFD_SEND_SIGNAL = 165, 166, 317, 434, 424
+_ZYGOTE_ONLY = [_MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNAL, _PIDFD_OPEN]
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: nothing that pushes input or changes a file's flags
+_IOCTL_COMMANDS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
+# duplicate, descriptor and status flags, POSIX and OFD locks, pipe sizes, get seals; no leases, no signals
+_FCNTL_COMMANDS = [0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034]
+
+Instruction = tuple[int, int, int, int]
+
+
+def _ret(action: int) -> Instruction:
+    return (_RETURN, 0, 0, action)
+
+
+def _argument_in(position: int, values: Sequence[int], otherwise: int) -> list[Instruction]:
+    """Allow when argument ``position`` is one of ``values`` (its low half; the kernel reads no more)."""
+    tests = [(_JUMP_EQ, len(values) - i, 0, value) for i, value in enumerate(values)]
+    return [(_LOAD, 0, 0, _ARGUMENT_AT + 8 * position), *tests, _ret(otherwise), _ret(_ALLOW)]
+
+
+def _tree(leaves: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
+    """Return the search for the last leaf whose first number is <= the one loaded."""
+    if len(leaves) == 1:
+        return leaves[0][1]
+    middle = len(leaves) // 2
+    low, high = _tree(leaves[:middle]), _tree(leaves[middle:])
+    if len(low) > 255:
+        raise AssertionError("the filter outgrew the 8-bit jumps of BPF")
+    return [(_JUMP_GE, len(low), 0, leaves[middle][0]), *low, *high]
+
+
+def _assemble(instructions: Sequence[Instruction]) -> bytes:
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
+
+
+def zygote_filter() -> bytes:
+    """Return stage one: what programs and the zygote may call; everything else fails with EPERM."""
+    special: dict[int, list[Instruction]] = {
+        _IOCTL: _argument_in(1, _IOCTL_COMMANDS, _ENOTTY),
+        _FCNTL: _argument_in(1, _FCNTL_COMMANDS, _EPERM),
+        _CLONE3: [
+            _ret(_ENOSYS)
+        ],  # its flags are in memory, out of a filter's sight; glibc falls back to clone
+    }
+    allowed = {*_ALLOWED, *_ZYGOTE_ONLY, _CLONE}
+    leaves: list[tuple[int, list[Instruction]]] = []
+    for number in range(_LAST_KNOWN + 1):
+        body = special.get(number) or [_ret(_ALLOW if number in allowed else _EPERM)]
+        if not leaves or leaves[-1][1] != body:
+            leaves.append((number, body))
+    leaves.append((_LAST_KNOWN + 1, [_ret(_ENOSYS)]))  # a newer call: let the C library try the older way
+    return _assemble(
+        [
+            (_LOAD, 0, 0, _ARCH_AT),
+            (_JUMP_EQ, 1, 0, _ARCH_X86_64),
+            _ret(_KILL_PROCESS),
+            (_LOAD, 0, 0, _NUMBER_AT),
+            (_JUMP_GE, 0, 1, _X32_BIT),
+            _ret(_KILL_PROCESS),
+            *_tree(leaves),
+        ]
+    )
+
+
+def program_filter(own_pid: int | None = None) -> bytes:
+    """Return stage two: no new process, no mount, no further filter.
+
+    Args:
+        own_pid: without a pid namespace, the one process that signals and limits may name.
+    """
+    body: list[Instruction] = [(_LOAD, 0, 0, _NUMBER_AT)]
+    denied = [*_ZYGOTE_ONLY]
+    confined = [] if own_pid is None else [62, 234, 302, 200]
+    # layout: tests | allow | deny | clone check [| pid check]
+    count = 1 + len(denied) + len(confined)
+    allow_at = len(body) + count
+    deny_at, clone_at, pid_at = allow_at + 1, allow_at + 2, allow_at + 6
+    targets = [(_CLONE, clone_at), *[(n, deny_at) for n in denied], *[(n, pid_at) for n in confined]]
+    for number, target in targets:
+        body.append((_JUMP_EQ, target - len(body) - 1, 0, number))
+    body += [_ret(_ALLOW), _ret(_EPERM)]
+    body += [(_LOAD, 0, 0, _ARGUMENT_AT), (_JUMP_SET, 1, 0, _CLONE_THREAD), _ret(_EPERM), _ret(_ALLOW)]
+    if own_pid is not None:
+        body += _argument_in(0, [0, own_pid], _EPERM)
+    return _assemble(body)
+
+
+def install(code: bytes) -> None:
+    """Install a filter for this process and all it starts; needs ``no_new_privs`` or CAP_SYS_ADMIN."""
+    block = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block))
+    syscall(_SECCOMP, _SET_MODE_FILTER, 0, program)

@@ -1,0 +1,58 @@
+"""Opening a sandbox by name, and the one instance that all rewards of a process share."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import Any
+
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import SANDBOXES, load_plugin
+from multitask_rl.sandbox.base import Sandbox
+
+__all__ = ["open_sandbox", "shared_sandbox"]
+
+_lock = threading.Lock()
+_shared: dict[int, Sandbox] = {}
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
+
+
+def open_sandbox(name: str = "namespaces", **config: Any) -> Sandbox:
+    """Return the sandbox behind the entry point ``name`` of the group ``multitask_rl.sandboxes``.
+
+    Raises:
+        PluginError: no such sandbox is installed.
+        ConfigError: it does not take these settings.
+        SandboxError: it cannot run on this machine.
+    """
+    factory = load_plugin(SANDBOXES, name, expects=("run", "submit", "map", "close"))
+    try:
+        sandbox: Sandbox = factory(**config)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sandbox {name!r} refuses its settings {config!r}: {error}") from error
+    return sandbox
+
+
+def shared_sandbox() -> Sandbox:
+    """Return the built-in sandbox of this process, opened when first asked for and closed at exit.
+
+    Any number of threads may use it at once. A forked child gets its own.
+
+    Raises:
+        SandboxError: this machine cannot run it.
+    """
+    with _lock:
+        owner = os.getpid()
+        sandbox = _shared.get(owner)
+        if sandbox is None:
+            sandbox = open_sandbox(workers=max(1, min(8, os.cpu_count() or 1)))
+            _shared.clear()
+            _shared[owner] = sandbox
+            atexit.register(_close, owner)
+        return sandbox
+
+
+def _close(owner: int) -> None:
+    if os.getpid() == owner and (sandbox := _shared.pop(owner, None)) is not None:
+        sandbox.close()
