@@ -50,7 +50,7 @@ clean:
 
 .venv/.installed-demo: .venv/bin/python requirements/demo.txt pyproject.toml
 	$(PIP) --no-deps -r requirements/demo.txt
-	$(PIP) --no-deps -e .
+	$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'import torch' || { \
 	  echo "error: torch was installed but cannot be imported. This happens where pip finds only a CUDA build, which"; \
 	  echo "needs further packages. Point pip at an index with CPU builds, or run: $(BIN)/pip install torch==2.13.0"; \

@@ -23,8 +23,8 @@ _OWN_TABLE = ("kl",)
 _INTRODUCTION = """\
 # Configuration
 
-Written by `make docs` from the dataclasses; change those, not this page. YAML files and the command line override
-the defaults given here, nothing else holds one:
+Written by `make docs` from the dataclasses; change those, not this page. YAML files and the command line
+override the defaults given here, nothing else holds one:
 
     multitask-rl train --config-dir configs +experiment=demo batch.group_size=4 tasks.math.weight=2
 """
@@ -79,11 +79,14 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return f"`{field.default!r}`"
     if field.default_factory is dataclasses.MISSING:
         return "required"
-    return "see below" if _is_section(field) else f"`{field.default_factory()!r}`"
+    return (
+        "see below" if dataclasses.is_dataclass(field.default_factory) else f"`{field.default_factory()!r}`"
+    )
 
 
 def _is_section(field: dataclasses.Field[Any]) -> bool:
-    return dataclasses.is_dataclass(field.default_factory) and field.name not in _OWN_TABLE
+    default: Any = field.default_factory
+    return dataclasses.is_dataclass(default) and field.name not in _OWN_TABLE
 
 
 def _summary(cls: Any) -> str:

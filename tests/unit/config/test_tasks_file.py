@@ -125,7 +125,7 @@ OK = "rewards: [math_answer]"
         (f"tasks:\n  a.b: {{{OK}}}\n", ["tasks.yaml:2", "'a.b'", "letters"]),
         (f"tasks:\n  1: {{{OK}}}\n", ["tasks.yaml:2", "must be text", "quotes"]),
         (f"tasks:\n  - {{{OK}}}\n", ["tasks.yaml:2", "'name'"]),
-        (f"tasks:\n  m:\n    type: gpro\n    {OK}\n", ["tasks.yaml:3", "tasks.m.type", "'grpo'", "ppo"]),
+        (f"tasks:\n  m:\n    type: grpoo\n    {OK}\n", ["tasks.yaml:3", "tasks.m.type", "'grpo'", "ppo"]),
         (
             "tasks:\n  m:\n    rewards:\n      - math_anwser\n",
             ["tasks.yaml:4", "rewards[0]", "'math_answer'", "rm_hf"],

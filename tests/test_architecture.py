@@ -1,0 +1,200 @@
+"""The walls of the house, held by reading every import: layers, adapters of heavy libraries, no cycles."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import multitask_rl
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "multitask_rl": ROOT / "multitask_rl",
+    "multitask_rl_tasks": ROOT / "tasks" / "multitask_rl_tasks",
+    "multitask_rl_rewards": ROOT / "rewards" / "multitask_rl_rewards",
+}
+
+LAYERS = [
+    {"errors", "records", "seeding"},
+    {"config.located_yaml", "config.build", "config.template", "config.run", "config.task"},
+    {"contracts", "plugins", "config", "algorithms", "intervals"},
+    {"data", "rollout", "scoring", "training", "tracking", "curriculum", "guard", "sandbox"},
+    {"trainer", "flow", "stages", "comparison", "testing"},
+    {"cli"},
+]
+"""Lowest first; a name covers the modules below it. Modules not named here belong to orchestration."""
+
+ADAPTERS = {
+    "vllm": {"rollout/vllm"},
+    "ray": {"executor"},
+    "mlflow": {"tracking/mlflow", "tracking/reading", "comparison"},
+    "hydra": {"cli/train"},
+    "omegaconf": {"cli/train"},
+    "peft": {"training/lora"},
+    "evaluate": {"scoring/foreign"},
+    "codebleu": set(),
+    "deepspeed": {"training"},
+}
+"""Library -> where in core it may be imported (bundled plugins may import what they adapt)."""
+
+MAX_LINES = 400
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    root = PACKAGES[package]
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(path: Path, *, with_functions: bool = True) -> Iterator[tuple[str, bool]]:
+    """Yield the absolute module names that a file imports, and whether inside a function."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            skipped |= {id(inner) for inner in ast.walk(node)}
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped or (id(node) in inside and not with_functions):
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in inside
+        elif isinstance(node, ast.ImportFrom):
+            yield _absolute(node, path), id(node) in inside
+
+
+def _absolute(node: ast.ImportFrom, path: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    root = next(root for root in PACKAGES.values() if path.is_relative_to(root))
+    package = path.relative_to(root.parent).parent.parts[
+        : len(path.relative_to(root.parent).parts) - node.level
+    ]
+    return ".".join((*package, *filter(None, [node.module])))
+
+
+def layer(module: str) -> int:
+    names = module.split(".")
+    for end in range(len(names), 0, -1):
+        for index, members in enumerate(LAYERS):
+            if ".".join(names[:end]) in members:
+                return index
+    return 4
+
+
+def test_imports_go_down_the_layers_only() -> None:
+    wrong = []
+    for module, path in modules("multitask_rl"):
+        if not module:
+            continue
+        for target, late in imports(path):
+            below = target.removeprefix("multitask_rl.")
+            if late or below == target:
+                continue
+            if layer(below) > layer(module):
+                wrong.append(f"{module} (layer {layer(module)}) imports {below} (layer {layer(below)})")
+    assert wrong == []
+
+
+def test_there_are_no_cycles() -> None:
+    graph: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        names = {f"{package}.{m}" if m else package: p for m, p in modules(package)}
+        for name, path in names.items():
+            found = {
+                target
+                for target, _ in imports(path, with_functions=False)
+                if target.split(".")[0] in PACKAGES
+            }
+            graph[name] = found - {name}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for target in graph.get(name, set()):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_core_does_not_know_the_bundled_plugins() -> None:
+    for module, path in modules("multitask_rl"):
+        for target, _ in imports(path):
+            assert target.split(".")[0] not in ("multitask_rl_tasks", "multitask_rl_rewards"), module
+
+
+def test_rewards_know_neither_tasks_nor_the_trainer() -> None:
+    for module, path in modules("multitask_rl_rewards"):
+        for target, _ in imports(path):
+            assert not target.startswith(
+                ("multitask_rl_tasks", "multitask_rl.trainer", "multitask_rl.training")
+            ), module
+
+
+@pytest.mark.parametrize("library", sorted(ADAPTERS))
+def test_heavy_library_is_imported_in_its_adapter_only(library: str) -> None:
+    for module, path in modules("multitask_rl"):
+        place = module.replace(".", "/")
+        if any(target.split(".")[0] == library for target, _ in imports(path)):
+            assert any(place.startswith(home) for home in ADAPTERS[library]), f"{module} imports {library}"
+
+
+def test_modules_are_short_enough_to_read() -> None:
+    long = {
+        f"{package}.{module}": count
+        for package in PACKAGES
+        for module, path in modules(package)
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+    }
+    assert long == {}
+
+
+def test_importing_the_package_loads_nothing_heavy_and_is_quick() -> None:
+    code = (
+        "import sys; {}; heavy = {{'torch', 'ray', 'vllm', 'mlflow', 'transformers', 'datasets', 'numpy'}};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+
+    def seconds(statement: str) -> float:
+        timed = f"import time; b = time.perf_counter(); {statement}; print(time.perf_counter() - b)"
+        run = [sys.executable, "-c", timed]
+        return median(
+            float(subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+            for _ in range(3)
+        )
+
+    subprocess.run([sys.executable, "-c", code.format("import multitask_rl")], check=True, cwd=ROOT)
+    assert seconds("import multitask_rl") - seconds("pass") < 0.15
+
+
+def test_public_names_are_listed_and_load() -> None:
+    for name in multitask_rl.__all__:
+        assert getattr(multitask_rl, name) is not None
+    assert set(multitask_rl.__all__) <= set(dir(multitask_rl))
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        _ = multitask_rl.Trainr  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_every_name_in_all_exists(package: str) -> None:
+    for module, path in modules(package):
+        if "__all__" not in path.read_text(encoding="utf-8") or module.endswith("vllm"):
+            continue
+        loaded = importlib.import_module(f"{package}.{module}" if module else package)
+        for name in loaded.__all__:
+            assert hasattr(loaded, name), f"{module}.{name}"

@@ -1,0 +1,69 @@
+"""Every file in configs/ works, and the configuration page says what the dataclasses say."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from multitask_rl.cli.train import compose_and_run
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.tasks_file import load_tasks
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/*.yaml"))
+TASKS_FILES = sorted(
+    path
+    for path in CONFIGS.rglob("*.yaml")
+    if "tasks" in (yaml.safe_load(path.read_text()) or {}) and path.parent == CONFIGS
+)
+
+
+@pytest.mark.parametrize("path", TASKS_FILES, ids=lambda path: path.name)
+def test_tasks_file_loads(path: Path) -> None:
+    assert load_tasks(path)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_composes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[RunConfig] = []
+    compose_and_run(
+        ["--config-dir", str(CONFIGS), f"+experiment={name}", f"hydra.run.dir={tmp_path}"],
+        "train",
+        seen.append,
+    )
+    assert type(seen[0]) is RunConfig
+    assert seen[0] != RunConfig()
+
+
+def configuration_page() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "write_configuration", ROOT / "docs" / "write_configuration.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_configuration_page_is_up_to_date() -> None:
+    page = configuration_page()
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run `make docs`"
+
+
+def test_every_key_has_a_meaning() -> None:
+    page = configuration_page()
+    pending: list[Any] = [RunConfig]
+    while pending:
+        cls = pending.pop()
+        meanings = page._meanings(cls)
+        for field in dataclasses.fields(cls):
+            if dataclasses.is_dataclass(field.default_factory):
+                pending.append(field.default_factory)
+            else:
+                assert meanings.get(field.name), f"{cls.__name__}.{field.name}"

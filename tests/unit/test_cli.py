@@ -1,0 +1,224 @@
+"""The command line as a user meets it: exit codes, messages, speed, composition of the configuration."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multitask_rl.cli import main
+from multitask_rl.cli.train import compose_and_run, config_keys
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import GuardStop, TrainingError
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = str(ROOT / "configs" / "reference_tasks.yaml")
+
+TASKS = """
+tasks:
+  math:
+    dataset: math.jsonl
+    prompt: "Q: {prompt}"
+    rewards: [{plugin: math_answer}]
+  words:
+    dataset: math.jsonl
+    weight: 3
+    rewards: [exact_match]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": str(i), "prompt": f"{i}+1=", "reference": str(i + 1)} for i in range(50)]
+    (tmp_path / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks.yaml").write_text(TASKS)
+    return tmp_path
+
+
+def compose(arguments: list[str]) -> RunConfig:
+    seen: list[RunConfig] = []
+    assert compose_and_run(arguments, "train", seen.append) == 0
+    return seen[-1]
+
+
+def test_help_lists_every_command_and_costs_nothing() -> None:
+    def seconds(*arguments: str) -> float:
+        code = (
+            "import time; begin = time.perf_counter(); import sys; from multitask_rl.cli import main;"
+            "main(sys.argv[1:]); print(time.perf_counter() - begin, file=sys.stderr);"
+            "heavy = {'torch', 'ray', 'vllm', 'mlflow', 'transformers', 'hydra', 'datasets'} & set(sys.modules);"
+            "assert not heavy, heavy"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        for command in "train eval tasks plugins compare report rescore sandbox doctor".split():
+            assert f"  {command}" in done.stdout
+        return float(done.stderr.splitlines()[-1])
+
+    assert sorted(seconds("--help") for _ in range(3))[1] < 0.3
+
+
+def test_no_command_and_unknown_command_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["trian"]) == 2
+    assert "did you mean 'train'" in capsys.readouterr().err
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("multitask-rl 0.")
+
+
+def test_reference_file_validates_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "validate", REFERENCE]) == 0
+    told = capsys.readouterr().out
+    assert "3 tasks are valid" in told
+    assert "fact_checking: constrained_decoding; no data set here" in told
+
+
+def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "validate", "tasks.yaml", "tasks.words.weight=5"]) == 0
+    told = capsys.readouterr().out
+    assert "2 tasks are valid" in told
+    assert "training rows" in told
+    assert main(["tasks", "validate", "tasks.yaml", "weight=5"]) == 2
+    assert "expected tasks.NAME.KEY=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("tasks.math.prompt='{question}'", ["lacks question", "prompt, reference"]),
+        ("tasks.math.algorithm_config={clip_hihg: 1}", ["algorithm_config", "clip_hihg", "clip_high"]),
+        ("tasks.math.rewards=[{plugin: math_answer, config: {nope: 1}}]", ["rewards[0].config", "nope"]),
+        ("tasks.math.weight=-1", ["override: tasks.math.weight", ">= 0"]),
+        ("tasks.math.dataset=gone.jsonl", ["gone.jsonl", "does not exist"]),
+    ],
+)
+def test_validate_finds_what_a_run_would_trip_over(
+    here: Path, capsys: pytest.CaptureFixture[str], override: str, parts: list[str]
+) -> None:
+    assert main(["tasks", "validate", "tasks.yaml", override]) == 2
+    told = capsys.readouterr().err
+    assert [part for part in parts if part not in told] == [], told
+    assert told.count("\n") == 1
+
+
+def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "validate", "absent.yaml", "--debug"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in told
+    assert "error: absent.yaml" in told
+
+
+def test_show_prints_shares_and_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "show", "tasks.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert "0.500" in told
+    assert "exact_match x 1" in told
+    assert main(["tasks", "show", "tasks.yaml", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["words"]["weight"] == 3.0
+    assert shown["math"]["kl"]["estimator"] == "k3"
+
+
+def test_overrides_and_experiments_become_dataclasses(here: Path) -> None:
+    experiment = here / "configs" / "experiment"
+    experiment.mkdir(parents=True)
+    (experiment / "small.yaml").write_text("# @package _global_\nmax_steps: 7\nbatch: {group_size: 4}\n")
+    config = compose(
+        [
+            "+experiment=small",
+            "--config-dir",
+            "configs",
+            "batch.group_size=2",
+            "tasks.math.weight=2",
+            "model.lora.rank=4",
+        ]
+    )
+    assert type(config) is RunConfig
+    assert (config.max_steps, config.batch.group_size, config.model.lora.rank) == (7, 2, 4)
+    assert config.tasks == {"math": {"weight": 2}}
+    assert (here / "runs" / "default" / ".hydra" / "overrides.yaml").is_file()
+
+
+def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Path) -> None:
+    seen: list[RunConfig] = []
+
+    def action(config: RunConfig) -> None:
+        seen.append(config)
+        if config.seed == 0:
+            raise TrainingError("seed 0 diverged")
+
+    with pytest.raises(TrainingError, match="seed 0 diverged"):
+        compose_and_run(["--multirun", "seed=0,1"], "train", action)
+    assert [config.seed for config in seen] == [0, 1]
+    assert len({config.output_dir for config in seen}) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["modle.name_or_path=x"], ["'modle'", "did you mean 'model'"]),
+        (["model.nam=x"], ["'nam'", "did you mean 'name_or_path'"]),
+        (["max_steps=many"], ["max_steps=many", "Integer"]),
+        (["max_steps=0"], ["max_steps must be >= 1"]),
+        (["executor=cloud"], ["executor", "local, ray"]),
+        (["+experiment=none"], ["no key or group 'experiment'", "--config-dir"]),
+        (["--config-dir", "nowhere"], ["nowhere", "not found"]),
+        (["tasks.math"], ["tasks.math"]),
+        (["output_dir=/proc/run"], ["output directory", "/proc/run"]),
+        (["output_dir=o"], ["tasks_file=path"]),
+        (["tasks_file=absent.yaml"], ["absent.yaml"]),
+    ],
+)
+def test_bad_configuration_is_one_paragraph_and_exit_code_2(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert [part for part in parts if part not in told] == [], told
+    assert told.count("\n") == 1, told
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TrainingError("loss is nan"), 1), (GuardStop("stopped"), 3), (ZeroDivisionError("x"), 1)],
+)
+def test_exit_code_says_how_it_ended(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    def fails(config: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("multitask_rl.cli.train._train", fails)
+    assert main(["train"]) == code
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_there_are_fewer_than_80_keys() -> None:
+    assert len(config_keys()) < 80
+
+
+def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    told = capsys.readouterr().out
+    assert "ok       torch" in told
+    assert "devices" in told
+
+
+def test_console_script_is_installed() -> None:
+    script = Path(sys.executable).with_name("multitask-rl")
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert done.stdout.startswith("multitask-rl ")

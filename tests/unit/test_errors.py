@@ -1,0 +1,36 @@
+"""The error tree: survives pickling, keeps its exit codes."""
+
+import pickle
+
+import pytest
+
+from multitask_rl import errors
+from multitask_rl.errors import MultitaskRLError
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_error_survives_a_process_boundary(cls: type[MultitaskRLError]) -> None:
+    again = pickle.loads(pickle.dumps(cls("what, where, what to do")))
+    assert type(again) is cls
+    assert str(again) == "what, where, what to do"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_error_belongs_to_the_tree_and_has_an_exit_code(cls: type[MultitaskRLError]) -> None:
+    assert issubclass(cls, MultitaskRLError)
+    assert cls.exit_code in (1, 2, 3)
+
+
+def test_exit_codes_are_those_of_the_command_line() -> None:
+    codes = {cls.__name__: cls.exit_code for cls in CLASSES}
+    assert codes["GuardStop"] == 3
+    assert {codes[n] for n in ("ConfigError", "PluginError", "DataError", "MissingExtraError")} == {2}
+    assert codes["TrainingError"] == 1
+
+
+def test_errors_can_be_caught_as_their_builtin_kind() -> None:
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.PluginError, LookupError)
+    assert issubclass(errors.MissingExtraError, ImportError)
