@@ -33,13 +33,13 @@ class StepHistory:
         self._entries: dict[str, deque[_Entry]] = {}
 
     def record(self, step: int, stats: Mapping[str, TaskStats]) -> None:
-        """Add one step."""
+        """Add the step made from the weights of ``step``."""
         for task, seen in stats.items():
             entry = _Entry(step=step, updates=float(seen.num_informative), reward=seen.reward_mean)
             self._entries.setdefault(task, deque(maxlen=self._max_steps)).append(entry)
 
     def find_culprit(self, victim: str, since: int) -> str:
-        """Return the task held to have caused the fall of ``victim`` in the steps after ``since``.
+        """Return the task held to have caused the fall of ``victim`` in the steps from ``since`` on.
 
         If the victim's own training reward rose meanwhile, it was trained *into* the fall (its reward is
         hacked, flipped or corrupt) and is its own culprit. Else it is the task that gave the most groups
@@ -49,7 +49,7 @@ class StepHistory:
         if self._is_rising(victim, since):
             return victim
         updates = {
-            task: math.fsum(entry.updates for entry in entries if entry.step > since)
+            task: math.fsum(entry.updates for entry in entries if entry.step >= since)
             for task, entries in self._entries.items()
         }
         others = {task: n for task, n in updates.items() if task != victim and n > 0.0} or {
@@ -70,9 +70,9 @@ class StepHistory:
         return fmean(last) - fmean(first) > _RISING_Z * error
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after ``step``: they are undone."""
+        """Forget what happened after the weights of ``step``: it is undone."""
         for task, entries in self._entries.items():
-            kept = (entry for entry in entries if entry.step <= step)
+            kept = (entry for entry in entries if entry.step < step)
             self._entries[task] = deque(kept, maxlen=self._max_steps)
 
     def state_dict(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class SafetyGuard:
         self._judged_good = False
 
     def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:
-        """Note what a training step was made of; lets the guard name the likely cause of a fall."""
+        """Note what the step from the weights of ``step`` was made of, to name the cause of a fall."""
         self._history.record(step, stats)
 
     def observe(

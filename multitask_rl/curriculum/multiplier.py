@@ -1,0 +1,165 @@
+"""The Lagrange multiplier of a task's constraint: how much a unit of cost weighs against a unit of reward.
+
+``max J_R  s.t.  J_C <= limit`` becomes ``A = (A_R - lambda * A_C) / (1 + lambda)``: advantages are combined,
+not rewards. Inside a group normalised by its own standard deviation ``r - lambda * c`` reaches the update
+only through the sign of ``1 - lambda``, a switch instead of a dial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from multitask_rl.records import Event
+
+__all__ = ["LagrangeMultiplier", "LagrangeMultiplierConfig"]
+
+_MODES = ("pid", "log")
+_REPORTED_LOG_RATIO = math.log(1.2)
+
+
+@dataclass(kw_only=True, slots=True)
+class LagrangeMultiplierConfig:
+    """Settings of the controller."""
+
+    mode: str = "pid"
+    """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
+    setpoint: float = 0.6
+    """Part of the limit the controller aims at, in (0, 1]. It holds the mean at its aim, so the upper
+    confidence bound that is tested against the limit lies above it."""
+    smoothing: float = 0.2
+    """Gain of the moving average of the cost, in (0, 1]."""
+    max_value: float = 10.0
+    """Bound of lambda, > 0."""
+    proportional: float = 2.0
+    """``pid``: factor of the present excess."""
+    integral: float = 0.05
+    """``pid``: factor of the summed excess, per step."""
+    derivative: float = 2.0
+    """``pid``: factor of the rise of the smoothed cost; a fall is not answered."""
+    log_rate: float = 0.5
+    """``log``: change of log lambda per unit of excess and step, > 0."""
+    initial_value: float = 0.01
+    """``log``: lambda at the start; below it lambda counts as 0. > 0."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if self.mode not in _MODES:
+            raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(_MODES)}")
+        for name in ("setpoint", "smoothing"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        for name in ("max_value", "log_rate", "initial_value"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        if min(self.proportional, self.integral, self.derivative) < 0.0:
+            raise ValueError("proportional, integral and derivative must be >= 0")
+
+
+class LagrangeMultiplier:
+    """Raise lambda while the mean cost is above its aim, lower it below; always in [0, max_value].
+
+    With ``e = smoothed cost - setpoint * limit``:
+
+    - ``pid``: ``I <- clip(I + K_I * e)``, ``lambda = clip(K_P * e + I + K_D * (smoothed cost's rise)^+)``.
+      Source: Stooke, Achiam, Abbeel, "Responsive Safety in Reinforcement Learning by PID Lagrangian Methods"
+      (arXiv:2007.03964), Algorithm 2; the proportional term damps the overshoot of the integral alone.
+    - ``log``: ``log lambda <- clip(log lambda + rate * e)``. Source: Dai et al., "Safe RLHF"
+      (arXiv:2310.12773), section 3.2.
+
+    Costs of 0 from the start keep lambda at exactly 0: the run is the unconstrained one. A limit of 0 can
+    only be approached: lambda never falls.
+
+    Args:
+        limit: allowed mean cost, in [0, 1].
+        config: default: ``LagrangeMultiplierConfig()``.
+    """
+
+    Config: ClassVar[type[LagrangeMultiplierConfig]] = LagrangeMultiplierConfig
+
+    def __init__(self, limit: float, config: LagrangeMultiplierConfig | None = None) -> None:
+        if not 0.0 <= limit <= 1.0:
+            raise ValueError(f"the limit of a mean cost must be in [0, 1], got {limit!r}")
+        self.limit = limit
+        self.config = config or LagrangeMultiplierConfig()
+        self._average: float | None = None
+        self._integral = 0.0
+        self._log_value = math.log(self.config.initial_value)
+        self._value = 0.0
+        self._reported = 0.0
+
+    @property
+    def value(self) -> float:
+        """lambda, >= 0."""
+        return self._value
+
+    def update(self, mean_cost: float, step: int) -> list[Event]:
+        """Learn from one step; ``value`` is the new lambda. Larger changes are returned as events.
+
+        Args:
+            mean_cost: mean cost of the step's rollouts, in [0, 1]; NaN (none was judged) changes nothing.
+            step: the step it is of.
+        """
+        if not math.isfinite(mean_cost):
+            return []
+        before = self._average
+        average = mean_cost if before is None else before + self.config.smoothing * (mean_cost - before)
+        self._average = average
+        excess = average - self.config.setpoint * self.limit
+        rise = 0.0 if before is None else max(0.0, average - before)
+        self._value = self._pid(excess, rise) if self.config.mode == "pid" else self._log(excess)
+        return self._report(step)
+
+    def _pid(self, excess: float, rise: float) -> float:
+        config = self.config
+        self._integral = self._clip(self._integral + config.integral * excess)
+        return self._clip(config.proportional * excess + self._integral + config.derivative * rise)
+
+    def _log(self, excess: float) -> float:
+        low, high = math.log(self.config.initial_value), math.log(self.config.max_value)
+        self._log_value = min(high, max(low, self._log_value + self.config.log_rate * excess))
+        return self._clip(math.exp(self._log_value)) if self._log_value > low else 0.0
+
+    def _report(self, step: int) -> list[Event]:
+        """Return an event when the part of the reward in the update, 1 / (1 + lambda), moved by a fifth."""
+        old, new = self._reported, self._value
+        at_bound = new >= self.config.max_value > old
+        if not at_bound and abs(math.log((1.0 + new) / (1.0 + old))) < _REPORTED_LOG_RATIO:
+            return []
+        self._reported = new
+        reason = (
+            f"multiplier {old:.2f} -> {new:.2f}: mean cost {self._average:.3f}, limit {self.limit:g}, aim "
+            f"{self.config.setpoint * self.limit:.3f}"
+        )
+        if at_bound:
+            reason += "; it is at its bound, the limit may be out of reach"
+        data = {"from": old, "to": new, "cost_average": self._average, "limit": self.limit}
+        kind = "alarm" if at_bound else "multiplier"
+        return [Event(step=step, source="multiplier", kind=kind, reason=reason, data=data)]
+
+    def _clip(self, value: float) -> float:
+        return min(self.config.max_value, max(0.0, value))
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``multiplier`` and ``cost_average``."""
+        return {"multiplier": self._value, "cost_average": self._average or 0.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {
+            "average": self._average,
+            "integral": self._integral,
+            "log_value": self._log_value,
+            "value": self._value,
+            "reported": self._reported,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self._average = state["average"]
+        self._integral = state["integral"]
+        self._log_value = state["log_value"]
+        self._value = state["value"]
+        self._reported = state["reported"]
