@@ -206,7 +206,7 @@ def _check(config: CodeEvaluator.Config) -> None:
 
 
 def _sandbox() -> Any:
-    from multitask_rl.sandbox import shared_sandbox
+    from multitask_rl.sandbox.shared import shared_sandbox
 
     return shared_sandbox()
 

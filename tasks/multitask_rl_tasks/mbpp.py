@@ -1,0 +1,65 @@
+"""MBPP: short Python functions with asserts as tests (arXiv:2108.07732)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
+
+__all__ = ["Mbpp"]
+
+
+class Mbpp(SourcedTask):
+    """The prompt shows one of a row's tests, so that name and signature are known; all tests count."""
+
+    licence: ClassVar[str] = "CC BY 4.0"
+    files: ClassVar[tuple[str, ...]] = ("mbpp.jsonl",)
+    columns: ClassVar[tuple[str, ...]] = ("prompt", "reference", "tests", "entry_point", "example")
+    hub_config: ClassVar[str] = "full"
+    hub_splits: ClassVar[Mapping[str, str]] = {s: s for s in ("train", "validation", "test", "prompt")}
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SourceConfig):
+        """Keys of ``dataset_config``."""
+
+        source: str = "google-research-datasets/mbpp"
+        """Hugging Face id, file or directory."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the task's defaults."""
+        return {
+            "prompt": "{prompt}\n\nThe program must pass tests like\n{example}\n\n"
+            "Answer with one Python block.",
+            "rewards": [plugin_entry("code_evaluator", evaluator="tests", timeout=5.0)],
+            "primary_metric": "code_evaluator",
+        }
+
+    def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
+        """From the hub's columns (``text``, ``code``, ``test_list``) or from ours without ``example``."""
+        tests = list(row.get("test_list") or row.get("tests") or ())
+        if not tests:
+            return None
+        code = row.get("code") or row.get("reference")
+        return {
+            **row,
+            "id": row.get("id") or f"mbpp-{row.get('task_id', index)}",
+            "prompt": row.get("text") or row.get("prompt"),
+            "reference": code,
+            "tests": tests,
+            "setup": row.get("test_setup_code") or row.get("setup") or "",
+            "entry_point": row.get("entry_point") or _entry_point(tests, str(code)),
+            "example": tests[0],
+        }
+
+    def gold(self, row: Mapping[str, Any]) -> str | None:
+        """The reference in a fence."""
+        return f"```python\n{row['reference']}\n```"
+
+
+def _entry_point(tests: list[str], code: str) -> str:
+    """Return the function of ``code`` that the tests call."""
+    names = re.findall(r"^(?:def|class)\s+(\w+)", code, re.MULTILINE)
+    return next((name for name in names if any(re.search(rf"\b{name}\s*\(", test) for test in tests)), "")
