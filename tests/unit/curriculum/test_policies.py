@@ -4,10 +4,14 @@ import math
 
 import pytest
 
+from multitask_rl.curriculum.bandit import Bandit
 from multitask_rl.curriculum.base import SchedulerPolicy, softmax
 from multitask_rl.curriculum.deficit_learnability import DeficitLearnability
+from multitask_rl.curriculum.learnability import Learnability
+from multitask_rl.curriculum.mt_grpo import MTGRPO
 from multitask_rl.curriculum.patience import Patience, PatienceConfig
 from multitask_rl.curriculum.signal import TaskTrace
+from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.records import TaskStats
 
 
@@ -90,6 +94,70 @@ def test_patience_is_bounded() -> None:
     policy = _build(Patience, "ab", {"a": 0.5}, patience=1, max_change=3.0)
     weights = _plateau(policy, {"a": 0.9, "b": 0.1}, 100)
     assert weights == pytest.approx({"a": 0.1, "b": 0.9})
+
+
+def test_straggler_weighs_the_part_of_the_way_that_is_left() -> None:
+    policy = _build(Straggler, "ab", {"a": 0.9}, smoothing=1.0, exponent=2.0)
+    for step in range(10):
+        policy.update({"a": _stats("a", 0.1), "b": _stats("b", 0.2)}, step)
+    assert policy.weights() == {"a": 0.5, "b": 0.5}
+    policy.update({"a": _stats("a", 0.7), "b": _stats("b", 0.6)}, 10)
+    # a has .2 of .8 left = 1/4, b .4 of .8 = 1/2: squares 1 to 4
+    assert policy.weights() == pytest.approx({"a": 0.2, "b": 0.8})
+
+
+def test_straggler_gives_nothing_to_a_task_that_starts_or_ends_at_its_target() -> None:
+    policy = _build(Straggler, "ab", {"a": 0.5})
+    for step in range(12):
+        policy.update({"a": _stats("a", 0.6), "b": _stats("b", 0.2)}, step)
+    assert policy.weights() == {"a": 0.0, "b": 1.0}
+
+
+def test_mt_grpo_equals_one_hand_computed_step() -> None:
+    policy = _build(MTGRPO, "ab", smoothing=1.0, rate=2.0, level_weight=0.5)
+    policy.update({"a": _stats("a", 0.8), "b": _stats("b", 0.2)}, 0)
+    # scores .4 and .1 under z = 1/2: mean .25; logits move by -2 * .5 * (+-.15)
+    assert policy.weights()["a"] == pytest.approx(1 / (1 + math.exp(0.3)))
+    policy.update({"a": _stats("a", 0.8), "b": _stats("b", 0.6)}, 1)
+    z = 1 / (1 + math.exp(0.3))
+    scores, gap = {"a": 0.4, "b": 0.4 + 0.3}, 0.3  # b improved by .4: it counts as better off
+    mean = z * scores["a"] + (1 - z) * scores["b"]
+    gap += 2 * (z * (scores["a"] - mean) - (1 - z) * (scores["b"] - mean))
+    assert policy.weights()["a"] == pytest.approx(1 / (1 + math.exp(gap)))
+
+
+def test_mt_grpo_moves_to_the_worst_task_until_levels_meet() -> None:
+    policy = _build(MTGRPO, "ab")
+    for step in range(100):
+        policy.update({"a": _stats("a", 0.8), "b": _stats("b", 0.2)}, step)
+    assert policy.weights()["b"] > 0.9
+
+
+def test_learnability_equals_the_formula_and_prefers_middling_difficulty() -> None:
+    policy = _build(Learnability, "abc", smoothing=0.5, temperature=0.1)
+    spreads = {"a": 0.5, "b": 0.3, "c": 0.0}
+    policy.update({t: _stats(t, 0.5, std=s) for t, s in spreads.items()}, 0)
+    values = {t: 0.5 + 0.5 * (s - 0.5) for t, s in spreads.items()}
+    assert policy.weights() == pytest.approx(softmax(values, 0.1))
+
+
+def test_bandit_is_paid_in_progress_and_keeps_exploring() -> None:
+    policy = _build(Bandit, "ab", smoothing=1.0, rate=0.1, share=0.0, exploration=0.2)
+    for step, reward in enumerate((0.1, 0.2, 0.3)):
+        policy.update({"a": _stats("a", reward), "b": _stats("b", 0.5)}, step)
+    # two steps of gain 1 for a, 0 for b
+    assert policy.weights()["a"] == pytest.approx(0.8 / (1 + math.exp(-0.2)) + 0.1)
+    for step in range(600):
+        policy.update({"a": _stats("a", 0.3 + 0.001 * step), "b": _stats("b", 0.5)}, step)
+    assert policy.weights()["a"] == pytest.approx(0.9, abs=0.01)
+
+
+@pytest.mark.parametrize("cls", [Straggler, MTGRPO, Learnability, Bandit])
+@pytest.mark.parametrize("key", ["smoothing", "exponent", "rate", "temperature"])
+def test_negative_settings_are_refused(cls: type[SchedulerPolicy], key: str) -> None:
+    if key in cls.Config.__dataclass_fields__:
+        with pytest.raises(ValueError, match=key):
+            cls.Config(**{key: -1.0})
 
 
 @pytest.mark.parametrize(

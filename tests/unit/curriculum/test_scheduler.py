@@ -12,7 +12,16 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.records import Event, TaskStats
 
-POLICIES = ("uniform", "static", "patience", "deficit_learnability")
+POLICIES = (
+    "uniform",
+    "static",
+    "patience",
+    "deficit_learnability",
+    "straggler",
+    "mt_grpo",
+    "learnability",
+    "bandit",
+)
 
 
 def _stats(task: str, reward: float, *, informative: float = 0.5, std: float = 0.3, n: int = 8) -> TaskStats:

@@ -1,0 +1,75 @@
+"""A bandit over tasks, paid in learning progress, that never stops trying the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
+from multitask_rl.curriculum.signal import TaskSignal
+
+__all__ = ["Bandit", "BanditConfig"]
+
+_MIN_SCALE = 1e-3
+
+
+@dataclass(kw_only=True, slots=True)
+class BanditConfig(SchedulerPolicyConfig):
+    """Settings of ``bandit``."""
+
+    rate: float = 0.1
+    """Step size eta on the log-weights, > 0."""
+    share: float = 0.01
+    """Part of the mass spread evenly each step, in [0, 1): how fast an old verdict is forgotten."""
+    exploration: float = 0.1
+    """Part of the prompts given by the prior, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        SchedulerPolicyConfig.__post_init__(self)
+        if not self.rate > 0.0:
+            raise ValueError(f"rate must be > 0, got {self.rate!r}")
+        if not 0.0 <= self.share < 1.0:
+            raise ValueError(f"share must be in [0, 1), got {self.share!r}")
+        if not 0.0 <= self.exploration <= 1.0:
+            raise ValueError(f"exploration must be in [0, 1], got {self.exploration!r}")
+
+
+class Bandit(SchedulerPolicy):
+    """Exponential weights with sharing (Exp3.S) on the change of each task's level.
+
+    ``v_k <- v_k * exp(eta * g_k)`` for sampled tasks, then ``v <- (1 - share) * v + share * mean(v)``;
+    ``w = (1 - exploration) * v / sum(v) + exploration * prior``. The gain ``g_k`` is the step's change of the
+    smoothed level per unit of the largest seen lately, in [-1, 1]. Every task is sampled in (nearly) every
+    step, so gains are observed for all and are not divided by the probability of a draw. Progress is
+    a small difference of noisy numbers: this policy needs many prompts per step or many steps.
+
+    Source: Auer et al., "The nonstochastic multiarmed bandit problem", SIAM J. Comput. 32, 2002, section 8;
+    as a curriculum: Graves et al. (arXiv:1704.03003), with their reward rescaling by recent extremes.
+    """
+
+    Config: ClassVar[type[SchedulerPolicyConfig]] = BanditConfig
+    per_task: ClassVar[tuple[str, ...]] = ("log_values", "scale")
+    config: BanditConfig
+
+    def _start(self) -> None:
+        self.log_values = {task: math.log(self.prior[task]) for task in self.tasks}
+        self.scale = dict.fromkeys(self.tasks, _MIN_SCALE)
+        """Largest change of each task's level lately: decays by a hundredth per step."""
+
+    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
+        for task, signal in signals.items():
+            self.scale[task] = max(0.99 * self.scale[task], abs(signal.progress), _MIN_SCALE)
+        largest = max(self.scale.values())
+        for task, signal in signals.items():
+            self.log_values[task] += self.config.rate * signal.progress / largest
+        probs = softmax(self.log_values)
+        share = self.config.share
+        mixed = {task: (1.0 - share) * p + share / len(self.tasks) for task, p in probs.items()}
+        self.log_values = {task: math.log(max(p, 1e-300)) for task, p in mixed.items()}
+
+    def _preferences(self) -> dict[str, float]:
+        probs, explore = softmax(self.log_values), self.config.exploration
+        return {task: (1.0 - explore) * probs[task] + explore * self.prior[task] for task in self.tasks}

@@ -1,0 +1,67 @@
+"""The worst task is the objective; a task that improves counts as better off than it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
+from multitask_rl.curriculum.signal import TaskSignal
+
+__all__ = ["MTGRPO", "MTGRPOConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class MTGRPOConfig(SchedulerPolicyConfig):
+    """Settings of ``mt_grpo``. At LLM scale the paper runs level_weight 0.2 to 0.25 with rate 0.025."""
+
+    smoothing: float = 0.2
+    """Gain of the moving averages per step, in (0, 1]."""
+    rate: float = 1.0
+    """Step size beta on the logits, > 0."""
+    level_weight: float = 0.5
+    """lambda: how much the level counts beside the improvement; larger = closer to the worst task alone."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        SchedulerPolicyConfig.__post_init__(self)
+        if not self.rate > 0.0:
+            raise ValueError(f"rate must be > 0, got {self.rate!r}")
+        if not self.level_weight >= 0.0:
+            raise ValueError(f"level_weight must be >= 0, got {self.level_weight!r}")
+
+
+class MTGRPO(SchedulerPolicy):
+    """Move the logits against each task's level and improvement.
+
+    ``s_k = I_k + lambda * J_k``, ``z = softmax(xi)``, ``xi_k <- xi_k - beta * z_k * (s_k - sum_j z_j s_j)``:
+    gradient descent on the mixture's expected score, so that mass flows to the task with the lowest. ``J_k``
+    is the smoothed level, ``I_k`` its change over the step (0 for a task not sampled). Tasks beyond
+    their target are not counted as better than it.
+
+    Source: "Multi-Task GRPO" (arXiv:2602.05547), Subroutine 1, with the change of the level as improvement
+    (their GRPO loss is 0 both for tasks that always fail and that never do) and a plain step instead of Adam.
+    """
+
+    Config: ClassVar[type[SchedulerPolicyConfig]] = MTGRPOConfig
+    per_task: ClassVar[tuple[str, ...]] = ("logits",)
+    config: MTGRPOConfig
+
+    def _start(self) -> None:
+        self.logits = {task: math.log(self.prior[task]) for task in self.tasks}
+
+    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
+        probs = softmax(self.logits)
+        scores = {
+            task: (signals[task].progress if task in signals else 0.0)
+            + self.config.level_weight * min(self.level(task), self.targets[task])
+            for task in self.tasks
+        }
+        mean = math.fsum(probs[task] * scores[task] for task in self.tasks)
+        for task in self.tasks:
+            self.logits[task] -= self.config.rate * probs[task] * (scores[task] - mean)
+
+    def _preferences(self) -> dict[str, float]:
+        return softmax(self.logits)

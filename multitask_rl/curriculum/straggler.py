@@ -1,0 +1,73 @@
+"""Lower what learns fast, give its share to the laggards: the other sentence of the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
+from multitask_rl.curriculum.signal import TaskSignal
+
+__all__ = ["Straggler", "StragglerConfig"]
+
+_START_STEPS = 10
+_MIN_START_DEFICIT = 1e-6
+
+
+@dataclass(kw_only=True, slots=True)
+class StragglerConfig(SchedulerPolicyConfig):
+    """Settings of ``straggler``."""
+
+    exponent: float = 1.5
+    """How strongly laggards are favoured; 0 = the prior. >= 0."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        SchedulerPolicyConfig.__post_init__(self)
+        if not self.exponent >= 0.0:
+            raise ValueError(f"exponent must be >= 0, got {self.exponent!r}")
+
+
+class Straggler(SchedulerPolicy):
+    """Weigh each task by the part of its way that is still ahead, relative to the others.
+
+    ``r_k = (target_k - J_k)^+ / (target_k - J_k at the start)``,
+    ``w_k = prior_k * (r_k / mean(r))^exponent``, normalised; the start is the mean level of the task's first ten steps. A task at its target has r = 0.
+
+    Source: the inverse training rate of Chen et al., "GradNorm" (arXiv:1711.02257), Eq. 2 (exponent 1.5 as
+    there), with distance to the target in place of the loss and shares in place of gradient norms.
+    """
+
+    Config: ClassVar[type[SchedulerPolicyConfig]] = StragglerConfig
+    per_task: ClassVar[tuple[str, ...]] = ("start_deficit",)
+    config: StragglerConfig
+
+    def _start(self) -> None:
+        self.start_deficit = dict.fromkeys(self.tasks, 0.0)
+        """Distance to the target after the first steps."""
+
+    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
+        for task in signals:
+            if self.traces[task].steps <= _START_STEPS:
+                self.start_deficit[task] = self.deficit(task)
+
+    def _remaining(self, task: str) -> float:
+        start = self.start_deficit[task]
+        return self.deficit(task) / start if start > _MIN_START_DEFICIT else 0.0
+
+    def _preferences(self) -> dict[str, float]:
+        remaining = {task: self._remaining(task) for task in self.tasks}
+        mean = math.fsum(remaining.values()) / len(remaining)
+        if not mean > 0.0:
+            return dict.fromkeys(self.tasks, 0.0)
+        exponent = self.config.exponent
+        return {task: self.prior[task] * (remaining[task] / mean) ** exponent for task in self.tasks}
+
+    def reasons(self) -> dict[str, str]:
+        """Return how much of each task's way is left."""
+        return {
+            task: f"{self._remaining(task):.0%} of the way to target {self.targets[task]:.2f} is left"
+            for task in self.tasks
+        }
