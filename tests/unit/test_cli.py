@@ -13,6 +13,8 @@ from multitask_rl.cli import main
 from multitask_rl.cli.train import compose_and_run, config_keys
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import GuardStop, TrainingError
+from multitask_rl.records import Prompt, Rollout, Score, Scored
+from multitask_rl.tracking.lines import dump_line, scored_to_dict
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "configs" / "reference_tasks.yaml")
@@ -224,3 +226,32 @@ def test_console_script_is_installed() -> None:
         [script, "--version"], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     assert done.stdout.startswith("multitask-rl ")
+
+
+def test_rescore_finds_what_a_changed_reward_says_of_stored_answers(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = here / "run"
+    run.mkdir()
+    (here / "grade.py").write_text("def length(response, **row):\n    return float(len(response))\n")
+    (here / "tasks.yaml").write_text("tasks: {words: {rewards: ['grade.py:length']}}")
+    (run / "config.yaml").write_text("tasks_file: tasks.yaml\nseed: 3\n")
+    stored = []
+    for sample, response in enumerate(["a", "bb", "ccc"]):
+        prompt = Prompt(task="words", prompt_id="words/0", draw=0, row={"id": "0"}, text="?", prompt_ids=[1])
+        rollout = Rollout(prompt=prompt, sample=sample, response=response, response_ids=[5])
+        stored.append(Scored(rollout=rollout, reward=1.0, breakdown={"length": Score(value=1.0)}))
+    (run / "rollouts.jsonl").write_text("".join(dump_line(scored_to_dict(s, 0)) for s in stored))
+    assert main(["rescore", "run", "--output", "again.jsonl"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("words/length"))
+    assert row.split() == ["words/length", "3", "1.0000", "2.0000", "2", "0"]
+    again = [json.loads(line) for line in (here / "again.jsonl").read_text().splitlines()]
+    assert [line["breakdown"]["length"]["value"] for line in again] == [1.0, 2.0, 3.0]
+
+
+def test_rescore_of_a_directory_without_rollouts_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rescore", "."]) == 2
+    assert main(["rescore", ".", "--tasks", "tasks.yaml"]) == 2
+    assert "stored no rollouts" in capsys.readouterr().err
