@@ -32,6 +32,7 @@ __all__ = [
     "TASKS",
     "TRACKERS",
     "PluginInfo",
+    "build_config",
     "build_plugin",
     "list_plugins",
     "load_plugin",
@@ -138,6 +139,23 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
         ConfigError: a key is unknown, missing or of the wrong type, or ``Config`` refuses its values.
         PluginError: ``cls`` cannot be built for another reason.
     """
+    typed = build_config(cls, config, where=where)
+    try:
+        return cls() if typed is None else cls(typed)
+    except (ConfigError, MissingExtraError, PluginError):
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{where}: {_label(cls)} could not be built: {type(error).__name__}: {error}"
+        ) from error
+
+
+def build_config(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
+    """Return ``cls.Config(**config)`` after checking keys and types; None for a class without ``Config``.
+
+    Raises:
+        ConfigError: a key is unknown, missing or of the wrong type, or ``Config`` refuses its values.
+    """
     config_class = getattr(cls, "Config", None)
     if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):
         if config:
@@ -145,17 +163,8 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
                 f"{where}: {_label(cls)} takes no configuration, got {', '.join(map(repr, config))}. Remove "
                 "the keys, or give the plugin a nested dataclass 'Config'."
             )
-        arguments: tuple[Any, ...] = ()
-    else:
-        arguments = (build_dataclass(config_class, config, Where(path=(where,))),)
-    try:
-        return cls(*arguments)
-    except (ConfigError, MissingExtraError, PluginError):
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"{where}: {_label(cls)} could not be built: {type(error).__name__}: {error}"
-        ) from error
+        return None
+    return build_dataclass(config_class, config, Where(path=(where,)))
 
 
 @lru_cache(maxsize=8)

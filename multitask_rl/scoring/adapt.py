@@ -16,7 +16,7 @@ from typing import Any
 from multitask_rl.config.task import ConstraintSpec, RewardSpec
 from multitask_rl.contracts import Constraint, PluginTraits, Reward
 from multitask_rl.errors import ConfigError, PluginError
-from multitask_rl.plugins import CONSTRAINTS, REWARDS, build_plugin
+from multitask_rl.plugins import CONSTRAINTS, REWARDS, build_config, build_plugin
 from multitask_rl.scoring.foreign import FOREIGN, build_foreign
 from multitask_rl.scoring.locate import Located, locate
 from multitask_rl.scoring.shapes import UNDECLARED, FunctionPlugin
@@ -48,13 +48,21 @@ class PluginSource:
             )
         return traits
 
-    @property
-    def takes_device(self) -> bool:
-        """Its ``Config`` has a field ``device``."""
+    def takes(self, key: str) -> bool:
+        """Whether its ``Config`` has a field ``key``."""
         config = getattr(self.located.value, "Config", None)
-        return dataclasses.is_dataclass(config) and any(
-            f.name == "device" for f in dataclasses.fields(config)
-        )
+        return dataclasses.is_dataclass(config) and any(f.name == key for f in dataclasses.fields(config))
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Check ``config`` without building the plugin (a model is not loaded for a typing mistake).
+
+        Raises:
+            ConfigError, PluginError: as ``build``.
+        """
+        if isinstance(self.located.value, type):
+            build_config(self.located.value, config, where=f"{self.where}.config")
+        else:
+            self.build(config)
 
     def build(self, config: Mapping[str, Any]) -> Any:
         """Return the reward or constraint.

@@ -143,11 +143,7 @@ class FunctionPlugin:
         self.function = function
         self.label = label
         self.signature = Signature.of(function, label)
-        self.traits = traits or getattr(function, "traits", UNDECLARED)
-        if not isinstance(self.traits, PluginTraits):
-            raise PluginError(
-                f"{label}: its 'traits' is {self.traits!r}; use @with_traits(...) or PluginTraits"
-            )
+        self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
         self.one_by_one = not self.signature.batch and not self.is_async
         """Whether a call with many rollouts is only a loop."""

@@ -44,8 +44,9 @@ class EvaluateReward(ForeignReward):
             self._metric = library.load(self.target)
         except Exception as error:
             raise PluginError(
-                f"{self.where}: the metric {self.target!r} cannot be loaded ({type(error).__name__}: {error}); "
-                "metrics come from the Hugging Face hub; without a network, give the path of the metric's "
+                f"{self.where}: the metric {self.target!r} cannot be loaded "
+                f"({type(error).__name__}: {error}); metrics come from the Hugging Face hub; without a "
+                "network, give the path of the metric's "
                 "script or directory (evaluate:path/to/metric)"
             ) from error
 

@@ -1,0 +1,104 @@
+"""What a lane moves: items, the calls they travel in, the latch a caller waits on, the run-wide limit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from multitask_rl.records import Rollout
+from multitask_rl.scoring.grader import Result
+
+__all__ = ["Call", "Item", "Latch", "Limiter"]
+
+
+class Latch:
+    """Counts open items down to zero."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._count = 0
+
+    def expect(self, count: int) -> None:
+        """Set how many items are open, before any of them is handed on."""
+        self._count = count
+
+    def count_down(self) -> None:
+        """Close one item."""
+        with self._condition:
+            self._count -= 1
+            if self._count <= 0:
+                self._condition.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether all items are closed, after at most ``timeout_s``."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._count <= 0, timeout_s)
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One rollout before one plugin. Only the lane that holds it changes it, under the lane's lock."""
+
+    rollout: Rollout
+    latch: Latch
+    label: str
+    """``<task>/<reward>``, for the log."""
+    result: Result | None = None
+    """The first result wins; later ones (of a hedge, of a call given up) are dropped."""
+    seconds: float = 0.0
+    """Its share of the call that answered it."""
+    attempts: int = 0
+    """Retries after ``infra`` failures."""
+    deaths: int = 0
+    """Worker processes that died while it was being scored."""
+    alone: bool = False
+    """It was in a call that died, failed or stalled: it is sent by itself from now on."""
+    started: float = 0.0
+    """``time.monotonic()`` of its last call."""
+    ready_at: float = 0.0
+    """Not before (pause before a retry)."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Items sent together."""
+
+    items: list[Item]
+    each: bool
+    """Rollout by rollout, each result sent at once and under its own time limit."""
+    began: float = field(default_factory=time.monotonic)
+    """When the result it waits for was asked for."""
+    position: int = 0
+    """Items answered so far; with ``each``, the index of the one being scored."""
+    canary: bool = False
+    hedged: bool = False
+
+    def open(self) -> list[Item]:
+        """Return the items without a result."""
+        return [item for item in self.items if item.result is None]
+
+    def current(self) -> list[Item]:
+        """Return the items being scored right now, as far as they have no result."""
+        current = self.items[self.position : self.position + 1] if self.each else self.items
+        return [item for item in current if item.result is None]
+
+
+class Limiter:
+    """The run-wide bound on calls under way. Every lane may always have one, whatever the others do."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._running, self._lock = limit, 0, threading.Lock()
+
+    def enter(self, *, first: bool) -> bool:
+        """Return whether a call may begin; ``first``: the lane has none under way."""
+        with self._lock:
+            if not first and self._running >= self._limit:
+                return False
+            self._running += 1
+            return True
+
+    def leave(self) -> None:
+        """A call ended."""
+        with self._lock:
+            self._running -= 1

@@ -1,0 +1,337 @@
+"""One plugin's queue: sizes its calls, retries, hedges and gives up; its runners make the calls.
+
+A lane never blocks another lane. Calls of a plugin that looks at responses one by one are cut to about 50 ms
+of work, so that a response that hangs holds up next to nothing. A plugin that takes batches gets up to its
+``batch_size``. A call that stalls is hedged: what it holds up goes out again, alone, on another runner, and
+the first result of an item counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.records import Failure, FailureKind
+from multitask_rl.scoring.breaker import CircuitBreaker
+from multitask_rl.scoring.grader import Result
+from multitask_rl.scoring.items import Call, Item, Limiter
+
+__all__ = ["Lane", "Runner"]
+
+ONE_BY_ONE_CALL_S = 0.05
+BATCH_CALL_S = 5.0
+GROW_AFTER_S = 0.1
+STALL_S = 0.4
+SPARE_RUNNERS = 2
+"""Beyond ``num_workers``, started only while others stall."""
+RETRY_PAUSE_S = 0.2
+OUTSIDE_KILLS = 10
+"""How often an item is sent again after SIGKILL or SIGTERM, which are rarely the item's fault."""
+
+
+class Runner(Protocol):
+    """Makes calls for a lane from a thread of its own."""
+
+    call: Call | None
+    """Under way."""
+
+    @property
+    def closed(self) -> bool:
+        """It takes no further call."""
+        ...
+
+    def start(self) -> None:
+        """Begin to take calls."""
+        ...
+
+    def abort(self) -> None:
+        """Give the call under way up."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and leave nothing behind."""
+        ...
+
+
+class Lane:
+    """The work of one plugin.
+
+    Args:
+        source: the plugin's name in failures.
+        num_workers: calls at once in normal running.
+        retries: of ``infra`` failures.
+        limiter: the run-wide bound.
+    """
+
+    def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
+        self.source = source
+        self.traits = PluginTraits()
+        """The built plugin's, once its first runner is up; likewise ``one_by_one``."""
+        self.one_by_one = False
+        self.num_workers = num_workers
+        self.retries = retries
+        self.breaker = CircuitBreaker(source)
+        self.runners: list[Runner] = []
+        self.make_runner: Callable[[], Runner] | None = None
+        """Makes another runner; None = it runs in the trainer's process, once."""
+        self._limiter = limiter
+        self._condition = threading.Condition()
+        self._queue: deque[Item] = deque()
+        self._waiting_since = 0.0
+        self._last_answer = 0.0
+        self._mean_s = 0.0
+        self._closed = False
+
+    # ------------------------------------------------------------------ the pool's side
+
+    def submit(self, items: Sequence[Item]) -> None:
+        """Queue ``items``; their latches count down as results arrive."""
+        with self._condition:
+            now = time.monotonic()
+            if not self._queue:
+                self._waiting_since = now
+                if not self._calls():
+                    self._last_answer = now
+            self._queue.extend(items)
+            self._refuse_if_open()
+            self._condition.notify_all()
+
+    def tick(self) -> None:
+        """Hedge calls that stall, start another runner where work waits. For whoever waits to call."""
+        with self._condition:
+            now = time.monotonic()
+            if self.make_runner is None:
+                self._give_up_overdue(now)
+            elif self._queue or self._calls():
+                self._hedge_stalled(now)
+                self._grow(now)
+            if self._queue:  # a place may have become free, a pause may have ended
+                self._condition.notify_all()
+
+    def oldest(self) -> tuple[float, Item] | None:
+        """Return how long the item that is out longest has been out, and the item."""
+        with self._condition:
+            waiting = [item for call in self._calls() for item in call.current()]
+            if not waiting:
+                return None
+            item = min(waiting, key=lambda i: i.started)
+            return time.monotonic() - item.started, item
+
+    def close(self) -> None:
+        """Stop all runners, fail what is open. Idempotent."""
+        with self._condition:
+            self._closed = True
+            self._fail_everything(FailureKind.infra, "the reward pool was closed")
+            self._condition.notify_all()
+        for runner in list(self.runners):
+            runner.close()
+
+    # ------------------------------------------------------------------ the runners' side
+
+    def take(self, runner: Runner) -> Call | None:
+        """Return the next call for ``runner`` (its ``call`` is set); None = stop. Blocks."""
+        with self._condition:
+            while not self._closed and not runner.closed:
+                self._refuse_if_open()
+                now = time.monotonic()
+                size = self._next_size(now)
+                if size and self._limiter.enter(first=not self._calls()):
+                    items = [self._queue.popleft() for _ in range(size)]
+                    for item in items:
+                        item.started = now
+                    self._waiting_since = now
+                    runner.call = Call(items, each=self.one_by_one or items[0].alone, began=now)
+                    return runner.call
+                self._condition.wait(GROW_AFTER_S if self._queue else None)
+            return None
+
+    def finished(self, runner: Runner) -> None:
+        """``runner`` ended its call; what has no result is queued again."""
+        with self._condition:
+            call, runner.call = runner.call, None
+            if call is None:
+                return
+            self._limiter.leave()
+            queued = set(map(id, self._queue))
+            self._queue.extendleft(item for item in reversed(call.open()) if id(item) not in queued)
+            self._condition.notify_all()
+
+    def answer(self, call: Call, results: Sequence[Result], seconds: float) -> None:
+        """Take the next results of ``call``, computed in ``seconds`` together."""
+        with self._condition:
+            now = time.monotonic()
+            items = call.items[call.position : call.position + len(results)]
+            call.position += len(results)
+            call.began = self._last_answer = now
+            share = seconds / max(1, len(items))
+            self._mean_s = share if not self._mean_s else 0.8 * self._mean_s + 0.2 * share
+            for item, result in zip(items, results, strict=True):
+                item.seconds += share
+                if isinstance(result, Failure) and result.kind is FailureKind.infra:
+                    self._retry(item, result)
+                else:
+                    self.breaker.success()
+                    self._settle(item, result)
+            if call.each and call.position < len(call.items):
+                call.items[call.position].started = now
+
+    def died(self, call: Call, reason: str, *, outside: bool) -> None:
+        """The process of ``call`` died. The item it was at is the suspect, the rest is merely sent again."""
+        with self._condition:
+            suspects = call.current()
+            for item in call.open():
+                item.alone = True
+            if len(suspects) != 1:
+                return
+            item = suspects[0]
+            item.deaths += 1
+            if item.deaths > (OUTSIDE_KILLS if outside else self.retries):
+                message = f"the worker process {reason} {item.deaths} times while scoring this sample"
+                self._settle(item, Failure(kind=FailureKind.infra, message=message, source=self.source))
+
+    def unsendable(self, call: Call, message: str) -> None:
+        """A rollout of ``call`` cannot be sent to another process; alone, it is a ``data`` failure."""
+        with self._condition:
+            for item in call.open():
+                if len(call.items) == 1:
+                    text = f"the row cannot be sent to the worker process: {message}"
+                    self._settle(item, Failure(kind=FailureKind.data, message=text, source=self.source))
+                item.alone = True
+
+    def timed_out(self, call: Call) -> None:
+        """The time limit of ``call`` passed; with nothing answered for a whole limit, the plugin hangs."""
+        with self._condition:
+            limit = self.traits.timeout_s
+            culprits = call.current()
+            for item in culprits:
+                self._settle(item, self._timeout())
+            for item in call.open():
+                item.alone = True
+            silent = time.monotonic() - self._last_answer >= 0.9 * limit
+            others = [i for c in self._calls() for i in c.open()] or [i for i in self._queue if not i.result]
+            if culprits and silent and (others or self.breaker.suspicious):
+                self.breaker.open(FailureKind.timeout, f"nothing came back for its time limit of {limit:g} s")
+                self._fail_everything(FailureKind.timeout, self._timeout().message)
+                for runner in self.runners:
+                    if runner.call is not None and runner.call is not call:
+                        runner.abort()
+
+    def unavailable(self, message: str) -> None:
+        """No worker can be had: everything that waits fails."""
+        with self._condition:
+            self.breaker.open(FailureKind.infra, message)
+            self._refuse_if_open()
+
+    def leave(self, runner: Runner) -> None:
+        """``runner`` could not be started."""
+        with self._condition:
+            if runner in self.runners:
+                self.runners.remove(runner)
+
+    # ------------------------------------------------------------------ inside (the lock is held)
+
+    def _calls(self) -> list[Call]:
+        return [runner.call for runner in self.runners if runner.call is not None]
+
+    def _next_size(self, now: float) -> int:
+        """Bring an item that may go to the front; return how many from there make the next call."""
+        self._queue = deque(item for item in self._queue if item.result is None)
+        for _ in range(len(self._queue)):
+            if self._queue[0].ready_at <= now:
+                break
+            self._queue.rotate(-1)
+        else:
+            return 0
+        most = self._call_size() if not self._queue[0].alone else 1
+        size = 1
+        while size < min(most, len(self._queue)):
+            item = self._queue[size]
+            if item.alone or item.ready_at > now:
+                break
+            size += 1
+        return size
+
+    def _call_size(self) -> int:
+        most = max(1, self.traits.batch_size)
+        if self.breaker.suspicious:
+            return 1
+        if not self._mean_s:
+            return 1 if self.one_by_one else most
+        target = ONE_BY_ONE_CALL_S if self.one_by_one else BATCH_CALL_S
+        return max(1, min(most, int(target / self._mean_s)))
+
+    def _hedge_stalled(self, now: float) -> None:
+        for call in self._calls():
+            age = now - call.began
+            if age <= STALL_S or len(call.items) < 2:
+                continue
+            if call.each or age > self.traits.timeout_s:
+                due, call.hedged = not call.hedged, True
+                held_up = [item for item in call.open() if item not in call.current()[: call.each]]
+            else:  # one rollout tells a slow batch from a plugin that hangs
+                due, call.canary = not call.canary, True
+                held_up = call.open()[:1]
+            if due:
+                for item in held_up:
+                    item.alone = True
+                self._queue.extend(held_up)
+                self._waiting_since = now - GROW_AFTER_S
+
+    def _grow(self, now: float) -> None:
+        if not self._queue or self._closed or now - self._waiting_since < GROW_AFTER_S:
+            return
+        calls = self._calls()
+        stalled = sum(now - call.began > STALL_S for call in calls)
+        most = self.num_workers + min(SPARE_RUNNERS, stalled)
+        if self.make_runner is not None and len(calls) == len(self.runners) < most:
+            runner = self.make_runner()
+            self.runners.append(runner)
+            runner.start()
+            self._waiting_since = now
+
+    def _give_up_overdue(self, now: float) -> None:
+        """In the trainer's process a call cannot be killed: its items fail, as does what queues behind."""
+        for call in self._calls():
+            limit = self.traits.timeout_s * (1 if call.each else len(call.items))
+            if now - call.began <= limit:
+                continue
+            if call.open():
+                reason = f"a call is out for more than {limit:g} s, and in this process it cannot be ended"
+                self.breaker.open(FailureKind.timeout, reason)
+            self._fail_everything(FailureKind.timeout, self._timeout().message)
+
+    def _retry(self, item: Item, failure: Failure) -> None:
+        if item.result is not None:
+            return
+        if item.attempts >= self.retries:
+            self.breaker.infra(failure.message)
+            self._settle(item, failure)
+            return
+        item.attempts += 1
+        item.alone = True
+        item.ready_at = time.monotonic() + RETRY_PAUSE_S * 2 ** (item.attempts - 1)
+
+    def _refuse_if_open(self) -> None:
+        if self._queue and (refusal := self.breaker.refusal()) is not None:
+            for item in self._queue:
+                self._settle(item, refusal)
+            self._queue.clear()
+
+    def _fail_everything(self, kind: FailureKind, message: str) -> None:
+        failure = Failure(kind=kind, message=message, source=self.source)
+        for item in [*self._queue, *(i for call in self._calls() for i in call.open())]:
+            self._settle(item, failure)
+        self._queue.clear()
+
+    def _timeout(self) -> Failure:
+        message = f"no result within its time limit of {self.traits.timeout_s:g} s"
+        return Failure(kind=FailureKind.timeout, message=message, source=self.source)
+
+    def _settle(self, item: Item, result: Result) -> None:
+        if item.result is None:
+            item.result = result
+            item.latch.count_down()

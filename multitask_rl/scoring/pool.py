@@ -1,0 +1,257 @@
+"""The reward pool: scores rollouts of all tasks at once, every plugin in a lane of its own.
+
+A plugin lives in killable worker processes, or in the trainer's process if it declares ``isolate=False``.
+Tasks that name the same plugin with the same configuration share one lane, and one copy of its model.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Event, Failure, FailureKind, RewardResult, Rollout, Score, Scored, Verdict
+from multitask_rl.scoring.cache import ResultCache
+from multitask_rl.scoring.grader import Result
+from multitask_rl.scoring.items import Limiter
+from multitask_rl.scoring.lane import Lane
+from multitask_rl.scoring.round import Judge, Round
+from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
+from multitask_rl.scoring.wiring import LanePlan, plan_lane, start_lane, wait_ready
+
+__all__ = ["RewardPool"]
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+HEARTBEAT_S = 10.0
+
+
+class RewardPool:
+    """Scores and judges; usable from several threads.
+
+    Args:
+        specs: tasks by name.
+        config: workers, limits, retries, error budget.
+        seed: the run's seed, for plugins that draw (``Config.seed``).
+        devices: role -> device; ``reward.<task>``, then ``reward``, place model-backed plugins.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TaskSpec],
+        config: ScoringConfig,
+        *,
+        seed: int,
+        devices: Mapping[str, str],
+    ) -> None:
+        self._specs = specs
+        self._config = config
+        self._seed = seed
+        self._devices = devices
+        self._lanes: dict[bytes, Lane] = {}
+        self._rewards: dict[str, list[Judge]] = {name: [] for name in specs}
+        self._constraints: dict[str, list[Judge]] = {name: [] for name in specs}
+        self._lock = threading.Lock()
+        self._cache = ResultCache()
+        self._counts: dict[str, TaskCounts] = {name: TaskCounts() for name in specs}
+        self._budgets = {name: ErrorBudget(name, config.max_failure_rate) for name in specs}
+
+    def start(self) -> None:
+        """Find, check and build every plugin, start the workers, warm up.
+
+        Raises:
+            PluginError, ConfigError, MissingExtraError: the first plugin that cannot be used; nothing is left
+                running.
+        """
+        plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, LanePlan]] = []
+        for task in self._specs.values():
+            _check_names(task)
+            specs: tuple[Sequence[RewardSpec], Sequence[ConstraintSpec]] = (task.rewards, task.constraints)
+            for own_specs in specs:
+                for index, spec in enumerate(own_specs):
+                    plan = plan_lane(task, spec, index, seed=self._seed, devices=self._devices)
+                    plans.append((task, spec, plan))
+        try:
+            self._start_lanes({plan.key: plan for _, _, plan in plans})
+            for task, spec, plan in plans:
+                lane = self._lanes[plan.key]
+                weight = _signed_weight(task, spec, lane)
+                judge = Judge(spec.name or spec.plugin, weight, plan.key, lane)
+                own = self._rewards if isinstance(spec, RewardSpec) else self._constraints
+                own[task.name].append(judge)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_lanes(self, plans: Mapping[bytes, LanePlan]) -> None:
+        limiter = Limiter(self._config.max_concurrency)
+        # Processes first: they start while models are loaded in this one.
+        for plan in sorted(plans.values(), key=lambda p: not p.source.traits.isolate):
+            self._lanes[plan.key] = start_lane(
+                plan,
+                num_workers=self._config.num_workers,
+                retries=self._config.retries,
+                limiter=limiter,
+            )
+        for lane in self._lanes.values():
+            wait_ready(lane)
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """Return one record per rollout, in order.
+
+        ``reward`` is the sum of ``weight * value`` over the rewards that apply, with the sign turned for a
+        reward whose lower values are better; a weight of 0 only measures. A failure of a weighted reward, or
+        no reward that applies, makes it None. A rollout the engine could not produce passes through.
+
+        Raises:
+            RewardError: a task's error budget is spent.
+        """
+        results = self._grade(rollouts, self._rewards)
+        scored = []
+        for rollout, breakdown in zip(rollouts, results, strict=True):
+            record = self._combine(rollout, breakdown)
+            scored.append(record)
+            if rollout.failure is None:
+                self._budgets[rollout.task].add(record.failure)
+        for task in {rollout.task for rollout in rollouts}:
+            self._budgets[task].check()
+        return scored
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
+        """Return what the constraints of each rollout's task say, by constraint name, in order.
+
+        Raises:
+            RewardError: a task's error budget is spent.
+        """
+        verdicts: list[dict[str, Verdict | Failure]] = []
+        for rollout, results in zip(rollouts, self._grade(rollouts, self._constraints), strict=True):
+            own = {name: r for name, r in results.items() if isinstance(r, (Verdict, Failure))}
+            verdicts.append(own)
+            failure = next((r for r in own.values() if isinstance(r, Failure)), None)
+            if failure is not None:  # successes are counted once, when the rollout is scored
+                self._budgets[rollout.task].add(failure)
+        for task in {rollout.task for rollout in rollouts}:
+            self._budgets[task].check()
+        return verdicts
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return per task what was counted since the last call (see ``TaskCounts.metrics``)."""
+        with self._lock:
+            counts, self._counts = self._counts, {name: TaskCounts() for name in self._counts}
+        return {name: own.metrics() for name, own in counts.items() if own.results}
+
+    def health_events(self, step: int) -> list[Event]:
+        """Return the warnings since the last call: error budgets half spent, plugins given a rest."""
+        events = [event for budget in self._budgets.values() for event in budget.events(step)]
+        for lane in self._lanes.values():
+            opened, lane.breaker.opened = lane.breaker.opened, []
+            events += [Event(step=step, source="rewards", kind="circuit_open", reason=r) for r in opened]
+        return events
+
+    def close(self) -> None:
+        """Stop every worker and thread; what is being scored fails. Idempotent."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def __enter__(self) -> RewardPool:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _grade(
+        self, rollouts: Sequence[Rollout], judges: Mapping[str, list[Judge]]
+    ) -> list[dict[str, Result]]:
+        """Return the results of every rollout by name; all plugins of all tasks work at the same time."""
+        with self._lock:
+            asking = Round(rollouts, judges, self._cache)
+        for lane, items in asking.lanes.items():
+            lane.submit(items)
+        self._wait(asking)
+        answers: list[dict[str, Result]] = [{} for _ in rollouts]
+        with self._lock:
+            asking.remember()
+            for index, judge, result in asking.hits:
+                answers[index][judge.name] = result
+                self._counts[rollouts[index].task].hits += 1
+            for index, judge, item in asking.asked:
+                assert item.result is not None, item.label
+                answers[index][judge.name] = item.result
+                self._counts[rollouts[index].task].seconds[judge.name] += item.seconds
+            for rollout, own in zip(rollouts, answers, strict=True):
+                self._counts[rollout.task].add(own.values())
+        return answers
+
+    def _wait(self, asking: Round) -> None:
+        """Wait for every item; hedge, grow and say who is waited for meanwhile."""
+        said = HEARTBEAT_S
+        began = time.monotonic()
+        while not asking.latch.wait(TICK_S):
+            for lane in asking.lanes:
+                lane.tick()
+            if time.monotonic() - began >= said:
+                said += HEARTBEAT_S
+                for lane in asking.lanes:
+                    if (oldest := lane.oldest()) is not None:
+                        seconds, item = oldest
+                        logger.warning(
+                            "waiting for %s, sample %s[%d], %.0f s",
+                            item.label,
+                            item.rollout.prompt.prompt_id,
+                            item.rollout.sample,
+                            seconds,
+                        )
+
+    def _combine(self, rollout: Rollout, results: dict[str, Result]) -> Scored:
+        if rollout.failure is not None:
+            return Scored(rollout=rollout, reward=None, failure=rollout.failure)
+        breakdown: dict[str, RewardResult] = {n: r for n, r in results.items() if not isinstance(r, Verdict)}
+        total, applied, failure = 0.0, False, None
+        weighted = [judge for judge in self._rewards[rollout.task] if judge.weight]
+        for judge in weighted:
+            result = breakdown[judge.name]
+            if isinstance(result, Failure):
+                failure = failure or result
+            elif isinstance(result, Score):
+                total, applied = total + judge.weight * result.value, True
+        if weighted and not applied and failure is None:
+            names = ", ".join(judge.name for judge in weighted)
+            failure = Failure(
+                kind=FailureKind.data,
+                message=f"none of the task's rewards applies to the sample ({names})",
+                source=rollout.task,
+            )
+        reward = total if failure is None else None
+        return Scored(rollout=rollout, reward=reward, breakdown=breakdown, failure=failure)
+
+
+def _check_names(task: TaskSpec) -> None:
+    for kind, specs in (("rewards", task.rewards), ("constraints", task.constraints)):
+        names = Counter(spec.name or spec.plugin for spec in specs)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ConfigError(
+                f"{task.source + ': ' if task.source else ''}tasks.{task.name}.{kind}: {twice[0]!r} is there "
+                "twice; give each a 'name' of its own"
+            )
+
+
+def _signed_weight(task: TaskSpec, spec: RewardSpec | ConstraintSpec, lane: Lane) -> float:
+    """Return the factor of a reward's value in the sum: its weight, negative where lower is better."""
+    if lane.traits.higher_is_better or not isinstance(spec, RewardSpec):
+        return spec.weight
+    if spec.weight < 0:
+        raise ConfigError(
+            f"tasks.{task.name}.rewards: {spec.name or spec.plugin!r} declares that lower values are better "
+            f"and is subtracted already; its weight {spec.weight:g} would reward high values. Make it positive."
+        )
+    return -spec.weight

@@ -1,0 +1,81 @@
+"""The worker process: builds one plugin and grades what it is sent, until its socket closes.
+
+Started by ``process.WorkerProcess`` as a clean interpreter, never forked: a trainer holds gigabytes and
+threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from multitask_rl.errors import MultitaskRLError
+from multitask_rl.scoring.adapt import find_plugin
+from multitask_rl.scoring.channel import Channel
+from multitask_rl.scoring.grader import Grader, encode
+
+__all__ = ["WorkerTask", "main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTask:
+    """What a worker is for."""
+
+    kind: str
+    """``reward`` or ``constraint``."""
+    reference: str
+    config: dict[str, Any]
+    source: str
+    """Name of the plugin in failures."""
+    where: str
+
+
+def main() -> None:
+    """Serve the socket whose file descriptor is the first argument."""
+    _die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
+        _serve(channel)
+    # Threads and exit handlers of a plugin must not keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _serve(channel: Channel) -> None:
+    task: WorkerTask = channel.receive()
+    try:
+        plugin = find_plugin(task.kind, task.reference, task.where).build(task.config)
+        grader = Grader(task.kind, plugin, task.source)
+        grader.warm_up()
+    except MultitaskRLError as error:
+        channel.send(("refused", type(error), str(error)))
+        return
+    except Exception as error:  # noqa: BLE001 - warm_up is foreign code; the trainer raises it as PluginError
+        channel.send(("broken", f"{type(error).__name__}: {error}"))
+        return
+    channel.send(("ready", grader.traits, grader.one_by_one))
+    while True:
+        call, each, rollouts = channel.receive()
+        if each:
+            for rollout in rollouts:
+                channel.send((call, [encode(result) for result in grader.grade([rollout])]))
+        else:
+            channel.send((call, [encode(result) for result in grader.grade(rollouts)]))
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, even in a hang (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request took hold
+        os._exit(1)

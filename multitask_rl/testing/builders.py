@@ -1,0 +1,54 @@
+"""Records for tests, with only what a test cares about spelled out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from multitask_rl.records import Prompt, Rollout, SamplingParams
+
+__all__ = ["make_prompt", "make_rollout"]
+
+
+def make_prompt(
+    text: str = "What is 2 + 2?",
+    *,
+    task: str = "task",
+    row: Mapping[str, Any] | None = None,
+    draw: int = 0,
+) -> Prompt:
+    """Return a prompt whose token ids are the characters' code points."""
+    return Prompt(
+        task=task,
+        prompt_id=f"{task}/{draw}",
+        draw=draw,
+        row={} if row is None else row,
+        text=text,
+        prompt_ids=[ord(character) for character in text] or [0],
+    )
+
+
+def make_rollout(
+    response: str = "4",
+    *,
+    prompt: Prompt | None = None,
+    task: str = "task",
+    row: Mapping[str, Any] | None = None,
+    draw: int = 0,
+    sample: int = 0,
+    finish_reason: str = "stop",
+    sampling: SamplingParams | None = None,
+) -> Rollout:
+    """Return a rollout of ``response`` to ``prompt`` (default: ``make_prompt`` with ``task``, ``row``, ``draw``).
+
+    Token ids are code points; every log-probability is -1.
+    """
+    return Rollout(
+        prompt=prompt or make_prompt(task=task, row=row, draw=draw),
+        sample=sample,
+        response_ids=[ord(character) for character in response],
+        rollout_logprobs=[-1.0] * len(response),
+        response=response,
+        finish_reason=finish_reason,
+        sampling=sampling or SamplingParams(),
+    )
