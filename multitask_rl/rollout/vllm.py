@@ -27,6 +27,7 @@ from multitask_rl.config.located_yaml import Where
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.rollout.handover import save_for_engine
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
@@ -56,6 +57,8 @@ class VLLMEngine:
         MissingExtraError: vLLM is not installed.
         ConfigError: an unknown key or a value vLLM refuses.
     """
+
+    shares_weights = False
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -108,7 +111,7 @@ class VLLMEngine:
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> VLLMEngine:
         """Return an engine that starts from ``actor``, saved to ``<output_dir>/vllm_start``."""
         directory = output_dir / "vllm_start"
-        actor.save(directory)
+        save_for_engine(actor, directory)
         engine = cls(directory, config=config.engine_config, seed=seed, eos_token_ids=actor.eos_token_ids)
         engine.update_weights(actor.state_dict(), actor.policy_version)
         return engine

@@ -1,0 +1,1 @@
+"""Running engines and rewards in other processes and on other machines."""

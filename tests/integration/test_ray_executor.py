@@ -1,0 +1,218 @@
+"""Engines and rewards in Ray actors give what the local ones give; one cluster of two CPUs for the file."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.errors import EngineError, MissingExtraError, RewardError
+from multitask_rl.executor import ray as executor
+from multitask_rl.executor.ray import RayEngineFactory, RayScorer
+from multitask_rl.records import Event, Failure, Prompt, Rollout, SamplingParams, Score, Scored, Verdict
+from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.training.actor import Actor
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray
+
+    here = os.path.dirname(__file__)
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        # the fakes below are pickled by reference
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def actor() -> Actor:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate("abcdefghijklmnopqrstuvwxyz .")}}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            eos_token_id=1,
+            pad_token_id=0,
+            tie_word_embeddings=True,
+            initializer_range=0.2,
+        )
+        model = Qwen2ForCausalLM(config).eval()
+    return Actor(model, tokenizer, ModelConfig())
+
+
+REQUESTS = [
+    GenerationRequest(
+        prompt_ids=[3 + (i + j) % 20 for j in range(3 + 4 * i)],
+        sampling=SamplingParams(max_new_tokens=12, temperature=1.0 if i % 2 else 0.7),
+        seeds=[100 * i + s for s in range(4)],
+    )
+    for i in range(5)
+]
+
+
+def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Actor, tmp_path: Path) -> None:
+    config = RolloutConfig()
+    local = HFEngine.build(actor, config, seed=0, output_dir=tmp_path)
+    remote = RayEngineFactory(engine=HFEngine, num_replicas=2).build(
+        actor, config, seed=0, output_dir=tmp_path
+    )
+    try:
+        first = local.generate(REQUESTS)
+        assert _ids(remote.generate(REQUESTS)) == _ids(first)
+        assert remote.generate([]) == []
+
+        before = {name: value.clone() for name, value in actor.model.state_dict().items()}
+        with torch.no_grad():
+            for parameter in actor.model.parameters():
+                parameter.mul_(1.1)
+        remote.update_weights(actor.state_dict(), 7)
+        second = local.generate(REQUESTS)
+        assert remote.policy_version == 7
+        assert _ids(second) != _ids(first)
+        results = remote.generate(REQUESTS)
+        assert _ids(results) == _ids(second)
+        for mine, theirs in zip(results, second, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-4)
+
+        _kill(remote, 1)
+        assert _ids(remote.generate(REQUESTS)) == _ids(second), "a dead replica comes back with these weights"
+        actor.model.load_state_dict(before)
+
+        with pytest.raises(EngineError, match="empty prompt"):
+            remote.generate([GenerationRequest(prompt_ids=[], sampling=SamplingParams(), seeds=[0])])
+    finally:
+        remote.close()
+        remote.close()
+    with pytest.raises(EngineError, match="closed"):
+        remote.generate(REQUESTS)
+
+
+def _kill(engine: executor.RayEngine, index: int) -> None:
+    import ray
+
+    assert engine._group is not None
+    ray.kill(engine._group._actors[index])
+
+
+def _ids(results: Sequence[Sequence[Any]]) -> list[list[list[int]]]:
+    return [[generation.response_ids for generation in group] for group in results]
+
+
+class LengthPool:
+    """A pool that scores the response's length; its actor can be made to die once."""
+
+    def __init__(self, grave: str, index: int) -> None:
+        self._grave = Path(grave)
+        self._index = index
+        self._started = False
+
+    def start(self) -> None:
+        self._started = True
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        assert self._started
+        if any(rollout.response == "raise" for rollout in rollouts):
+            raise RewardError("budget spent")
+        if any(rollout.response == "die" for rollout in rollouts) and not self._grave.exists():
+            self._grave.touch()
+            os._exit(1)
+        time.sleep(random.random() / 50)
+        return [
+            Scored(
+                rollout=rollout,
+                reward=float(len(rollout.response)),
+                breakdown={"length": Score(value=float(len(rollout.response)))},
+            )
+            for rollout in rollouts
+        ]
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
+        return [{"short": Verdict(cost=0.0, violated=len(r.response) > 3)} for r in rollouts]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        return {"t": {"failure_rate": float(self._index)}}
+
+    def health_events(self, step: int) -> list[Event]:
+        return [Event(step=step, source="rewards", kind="warn", reason=str(self._index))]
+
+    def close(self) -> None:
+        pass
+
+
+def _rollouts(responses: Sequence[str]) -> list[Rollout]:
+    return [
+        Rollout(
+            prompt=Prompt(task="t", prompt_id=f"t/{i}", draw=i, row={}, text="", prompt_ids=[1]),
+            sample=0,
+            response=response,
+        )
+        for i, response in enumerate(responses)
+    ]
+
+
+def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path) -> None:
+    pool = RayScorer(partial(LengthPool, str(tmp_path / "grave")), num_pools=2)
+    try:
+        pool.start()
+        rollouts = _rollouts(["a" * (7 * i % 11) for i in range(9)] + ["die"])
+        scored = pool.score(rollouts)
+        assert (tmp_path / "grave").exists(), "the test must have killed an actor"
+        assert [record.reward for record in scored] == [float(len(r.response)) for r in rollouts]
+        assert all(record.rollout is rollout for record, rollout in zip(scored, rollouts, strict=True))
+        verdicts = pool.judge(rollouts)
+        assert [isinstance(v["short"], Verdict) and v["short"].violated for v in verdicts] == [
+            len(r.response) > 3 for r in rollouts
+        ]
+        assert pool.score([]) == []
+        assert pool.metrics() == {"t": {"failure_rate": 0.5}}
+        assert [event.reason for event in pool.health_events(3)] == ["0", "1"]
+        with pytest.raises(RewardError, match="budget spent"):
+            pool.score(_rollouts(["raise"]))
+    finally:
+        pool.close()
+        pool.close()
+
+
+def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"multitask-rl\[ray\]"):
+        RayScorer(partial(LengthPool, ""), num_pools=1)
