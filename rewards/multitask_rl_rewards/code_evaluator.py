@@ -160,7 +160,7 @@ def _task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
         return AssertsTask(entry_point=entry_point, asserts=statements, setup=setup)
     except KeyError as error:
         return data_failure(f"a stdin/stdout test lacks the key {error}", _NAME)
-    except (ValueError, TypeError) as error:
+    except (SyntaxError, ValueError, TypeError) as error:
         return data_failure(f"its tests cannot be used: {error}", _NAME)
 
 
