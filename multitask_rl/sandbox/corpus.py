@@ -1,0 +1,277 @@
+"""Runs a corpus of hostile and benign programs and compares every outcome with its manifest.
+
+Behind ``multitask-rl sandbox corpus MANIFEST``. The manifest's format: ``{default_limits, programs: [...]}``;
+a program has ``name, file, task, limits, expect`` and optionally ``sequence`` and ``order`` (programs of a
+sequence run in order on one worker), ``requires`` (packages), ``soft`` (``ESCAPED`` is no failure). After every
+program a trivial one must run normally on the same worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.errors import DataError, SandboxError
+from multitask_rl.sandbox.base import (
+    AssertsTask,
+    Limits,
+    Outcome,
+    Program,
+    Sandbox,
+    ScriptTask,
+    StdioTask,
+    StdioTest,
+    Task,
+    UnittestTask,
+    Verdict,
+)
+from multitask_rl.sandbox.host_checks import HostWatch
+from multitask_rl.sandbox.levels import LEVELS
+from multitask_rl.sandbox.pool import NamespaceSandbox
+
+__all__ = ["Finding", "load_manifest", "main", "run_corpus"]
+
+_TRIVIAL = Program(source="print(6 * 7)")
+_NOISY_CHECKS = ("host_mem_delta_mb", "host_disk_delta_mb", "wall")
+"""What other work on the machine can disturb: tried again before it counts."""
+_EXPRESSION_NAMES = {"range": range, "map": map, "str": str, "len": len, "sum": sum, "list": list, "sorted": sorted}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One program of the corpus after it ran."""
+
+    name: str
+    verdict: str
+    pass_fraction: float | None
+    wall_s: float
+    problems: tuple[str, ...] = ()
+    """What differs from the manifest; empty when nothing does."""
+    skipped: str = ""
+    """Why it did not run."""
+    stdout: str = ""
+
+
+@dataclass(slots=True)
+class _Entry:
+    raw: dict[str, Any]
+    program: Program
+    order: int = 0
+    sequence: str = ""
+    requires: list[str] = field(default_factory=list)
+
+
+def load_manifest(path: Path) -> list[_Entry]:
+    """Return the programs of a manifest.
+
+    Raises:
+        DataError: the manifest or a program is missing or malformed; names the place.
+    """
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        defaults, programs = manifest["default_limits"], manifest["programs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a corpus manifest ({type(error).__name__}: {error})") from error
+    entries = []
+    for position, raw in enumerate(programs):
+        try:
+            program = Program(
+                source=(path.parent / raw["file"]).read_bytes(),
+                task=_task(raw["task"]),
+                limits=Limits(**{**defaults, **raw.get("limits", {})}),
+            )
+            entries.append(
+                _Entry(raw, program, raw.get("order", 0), raw.get("sequence", ""), raw.get("requires", []))
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            name = raw.get("name", position) if isinstance(raw, dict) else position
+            raise DataError(f"{path}: program {name!r}: {type(error).__name__}: {error}") from error
+    return entries
+
+
+def _task(raw: dict[str, Any]) -> Task:
+    kind = raw["type"]
+    if kind == "script":
+        return ScriptTask()
+    if kind == "stdio":
+        return StdioTask(
+            tests=[StdioTest(stdin=_stdin(test), stdout=_expected(test)) for test in raw["tests"]],
+            float_tolerance=raw.get("float_tolerance"),
+        )
+    options = {"exports": raw.get("exports"), "allow_dunder": raw.get("allow_dunder", False)}
+    if kind == "asserts":
+        return AssertsTask(
+            entry_point=raw["entry_point"], asserts=raw["asserts"], setup=raw.get("setup", ""), **options
+        )
+    if kind == "unittest":
+        return UnittestTask(entry_point=raw["entry_point"], test_code=raw["test_code"], **options)
+    raise ValueError(f"unknown task type {kind!r}; allowed: script, stdio, asserts, unittest")
+
+
+def _stdin(test: dict[str, Any]) -> str:
+    if "stdin_repeat" in test:
+        text, times = test["stdin_repeat"]
+        return str(text) * int(times)
+    return str(test.get("stdin", ""))
+
+
+def _expected(test: dict[str, Any]) -> str:
+    if "stdout_expr" in test:
+        # an expression of the corpus, which its owner wrote; a program never gets here
+        return str(eval(test["stdout_expr"], {"__builtins__": _EXPRESSION_NAMES}))
+    return str(test["stdout"])
+
+
+def run_corpus(
+    entries: Sequence[_Entry], *, level: str | None = None, workers: int = 1, seed: int | None = None
+) -> list[Finding]:
+    """Run every program and return one finding each, in the order of ``entries``.
+
+    Args:
+        entries: what ``load_manifest`` returned.
+        level: isolation level; None = the strongest that works here.
+        workers: cells; a sequence stays on one.
+        seed: order of the run; None = as in the manifest.
+
+    Raises:
+        SandboxError: this machine cannot give the level.
+    """
+    units: dict[str, list[int]] = {}
+    for index, entry in enumerate(entries):
+        units.setdefault(entry.sequence or f"#{index}", []).append(index)
+    ordered = [sorted(unit, key=lambda i: entries[i].order) for unit in units.values()]
+    if seed is not None:
+        random.Random(seed).shuffle(ordered)
+    findings: dict[int, Finding] = {}
+    waiting, lock = list(reversed(ordered)), threading.Lock()
+
+    def serve(watch: HostWatch) -> None:
+        with NamespaceSandbox(workers=1, level=level) as sandbox:
+            _warm_up(sandbox)
+            watch.remember_processes(sandbox)
+            while True:
+                with lock:
+                    if not waiting:
+                        return
+                    unit = waiting.pop()
+                for index in unit:
+                    findings[index] = _examine(entries[index], sandbox, watch)
+
+    with HostWatch() as watch, ThreadPoolExecutor(workers) as pool:
+        for served in [pool.submit(serve, watch) for _ in range(workers)]:
+            served.result()
+    return [findings[index] for index in range(len(entries))]
+
+
+def _warm_up(sandbox: Sandbox) -> None:
+    for source in ("print(6 * 7)", "import numpy"):
+        sandbox.run(Program(source=source))
+
+
+def _examine(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> Finding:
+    missing = [name for name in entry.requires if importlib.util.find_spec(name) is None]
+    if missing:
+        return Finding(
+            name=entry.raw["name"],
+            verdict="",
+            pass_fraction=None,
+            wall_s=0.0,
+            skipped=f"needs {', '.join(missing)}",
+        )
+    for _ in range(3):
+        finding = _examine_once(entry, sandbox, watch)
+        if not finding.problems or not all(p.startswith(_NOISY_CHECKS) for p in finding.problems):
+            break
+    return finding
+
+
+def _examine_once(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> Finding:
+    expect = entry.raw["expect"]
+    watched = watch.begin(sandbox, expect.get("host_checks", []))
+    started = time.monotonic()
+    outcome = sandbox.run(entry.program)
+    wall_s = time.monotonic() - started
+    problems = _compare(entry.raw, outcome, wall_s) + watched.problems()
+    after = sandbox.run(_TRIVIAL)
+    if after.verdict is not Verdict.completed or after.stdout != b"42\n":
+        problems.append(f"next program: {after.verdict} {after.message!r}")
+    return Finding(
+        name=entry.raw["name"],
+        verdict=outcome.verdict.value,
+        pass_fraction=outcome.pass_fraction,
+        wall_s=wall_s,
+        problems=tuple(problems),
+        stdout=outcome.stdout_text[:2000],
+    )
+
+
+def _compare(raw: dict[str, Any], outcome: Outcome, wall_s: float) -> list[str]:
+    expect, problems = raw["expect"], []
+    if outcome.verdict.value not in expect["verdict_any_of"]:
+        problems.append(f"verdict {outcome.verdict} ({outcome.message!r}), want {expect['verdict_any_of']}")
+    wanted = expect.get("pass_fraction")
+    if wanted is not None and (outcome.pass_fraction is None or abs(outcome.pass_fraction - wanted) > 1e-9):
+        problems.append(f"pass_fraction {outcome.pass_fraction}, want {wanted}")
+    text = outcome.stdout_text
+    problems += [f"stdout lacks {part!r}" for part in expect.get("stdout_must_contain", []) if part not in text]
+    for part in expect.get("stdout_must_not_contain", []):
+        if part in text and not (part == "ESCAPED" and raw.get("soft")):
+            line = next(line for line in text.splitlines() if part in line)
+            problems.append(f"stdout holds {part!r}: {line[:120]!r}")
+    if "max_wall_s" in expect and wall_s - outcome.starved_s > expect["max_wall_s"]:
+        problems.append(f"wall {wall_s:.2f} s, want at most {expect['max_wall_s']}")
+    for key, value in (("wall_s", outcome.wall_s), ("mem_mb", outcome.peak_mb)):
+        least = expect.get(f"min_reported_{key}", raw.get(f"min_reported_{key}"))
+        if least is not None and value < least:
+            problems.append(f"reported {key} {value:.2f}, want at least {least}")
+    return problems
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a corpus; print what differs. Return 0 when nothing does, 1 when something does, 2 for bad usage."""
+    parser = argparse.ArgumentParser(prog="multitask-rl sandbox corpus", description=__doc__)
+    parser.add_argument("manifest", type=Path)
+    parser.add_argument("--level", choices=LEVELS, help="isolation level (default: the strongest here)")
+    parser.add_argument("--workers", type=int, default=1, help="cells (default: 1)")
+    parser.add_argument("--seed", type=int, help="shuffle the order")
+    parser.add_argument("--folder", action="append", help="only programs of this folder (repeatable)")
+    parser.add_argument("--json", type=Path, dest="json_file", help="write all findings to this file")
+    arguments = parser.parse_args(argv)
+    out = sys.stdout.write
+    try:
+        entries = load_manifest(arguments.manifest)
+        if arguments.folder:
+            entries = [e for e in entries if e.raw.get("folder") in arguments.folder]
+        started = time.monotonic()
+        findings = run_corpus(
+            entries, level=arguments.level, workers=arguments.workers, seed=arguments.seed
+        )
+    except (DataError, SandboxError) as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    different = [f for f in findings if f.problems]
+    for finding in different:
+        out(f"{finding.name}: {'; '.join(finding.problems)}\n")
+    skipped = [f for f in findings if f.skipped]
+    for finding in skipped:
+        out(f"{finding.name}: skipped, {finding.skipped}\n")
+    seconds = time.monotonic() - started
+    out(f"{len(findings)} programs, {len(different)} differ, {len(skipped)} skipped, {seconds:.1f} s\n")
+    if arguments.json_file is not None:
+        records = [{name: getattr(f, name) for name in Finding.__slots__} for f in findings]
+        arguments.json_file.write_text(json.dumps(records, indent=1), encoding="utf-8")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
