@@ -444,7 +444,9 @@ class Trainer:
             seed=config.seed,
             temperature=config.eval.temperature,
         )
-        self._open_trackers(self.store.resume(self), track=track)
+        run_id = self.store.resume(self)
+        self.push_weights()
+        self._open_trackers(run_id, track=track)
 
     def _build_flow(self) -> DataFlow:
         rollout = RolloutStage(

@@ -1,0 +1,125 @@
+"""A complete small run: three tasks, three algorithms, rewards in a file, a tiny actor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoringConfig,
+    TrackingConfig,
+)
+from multitask_rl.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
+
+from model_builders import build_actor
+
+REWARDS = """
+def starts_right(response, reference):
+    return float(response[:1] == reference[:1]) if response else 0.0
+
+
+def is_short(response):
+    return 1.0 / (1.0 + len(response))
+
+
+def has_no_digit(response):
+    return float(any(c.isdigit() for c in response))
+"""
+
+TASKS = """
+tasks:
+  copy:
+    type: grpo
+    dataset: copy.jsonl
+    weight: 2
+    rewards:
+      - plugin: rewards.py:starts_right
+      - {plugin: rewards.py:is_short, weight: 0}
+  digit:
+    type: ppo
+    dataset: digit.jsonl
+    rewards: [rewards.py:starts_right]
+    kl: {coefficient: 0.01, target: 0.5}
+  quark:
+    type: reward_conditioned
+    dataset: copy.jsonl
+    rewards: [rewards.py:is_short]
+    kl: {coefficient: 0.01}
+    algorithm_config: {quantiles: 3}
+  clean:
+    type: constrained_decoding
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints:
+      - {plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 3}
+"""
+
+
+def write_run(directory: Path, tasks: str = TASKS) -> Path:
+    """Write actor, data, rewards and tasks file; return the tasks file."""
+    rng = random.Random(0)
+    for name, letters in (("copy", "abc"), ("digit", "012")):
+        rows = [{"id": i, "prompt": f"{(w := rng.choice(letters))}{w}>", "reference": w} for i in range(120)]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (directory / "rewards.py").write_text(REWARDS)
+    (directory / "tasks.yaml").write_text(tasks)
+    if not (directory / "actor").exists():
+        build_actor().save(directory / "actor")
+    return directory / "tasks.yaml"
+
+
+def run_config(directory: Path, output: str, max_steps: int, **changes: object) -> RunConfig:
+    """Return a small configuration writing to ``directory/output``."""
+    settings: dict[str, object] = {
+        "tasks_file": str(directory / "tasks.yaml"),
+        "output_dir": str(directory / output),
+        "max_steps": max_steps,
+        "num_threads": 1,
+        "model": ModelConfig(name_or_path=str(directory / "actor")),
+        "rollout": RolloutConfig(max_new_tokens=4),
+        "batch": BatchConfig(prompts_per_step=12, group_size=4),
+        "optimizer": OptimizerConfig(learning_rate=1e-3),
+        "eval": EvalConfig(every=2, num_prompts=12),
+        "checkpoint": CheckpointConfig(every=2),
+        "guard": GuardConfig(),
+        "scoring": ScoringConfig(num_workers=1),
+        "tracking": TrackingConfig(trackers=["jsonl"], store_rollouts=-1),
+    }
+    return RunConfig(**(settings | changes))
+
+
+def train(config: RunConfig) -> Trainer:
+    """Train and return the trainer."""
+    trainer = Trainer.from_config(config)
+    trainer.train()
+    return trainer
+
+
+def weights_hash(trainer: Trainer) -> str:
+    """Return a hash of the actor's weights and the critic's."""
+    digest = hashlib.blake2b()
+    for parameter in [*trainer.actor.model.parameters(), *trainer.critic.parameters()]:
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def lines(directory: Path, name: str, *, without: tuple[str, ...] = ("time",)) -> list[str]:
+    """Return the lines of a JSONL file without what depends on the clock."""
+    rows = [json.loads(line) for line in (directory / name).read_text().splitlines()]
+    return [
+        json.dumps({k: v for k, v in row.items() if not any(w in k for w in without)}, sort_keys=True)
+        for row in rows
+    ]

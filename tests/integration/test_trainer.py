@@ -1,0 +1,228 @@
+import json
+import math
+
+import pytest
+import torch
+from run_builders import lines, run_config, train, weights_hash, write_run
+
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, GuardConfig, ModelConfig, OptimizerConfig
+from multitask_rl.errors import CheckpointError, ConfigError, DataError, GuardStop, TrainingError
+from multitask_rl.flow import FunctionStage
+from multitask_rl.records import Scored
+from multitask_rl.trainer import Trainer
+
+CLOCKED = ("time", "_per_s", "seconds", "_s", "cache")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 6 steps without interruption."""
+    directory = tmp_path_factory.mktemp("run")
+    write_run(directory)
+    return directory, train(run_config(directory, "whole", 6))
+
+
+def test_every_task_is_trained_and_every_number_is_per_task(finished):
+    directory, _ = finished
+    last = json.loads((directory / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
+    steps = [json.loads(line) for line in (directory / "whole" / "metrics.jsonl").read_text().splitlines()]
+    numbers = {k: v for row in steps for k, v in row.items()}
+    for task in ("copy", "digit", "quark", "clean"):
+        assert math.isfinite(numbers[f"task/{task}/reward_mean"])
+        assert math.isfinite(numbers[f"task/{task}/loss"])
+        assert math.isfinite(numbers[f"task/{task}/eval"])
+        for share in ("requested", "sampled", "trained"):
+            assert 0.0 <= numbers[f"task/{task}/share_{share}"] <= 1.0
+    assert {"macro/reward_mean", "worst/reward_mean", "macro/eval", "worst/eval"} <= numbers.keys()
+    assert 0.0 < numbers["task/clean/rejection_rate"] < 1.0
+    assert numbers["task/copy/mismatch_max"] < 1e-4
+    assert numbers["task/digit/value_loss"] >= 0.0
+    assert last["step"] == 6
+
+
+def test_the_same_seed_gives_the_same_run_twice(finished):
+    directory, first = finished
+    second = train(run_config(directory, "again", 6))
+    assert weights_hash(second) == weights_hash(first)
+    for name in ("rollouts.jsonl", "events.jsonl", "evaluations.jsonl", "metrics.jsonl"):
+        assert lines(directory / "again", name, without=CLOCKED) == lines(
+            directory / "whole", name, without=CLOCKED
+        )
+
+
+def test_a_run_stopped_and_resumed_equals_the_uninterrupted_one(finished):
+    directory, whole = finished
+    train(run_config(directory, "parts", 4))
+    resumed = train(run_config(directory, "parts", 6))
+    assert weights_hash(resumed) == weights_hash(whole)
+    for name in ("rollouts.jsonl", "evaluations.jsonl"):
+        assert lines(directory / "parts", name) == lines(directory / "whole", name)
+
+
+def test_another_seed_gives_another_run(finished):
+    directory, first = finished
+    assert weights_hash(train(run_config(directory, "other", 6, seed=1))) != weights_hash(first)
+
+
+def test_a_complete_run_that_would_make_no_step_is_an_error(finished):
+    directory, _ = finished
+    with pytest.raises(TrainingError, match="already made its 6 steps; raise max_steps"):
+        train(run_config(directory, "whole", 6))
+
+
+def test_a_checkpoint_is_an_ordinary_model_directory(finished):
+    from transformers import AutoModelForCausalLM
+
+    directory, trainer = finished
+    model = AutoModelForCausalLM.from_pretrained(
+        directory / "whole" / "checkpoints" / "step_00000006" / "actor"
+    )
+    for name, value in trainer.actor.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_tasks_may_be_added_dropped_and_renamed_between_runs(finished, tmp_path):
+    write_run(tmp_path)
+    first = train(run_config(tmp_path, "out", 2))
+    tasks = (tmp_path / "tasks.yaml").read_text()
+    changed = tasks.replace("  copy:\n", "  echo:\n    renamed_from: copy\n").replace("  clean:", "  fresh:")
+    write_run(tmp_path, changed)
+    second = Trainer.from_config(run_config(tmp_path, "out", 4))
+    second._open()
+    assert second.step == 2
+    assert second.runs["echo"].stream.draw == first.runs["copy"].stream.draw > 0
+    assert second.runs["fresh"].stream.draw == 0
+    second.train()
+    assert second.step == 4
+
+
+def test_a_broken_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, caplog):
+    write_run(tmp_path)
+    train(run_config(tmp_path, "out", 4))
+    weights = next((tmp_path / "out/checkpoints/step_00000004/actor").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    resumed = Trainer.from_config(run_config(tmp_path, "out", 5))
+    resumed.train()
+    assert "cut off or altered" in caplog.text
+    assert resumed.step == 5
+    broken = str(tmp_path / "out/checkpoints/step_00000004")
+    config = run_config(tmp_path, "out2", 5, checkpoint=CheckpointConfig(resume=broken))
+    (tmp_path / "out/checkpoints/step_00000004/state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        train(config)
+
+
+def test_a_node_of_ones_own_is_inserted_without_touching_the_others(tmp_path):
+    write_run(tmp_path)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 1))
+    seen: list[Scored] = []
+
+    def watch(scored: Scored) -> Scored:
+        seen.append(scored)
+        return scored
+
+    trainer.insert_stage(FunctionStage("watch", watch, consumes=Scored, produces=Scored), after="rewards")
+    trainer.train()
+    assert {s.rollout.task for s in seen} == {"copy", "digit", "quark", "clean"}
+    assert [s.name for s in trainer.flow.stages] == [
+        "rollout",
+        "constraints",
+        "rewards",
+        "watch",
+        "advantages",
+    ]
+
+
+ONE_TASK = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
+"""
+
+
+def learn_well(directory):
+    """A run in which ``copy`` is learnt, then goes on."""
+    write_run(directory, ONE_TASK)
+    return {
+        "batch": BatchConfig(prompts_per_step=16, group_size=8),
+        "optimizer": OptimizerConfig(learning_rate=5e-3),
+        "guard": GuardConfig(
+            threshold_delta=-0.15, rollback_steps=60, max_rollbacks=2, guard_config={"warmup": 3}
+        ),
+    }
+
+
+def damage(trainer, scale):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.actor.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def test_the_guard_takes_back_a_planted_regression_and_the_run_goes_on(tmp_path):
+    settings = learn_well(tmp_path)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 60, **settings))
+    draws = []
+
+    def plant(scored: Scored) -> Scored:
+        if trainer.step == 40 and not draws:
+            draws.append(trainer.runs["copy"].stream.draw)
+            damage(trainer, 0.5)
+        return scored
+
+    trainer.insert_stage(FunctionStage("plant", plant, consumes=Scored, produces=Scored), after="rewards")
+    last = trainer.train()
+    before = next(e for s, e in trainer.history if s == 40)["copy"]
+    kinds = [e.kind for e in trainer.events if e.source == "guard"]
+    assert draws, "the regression was planted"
+    assert "rollback" in kinds
+    assert "rolled_back" in kinds
+    assert trainer.step == 60
+    mean = sum(last["copy"].values) / len(last["copy"].values)
+    assert mean >= 0.95 * sum(before.values) / len(before.values)
+    assert trainer.runs["copy"].stream.draw > draws[0], "the data of the window are not seen again"
+
+
+def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(tmp_path):
+    settings = learn_well(tmp_path)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 200, **settings))
+
+    def plant(scored: Scored) -> Scored:
+        if trainer.step >= 40 and trainer.step % 5 == 0:
+            damage(trainer, 0.05)
+        return scored
+
+    trainer.insert_stage(FunctionStage("plant", plant, consumes=Scored, produces=Scored), after="rewards")
+    with pytest.raises(GuardStop, match=r"the last good weights are in .*step_000000") as caught:
+        trainer.train()
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"tasks_file": "nowhere.yaml"}, ConfigError, "nowhere.yaml"),
+        (
+            {"model": ModelConfig(name_or_path="no/such/dir")},
+            ConfigError,
+            "neither a directory on this machine",
+        ),
+        ({"output_dir": "/proc/version/out"}, ConfigError, "cannot be written"),
+        ({"device_map": {"actor": "cuda:7"}}, ConfigError, "cuda:7"),
+        ({"checkpoint": CheckpointConfig(resume="no/such/checkpoint")}, CheckpointError, "manifest.json"),
+    ],
+)
+def test_bad_settings_are_one_clear_error_before_training(finished, changes, error, message):
+    directory, _ = finished
+    with pytest.raises(error, match=message):
+        train(run_config(directory, "bad", 2, **changes))
+
+
+def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    rows = [{"id": i, "prompt": "a" * (5 if i % 2 else 300), "reference": "a"} for i in range(60)]
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    trainer = train(run_config(tmp_path, "out", 1))
+    assert trainer.runs["copy"].num_overlong > 0
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r | {"prompt": "a" * 300}) + "\n" for r in rows))
+    with pytest.raises(DataError, match="longer than"):
+        train(run_config(tmp_path, "out2", 1))
