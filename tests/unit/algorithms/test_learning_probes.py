@@ -4,9 +4,10 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from algorithm_builders import credit_batch
+from algorithm_builders import credit_batch, scored
 
 from multitask_rl.algorithms.base import TokenBatch
+from multitask_rl.algorithms.reward_conditioned import RewardConditioned, RewardConditionedConfig
 
 VOCABULARY, PROMPTS, GROUP, TARGET = 6, 4, 16, 4
 LENGTHS = torch.full((PROMPTS * GROUP,), 2)
@@ -82,3 +83,93 @@ def test_rewards_without_relation_to_the_answer_teach_nothing(name):
         gains.append(after - before)
     standard_error = torch.tensor(gains).std().item() / len(gains) ** 0.5
     assert abs(sum(gains) / len(gains)) < 3 * standard_error
+
+
+def test_ppo_learns_alike_from_a_reward_model_of_another_scale():
+    _, plain, _ = _train("ppo", _target)
+    _, wild, _ = _train("ppo", lambda tokens, generator: 20.0 * _target(tokens, generator) - 50.0)
+    assert wild == pytest.approx(plain, abs=1e-6)
+
+
+def test_constrained_decoding_learns_to_be_accepted_from_its_refused_attempts():
+    generator = torch.Generator().manual_seed(0)
+    accepted = torch.tensor([True, True, False, False, False, False])
+    after = {}
+    for uses_refused in (True, False):
+        algorithm = CLASSES["constrained_decoding"](CLASSES["constrained_decoding"].Config())
+        logits = torch.zeros(VOCABULARY, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.Adam([logits], lr=0.1)
+        for _ in range(60):
+            log_softmax = logits.log_softmax(-1)
+            attempts = _resample(log_softmax.detach().exp(), accepted, generator)
+            if not uses_refused:
+                attempts = attempts[accepted[attempts]]
+            if len(attempts) == 0:
+                continue
+            rewards = accepted[attempts].double() + 0.1 * torch.rand(len(attempts), generator=generator)
+            rewards = torch.where(accepted[attempts], rewards, algorithm.config.rejected_reward)
+            credit = algorithm.credit(credit_batch(rewards))
+            logprobs = log_softmax[attempts]
+            batch = TokenBatch(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach(),
+                advantages=credit.advantages,
+                sequence=torch.arange(len(attempts)),
+                num_sequences=len(attempts),
+            )
+            optimizer.zero_grad()
+            algorithm.loss(batch).loss.mean().backward()
+            optimizer.step()
+        after[uses_refused] = logits.detach().softmax(-1)[accepted].sum().item()
+    assert after[True] > 0.95
+    assert after[False] < 0.8
+
+
+def _resample(probs, accepted, generator):
+    """Return all attempts of 16 slots, at most 4 each."""
+    attempts = []
+    for _ in range(16):
+        for _ in range(4):
+            token = torch.multinomial(probs, 1, generator=generator)
+            attempts.append(token)
+            if accepted[token]:
+                break
+    return torch.cat(attempts)
+
+
+def test_reward_conditioning_concentrates_on_the_best_answers():
+    quantiles = 4
+    algorithm = RewardConditioned(RewardConditionedConfig(quantiles=quantiles, pool_size=256))
+    algorithm.bind(list(range(100, 100 + quantiles)))
+    generator = torch.Generator().manual_seed(0)
+    # one context per control token and one for the bare prompt [7]
+    logits = torch.zeros(quantiles + 1, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.1)
+
+    def context(prompt_ids):
+        return prompt_ids[0] - 100 if prompt_ids[0] >= 100 else quantiles
+
+    for step in range(60):
+        prompt_ids = algorithm.condition([7], evaluation=False)
+        probs = logits.detach()[context(prompt_ids)].softmax(-1)
+        tokens = torch.multinomial(probs, 32, replacement=True, generator=generator).tolist()
+        step_samples = [
+            scored(float(t == TARGET), prompt_ids=prompt_ids, response_ids=[t], sample=i, draw=step)
+            for i, t in enumerate(tokens)
+        ]
+        samples = algorithm.select(step_samples)
+        rows = logits.log_softmax(-1)[[context(s.prompt_ids) for s in samples]]
+        logprobs = rows[torch.arange(len(samples)), [s.response_ids[0] for s in samples]]
+        batch = TokenBatch(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach(),
+            advantages=torch.ones(len(samples)),
+            sequence=torch.arange(len(samples)),
+            num_sequences=len(samples),
+        )
+        optimizer.zero_grad()
+        algorithm.loss(batch).loss.mean().backward()
+        optimizer.step()
+    best = context(algorithm.condition([7], evaluation=True))
+    assert logits.detach()[best].softmax(-1)[TARGET] > 0.9
+    assert logits.detach()[quantiles].softmax(-1)[TARGET] == pytest.approx(1 / VOCABULARY)
