@@ -29,7 +29,7 @@ class CISPO(GRPO):
     PPO's clip removes the gradient of tokens whose ratio has moved, among them the rare ones that start a new
     line of thought; here the weight is bounded and no token is dropped. The dual clip has no effect.
 
-    Source: MiniMax-M1 (arXiv:2506.13585) Eq. 4-5; bounds as in ScaleRL (arXiv:2510.13786).
+    Source: MiniMax-M1 (arXiv:2506.13585); bounds as in ScaleRL (arXiv:2510.13786).
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = CISPOConfig

@@ -28,7 +28,7 @@ def decoupled_advantages(component_rewards: Tensor, weights: Tensor, groups: Ten
 
     A sample to which reward k does not apply (NaN) is left out of k's statistics and gets nothing from k.
 
-    Source: GDPO (arXiv:2601.05242) Eq. 4-5.
+    Source: GDPO (arXiv:2601.05242).
 
     Args:
         component_rewards: [B, R], NaN = not applicable.
@@ -59,7 +59,7 @@ class GDPO(GRPO):
     {(0,0), (1,1)} both give +-0.707; decoupled they give +-0.707 and +-1.414. Weights then act on every
     reward as given, whatever the reward's own spread. With one reward it is GRPO with per-task whitening.
 
-    Source: GDPO (arXiv:2601.05242) sec. 3; whitening per task, not over the mixed batch.
+    Source: GDPO (arXiv:2601.05242); whitening per task, not over the mixed batch.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = GDPOConfig

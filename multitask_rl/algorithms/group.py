@@ -61,7 +61,7 @@ def centre(values: Tensor, groups: Tensor) -> Tensor:
 def centre_leave_one_out(values: Tensor, groups: Tensor) -> Tensor:
     """Return ``r - mean of the others in its group = G / (G - 1) (r - mean)`` [B].
 
-    Source: RLOO (arXiv:2402.14740) Eq. 6. The baseline is independent of the sample, so it adds no bias.
+    Source: RLOO (arXiv:2402.14740). The baseline is independent of the sample, so it adds no bias.
     """
     _check(values, groups)
     index, sizes = _index(groups)
@@ -74,7 +74,7 @@ def centre_leave_one_out(values: Tensor, groups: Tensor) -> Tensor:
 def centre_length_weighted(values: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """Return ``r - sum(L r) / sum(L)`` over its group [B].
 
-    Source: OPO (arXiv:2505.23585) Eq. 8: the variance-optimal baseline when the score's squared norm grows
+    Source: OPO (arXiv:2505.23585): the variance-optimal baseline when the score's squared norm grows
     with the length L. A group of one, or of empty responses, gets 0.
     """
     _check(values, groups)

@@ -43,7 +43,7 @@ def clipped_surrogate(
     clip).
 
     Source: PPO (arXiv:1707.06347) Eq. 7; separate bounds: DAPO (arXiv:2503.14476) Eq. 8;
-    dual clip: Ye et al. (arXiv:1912.09729) Eq. 5.
+    dual clip: Ye et al. (arXiv:1912.09729).
 
     Args:
         ratio: [N] now/old, with gradient.

@@ -36,7 +36,7 @@ class ReinforcePP(GRPO):
     Deviation: the paper whitens reward and KL together; here they meet after it, for the reasons given at
     ``GRPO``, so beta is in units of the whitened reward.
 
-    Source: REINFORCE++ (arXiv:2501.03262) Eq. 4-9; per task: AgentRL (arXiv:2510.04206).
+    Source: REINFORCE++ (arXiv:2501.03262); per task: AgentRL (arXiv:2510.04206).
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = ReinforcePPConfig

@@ -117,7 +117,7 @@ class RewardConditioned(Algorithm):
     Deviations: the pool is bounded and forgets the oldest; equal rewards share a quantile; the KL is taken
     from the policy to the reference (the paper's has the reference first).
 
-    Source: Quark (arXiv:2205.13636) sec. 2, Eq. 1-2.
+    Source: Quark (arXiv:2205.13636) sec. 2.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = RewardConditionedConfig

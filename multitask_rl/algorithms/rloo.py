@@ -29,7 +29,7 @@ class RLOO(GRPO):
     The factor matters where groups differ in size; the baseline does not contain the sample, so it is
     unbiased.
 
-    Source: "Back to Basics" (arXiv:2402.14740) Eq. 6.
+    Source: "Back to Basics" (arXiv:2402.14740).
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = RLOOConfig
