@@ -47,7 +47,7 @@ def _check(values: Tensor, groups: Tensor) -> None:
 
 
 def centre(values: Tensor, groups: Tensor) -> Tensor:
-    """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783, Eq. 3 without the length term).
+    """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783).
 
     >>> centre(torch.tensor([1.0, 0.0, 7.0]), torch.tensor([3, 3, 8])).tolist()
     [0.5, -0.5, 0.0]
