@@ -45,9 +45,10 @@ class LabelMatch:
     def _score_one(self, rollout: Rollout) -> RewardResult:
         reference = value_of(rollout.row, self.config.reference_column, _NAME)
         labels = value_of(rollout.row, self.config.labels_column, _NAME)
-        for value in (reference, labels):
-            if isinstance(value, Failure):
-                return value
+        if isinstance(reference, Failure):
+            return reference
+        if isinstance(labels, Failure):
+            return labels
         if isinstance(labels, str) or reference not in labels:
             return data_failure(f"reference {reference!r} is not in labels {labels!r}", _NAME)
         named = find_labels(without_question(strip_thinking(rollout.response), rollout), labels)

@@ -1,0 +1,55 @@
+"""``ifeval``: the share of a prompt's verifiable instructions that the response follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.records import Failure, RewardResult, Rollout, Score
+from multitask_rl_rewards.ifeval_checks import CHECKS
+from multitask_rl_rewards.text import data_failure, strip_thinking
+
+__all__ = ["IFEval"]
+
+_NAME = "ifeval"
+
+
+class IFEval:
+    """Value: share of instructions followed; component ``all``: 1 if every one was (prompt-level accuracy).
+
+    ``tests`` of a row: ``[{"instruction_id", "kwargs"}]``. An empty response follows nothing. The checks see
+    form, not sense: pair the reward with one that reads.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, needs=("tests",), timeout_s=10.0)
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return one result per rollout; an unknown or malformed instruction is a ``data`` failure."""
+        return [_score_one(rollout) for rollout in rollouts]
+
+
+def _score_one(rollout: Rollout) -> RewardResult:
+    tests = rollout.row.get("tests")
+    if isinstance(tests, str) or not isinstance(tests, Sequence) or not tests:
+        return data_failure("the row has no instructions in `tests`: a response cannot follow none", _NAME)
+    text = strip_thinking(rollout.response)
+    followed: list[bool] = []
+    for test in tests:
+        result = _follows(text, test)
+        if isinstance(result, Failure):
+            return result
+        followed.append(result and bool(text.strip()))
+    return Score(value=sum(followed) / len(followed), components={"all": float(all(followed))})
+
+
+def _follows(text: str, test: Any) -> bool | Failure:
+    name = test.get("instruction_id") if isinstance(test, Mapping) else None
+    check = CHECKS.get(str(name))
+    if check is None:
+        return data_failure(f"unknown instruction {name!r}; known: {', '.join(CHECKS)}", _NAME)
+    keywords = {key: value for key, value in (test.get("kwargs") or {}).items() if value is not None}
+    try:
+        return check(text, **keywords)
+    except (TypeError, ValueError) as error:
+        return data_failure(f"instruction {name} with {keywords}: {error}", _NAME)
