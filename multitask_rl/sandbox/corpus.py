@@ -44,7 +44,15 @@ __all__ = ["Finding", "load_manifest", "main", "run_corpus"]
 _TRIVIAL = Program(source="print(6 * 7)")
 _NOISY_CHECKS = ("host_mem_delta_mb", "host_disk_delta_mb", "wall")
 """What other work on the machine can disturb: tried again before it counts."""
-_EXPRESSION_NAMES = {"range": range, "map": map, "str": str, "len": len, "sum": sum, "list": list, "sorted": sorted}
+_EXPRESSION_NAMES = {
+    "range": range,
+    "map": map,
+    "str": str,
+    "len": len,
+    "sum": sum,
+    "list": list,
+    "sorted": sorted,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,7 +231,9 @@ def _compare(raw: dict[str, Any], outcome: Outcome, wall_s: float) -> list[str]:
     if wanted is not None and (outcome.pass_fraction is None or abs(outcome.pass_fraction - wanted) > 1e-9):
         problems.append(f"pass_fraction {outcome.pass_fraction}, want {wanted}")
     text = outcome.stdout_text
-    problems += [f"stdout lacks {part!r}" for part in expect.get("stdout_must_contain", []) if part not in text]
+    problems += [
+        f"stdout lacks {part!r}" for part in expect.get("stdout_must_contain", []) if part not in text
+    ]
     for part in expect.get("stdout_must_not_contain", []):
         if part in text and not (part == "ESCAPED" and raw.get("soft")):
             line = next(line for line in text.splitlines() if part in line)
@@ -253,9 +263,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.folder:
             entries = [e for e in entries if e.raw.get("folder") in arguments.folder]
         started = time.monotonic()
-        findings = run_corpus(
-            entries, level=arguments.level, workers=arguments.workers, seed=arguments.seed
-        )
+        findings = run_corpus(entries, level=arguments.level, workers=arguments.workers, seed=arguments.seed)
     except (DataError, SandboxError) as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

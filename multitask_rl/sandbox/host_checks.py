@@ -20,7 +20,7 @@ from multitask_rl.sandbox.pool import NamespaceSandbox
 __all__ = ["HostWatch"]
 
 _CANARY = Path("/tmp/mtrl_canary")  # the programs of a corpus name this place
-_SECRET = "CANARY-7f3a91"  # noqa: S105 - bait
+_SECRET = "CANARY-7f3a91"
 _TCP, _UDP, _ABSTRACT_STREAM, _ABSTRACT_DATAGRAM = 47831, 47832, "sbx_canary_47833", "sbx_canary_47834"
 
 

@@ -12,7 +12,7 @@ __all__ = ["Channel", "ChannelClosed"]
 _LENGTH = struct.Struct("<I")
 
 
-class ChannelClosed(Exception):  # noqa: N818 - a state, not a mistake
+class ChannelClosed(Exception):
     """The other side is gone."""
 
 

@@ -202,7 +202,7 @@ def _read_array(content: Any) -> Any:
 
 def _read_named(content: Any) -> Any:
     name, fields, values = content
-    return collections.namedtuple(name, fields)(*values)  # type: ignore[misc] # noqa: PYI024 - data
+    return collections.namedtuple(name, fields)(*values)  # type: ignore[misc]
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

@@ -34,7 +34,7 @@ _BINARY = (
 _ITEMS = ("getitem", "setitem", "delitem", "contains", "reversed", "enter", "exit")
 
 
-class CandidateGone(Exception):  # noqa: N818 - a state of the other process
+class CandidateGone(Exception):
     """The program's process ended, or stopped speaking the protocol."""
 
 

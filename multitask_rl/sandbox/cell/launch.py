@@ -8,26 +8,34 @@ otherwise it is the user who started it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from . import linux
+from . import landlock, linux
 
-__all__ = ["CELL_HOME", "CELL_UID", "Layout", "launch"]
+__all__ = ["CELL_HOME", "CELL_UID", "Layout", "become_nobody", "launch", "outside_id"]
+
+_Command = tuple[list[str], dict[str, str], set[int]]
+"""What to execute: arguments, environment, descriptors to keep."""
 
 CELL_UID = 1000
 """The programs' user and group inside."""
-CELL_HOME = "/tmp"  # noqa: S108 - inside the cell it is a private tmpfs
+CELL_HOME = "/tmp"
 _CODE = "/.sandbox"
 _PACKAGE = "_mtrl_cell"
 _PYTHON = "/opt/python"
 _SITE = "/opt/site"
-_FIRST_OUTSIDE_UID = 100_000
+_FIRST_OUTSIDE_ID = 100_000
+_MONITOR_OFFSET = 1 << 23
+"""More than there can be process ids: a monitor and a cell never share an id."""
+_FLAGS = ["-s", "-S", "-P", "-X", "utf8"]
 _CAP_SYS_ADMIN = 21
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ENVIRONMENT = {
@@ -73,29 +81,38 @@ class Layout:
         return f"/usr/bin/{name}" if self.prefix == "/usr" else f"{_PYTHON}/bin/{name}"
 
 
-def launch(layout: Layout, control: socket.socket) -> int:
+def launch(layout: Layout, control: socket.socket, level: str = "namespaces") -> int:
     """Start a zygote in a new cell; it talks on ``control``. Return its process id.
 
     Raises:
-        OSError: the kernel refuses a namespace or a mount; the message says which step.
+        OSError: the kernel refuses a namespace, a mount or a rule; the message says which step.
     """
+    if level == "namespaces":
+        flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET
+        flags |= linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
+        return _start(flags, lambda: _enter_namespaces(layout, control), _write_maps)
+    if level == "landlock":
+        if landlock.abi_version() < 1:
+            raise OSError("this kernel has no Landlock")
+        return _start(0, lambda: _enter_flat(layout, control), None)
+    raise OSError(f"unknown level {level!r}")
+
+
+def _start(flags: int, enter: Callable[[], _Command], prepare: Callable[[int], None] | None) -> int:
+    """Clone; in the child run ``enter`` and execute what it returns; report a failure of either as OSError."""
     go_read, go_write = os.pipe()
     error_read, error_write = os.pipe()
-    flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET
-    flags |= linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
-    is_root = os.geteuid() == 0
     pid = linux.clone(flags)
     if pid == 0:
         os.close(go_write)
         os.close(error_read)
-        _in_child(layout, control, go_read, error_write, is_root=is_root)
+        _in_child(enter, go_read, error_write)
     os.close(go_read)
     os.close(error_write)
     try:
-        _write_maps(pid, is_root=is_root)
+        if prepare is not None:
+            prepare(pid)
         os.write(go_write, b"g")
-        os.close(go_write)
-        go_write = -1
         with os.fdopen(error_read, "rb") as errors:  # closed by a successful exec
             error_read = -1
             if message := errors.read(4096):
@@ -105,68 +122,137 @@ def launch(layout: Layout, control: socket.socket) -> int:
         os.waitpid(pid, 0)
         raise
     finally:
-        for descriptor in (go_write, error_read):
-            if descriptor >= 0:
-                os.close(descriptor)
+        os.close(go_write)
+        if error_read >= 0:
+            os.close(error_read)
     return pid
 
 
-def _write_maps(pid: int, *, is_root: bool) -> None:
-    outside_uid = _FIRST_OUTSIDE_UID + os.getpid() if is_root else os.geteuid()
-    outside_gid = outside_uid if is_root else os.getegid()
-    if not is_root:
+def outside_id(offset: int = 0) -> int:
+    """Return an id for this process's cell that owns nothing here; the caller's own where only that is possible.
+
+    Root's user is exempt from limits on processes and from file permissions, so it must not be the cell's.
+    """
+    wanted = _FIRST_OUTSIDE_ID + offset + os.getpid()
+    if os.geteuid() != 0:
+        return os.geteuid()
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= wanted < first + count:
+            return wanted
+    return 0
+
+
+def _write_maps(pid: int) -> None:
+    outside = outside_id()
+    group = outside if outside != os.geteuid() else os.getegid()
+    if os.geteuid() != 0 or outside == 0:
         Path(f"/proc/{pid}/setgroups").write_text("deny")
-    Path(f"/proc/{pid}/uid_map").write_text(f"{CELL_UID} {outside_uid} 1")
-    Path(f"/proc/{pid}/gid_map").write_text(f"{CELL_UID} {outside_gid} 1")
+    Path(f"/proc/{pid}/uid_map").write_text(f"{CELL_UID} {outside} 1")
+    Path(f"/proc/{pid}/gid_map").write_text(f"{CELL_UID} {group} 1")
 
 
-def _in_child(
-    layout: Layout, control: socket.socket, go_read: int, error_write: int, *, is_root: bool
-) -> None:
-    """Build the root, move in and execute the zygote; never returns."""
-    step = "start"
+def become_nobody() -> None:
+    """As root, turn into an id that owns nothing: what is left to do needs no rights."""
+    if (mine := outside_id(_MONITOR_OFFSET)) and os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(mine, mine, mine)
+        os.setresuid(mine, mine, mine)
+        linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
+
+
+def _in_child(enter: Callable[[], _Command], go_read: int, error_write: int) -> NoReturn:
     try:
         linux.set_parent_death_signal(signal.SIGKILL)
         if os.read(go_read, 1) != b"g":
             os._exit(1)
-        step = "open"
+        arguments, environment, keep = enter()
+        for descriptor in keep:
+            os.set_inheritable(descriptor, True)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _close_others({*keep, error_write})
+        os.execve(arguments[0], arguments, environment)
+    except BaseException as error:  # noqa: BLE001 - the one way out of this child: tell the monitor
+        os.write(error_write, f"{type(error).__name__}: {error}".encode())
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _step(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot {name}: {error}") from error
+
+
+def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
+    """Build the root and move in; return the zygote's command."""
+    with _step("read what the cell needs"):
         # while still the outside user: the interpreter may lie under a home nobody else can enter
         sources = [(os.open(source, os.O_PATH | os.O_CLOEXEC), target) for source, target in layout.binds()]
         devices = [(os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC), name) for name in _DEVICES]
         code = {path.name: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
         cache = _read_if_any("/etc/ld.so.cache")
-        step = "become the cell's user"
-        if is_root:
+    with _step("become the cell's user"):
+        if Path("/proc/self/setgroups").read_text().strip() == "allow":
             os.setgroups([])
         os.setresgid(CELL_UID, CELL_UID, CELL_UID)
         os.setresuid(CELL_UID, CELL_UID, CELL_UID)
         linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
-        step = "build the root"
+    with _step("build the cell's root"):
         proc = _build_root(sources, devices, code, cache)
-        step = "execute the zygote"
-        linux.set_no_new_privs()
-        linux.keep_capabilities_over_exec([_CAP_SYS_ADMIN])
-        null = os.open("/dev/null", os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(null, descriptor)
-        control_copy = os.dup(control.fileno())
-        os.set_inheritable(control_copy, True)
-        if proc >= 0:
-            os.set_inheritable(proc, True)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        starter = (
-            f"import sys; sys.path.insert(0, {_CODE!r}); from {_PACKAGE}.zygote import main; "
-            f"sys.path[:] = [p for p in sys.path if p != {_CODE!r}] + [{_SITE!r}]; main({control_copy}, {proc})"
-        )
-        arguments = [layout.interpreter, "-s", "-S", "-P", "-X", "utf8", "-c", starter]
-        environment = dict(_ENVIRONMENT)
-        if layout.prefix != "/usr":
-            environment["LD_LIBRARY_PATH"] = f"{_PYTHON}/lib"
-        _close_others({control_copy, proc, error_write})
-        os.execve(layout.interpreter, arguments, environment)
-    except BaseException as error:  # noqa: BLE001 - the one way out of this child: tell the monitor
-        os.write(error_write, f"cannot {step}: {type(error).__name__}: {error}".encode())
-    os._exit(1)
+    socket.sethostname("sandbox")
+    linux.set_no_new_privs()
+    linux.keep_capabilities_over_exec([_CAP_SYS_ADMIN])
+    control_copy = _take_null_and_copy(control)
+    starter = (
+        f"import sys; sys.path.insert(0, {_CODE!r}); from {_PACKAGE}.zygote import main; "
+        f"sys.path[:] = [p for p in sys.path if p != {_CODE!r}] + [{_SITE!r}]; main({control_copy}, {proc})"
+    )
+    environment = dict(_ENVIRONMENT)
+    if layout.prefix != "/usr":
+        environment["LD_LIBRARY_PATH"] = f"{_PYTHON}/lib"
+    keep = {control_copy, proc} if proc >= 0 else {control_copy}
+    return [layout.interpreter, *_FLAGS, "-c", starter], environment, keep
+
+
+def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
+    """Return the zygote's command for a cell without namespaces; it confines itself with Landlock."""
+    readable = [source for source, _ in layout.binds()]
+    library = str(Path(__file__).parents[1])
+    if (mine := outside_id()) and os.geteuid() == 0 and _anyone_can_read([*readable, __file__]):
+        with _step("become the cell's user"):
+            os.setgroups([])
+            os.setresgid(mine, mine, mine)
+            os.setresuid(mine, mine, mine)
+            linux.set_parent_death_signal(signal.SIGKILL)
+    control_copy = _take_null_and_copy(control)
+    host = {
+        "readable": [*readable, "/etc/ld.so.cache"],
+        "devices": [f"/dev/{name}" for name in _DEVICES],
+        "packages": list(layout.packages),
+    }
+    starter = (
+        f"import sys; sys.path.insert(0, {library!r}); from cell.zygote import main; "
+        f"sys.path.remove({library!r}); main({control_copy}, -1, {host!r})"
+    )
+    environment = dict(_ENVIRONMENT)
+    if layout.prefix != "/usr":
+        environment["LD_LIBRARY_PATH"] = f"{layout.prefix}/lib"
+    return [layout.executable, *_FLAGS, "-c", starter], environment, {control_copy}
+
+
+def _anyone_can_read(paths: Iterable[str]) -> bool:
+    """Return whether every path, and every directory above it, is open to all users."""
+    needed = {parent for path in paths for parent in (Path(path), *Path(path).parents)}
+    return all(os.stat(path).st_mode & (0o5 if path.is_dir() else 0o4) for path in needed)
+
+
+def _take_null_and_copy(control: socket.socket) -> int:
+    null = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    return os.dup(control.fileno())
 
 
 def _read_if_any(path: str) -> bytes | None:
@@ -191,7 +277,7 @@ def _build_root(
     cache: bytes | None,
 ) -> int:
     """Mount the root, enter it, detach the old one; return a descriptor of the cell's /proc or -1."""
-    base = "/tmp"  # noqa: S108 - any directory: the mount covers it in this namespace only
+    base = "/tmp"
     linux.mount(b"none", b"/", None, linux.MS_REC | linux.MS_PRIVATE)
     linux.mount(b"root", base.encode(), b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, b"size=2m,mode=0755")
     for directory in ("tmp", "dev", "etc", "proc", "usr/bin", "opt", f"{_CODE}/{_PACKAGE}".strip("/")):
@@ -251,6 +337,3 @@ def _private_proc(target: str) -> int:
     descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
     linux.umount(target.encode(), linux.MOUNT_DETACH)
     return descriptor
-
-
-Launcher = Callable[[Layout, socket.socket], int]

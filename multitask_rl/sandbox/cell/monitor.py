@@ -6,6 +6,7 @@ kernel counted, what was written, and the judge's lines; nothing a program says 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 
 from . import linux, verdicts
 from .frames import receive_frame, send_frame
-from .launch import Layout, launch
+from .launch import Layout, become_nobody, launch
 from .verdicts import Execution
 from .wire import Exit, Mode, Spawn, pack_kill, pack_spawn, pack_variant, unpack_exit
 
@@ -47,7 +48,8 @@ def main(connection_fd: int, parent: int) -> NoReturn:
         executable=config["executable"], prefix=config["prefix"], packages=tuple(config["packages"])
     )
     try:
-        monitor = Monitor(layout, config["variants"])
+        monitor = Monitor(layout, config["variants"], config["level"])
+        become_nobody()
     except OSError as error:
         send_frame(connection, {"error": str(error)})
         os._exit(1)
@@ -74,9 +76,9 @@ class _Zygote:
 class Monitor:
     """Runs jobs one after the other."""
 
-    def __init__(self, layout: Layout, variants: dict[str, list[str]]) -> None:
+    def __init__(self, layout: Layout, variants: dict[str, list[str]], level: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.cell_pid = launch(layout, theirs)
+        self.cell_pid = launch(layout, theirs, level)
         theirs.close()
         self._zygotes = {"": _Zygote(ours)}
         self._variants = variants
@@ -266,8 +268,6 @@ class _Memory:
                 view = view[os.write(self._descriptor, view) :]
             os.lseek(self._descriptor, 0, os.SEEK_SET)
         if seal:
-            import fcntl
-
             fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _ALL_SEALS)
 
     def __enter__(self) -> int:

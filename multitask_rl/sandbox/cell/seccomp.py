@@ -43,6 +43,11 @@ _SOCKET_PAIRS = [44, 45, 46, 47, 48, 51, 52, 53, 54, 55]
 _ALLOWED = sorted({*_FILES, *_MEMORY, *_SIGNALS, *_TIME, *_PROCESS, *_WAITING, *_SOCKET_PAIRS})
 _CLONE, _CLONE3, _IOCTL, _FCNTL = 56, 435, 16, 72
 _MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_OPEN, _PIDFD_SEND_SIGNAL = 165, 166, 317, 434, 424
+_PRCTL = 157
+_NAMES_A_PROCESS = [62, 200, 234, 302]
+"""kill, tkill, tgkill, prlimit64"""
+_PRCTL_COMMANDS = [3, 15, 16, 21, 39]
+"""Names and questions; not the signal at the parent's death, which ends a program whose sandbox died."""
 _ZYGOTE_ONLY = [_MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNAL, _PIDFD_OPEN]
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: nothing that pushes input or changes a file's flags
 _IOCTL_COMMANDS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
@@ -112,21 +117,22 @@ def program_filter(own_pid: int | None = None) -> bytes:
     Args:
         own_pid: without a pid namespace, the one process that signals and limits may name.
     """
-    body: list[Instruction] = [(_LOAD, 0, 0, _NUMBER_AT)]
-    denied = [*_ZYGOTE_ONLY]
-    confined = [] if own_pid is None else [62, 234, 302, 200]
-    # layout: tests | allow | deny | clone check [| pid check]
-    count = 1 + len(denied) + len(confined)
-    allow_at = len(body) + count
-    deny_at, clone_at, pid_at = allow_at + 1, allow_at + 2, allow_at + 6
-    targets = [(_CLONE, clone_at), *[(n, deny_at) for n in denied], *[(n, pid_at) for n in confined]]
-    for number, target in targets:
-        body.append((_JUMP_EQ, target - len(body) - 1, 0, number))
-    body += [_ret(_ALLOW), _ret(_EPERM)]
-    body += [(_LOAD, 0, 0, _ARGUMENT_AT), (_JUMP_SET, 1, 0, _CLONE_THREAD), _ret(_EPERM), _ret(_ALLOW)]
+    blocks: dict[int, list[Instruction]] = {number: [_ret(_EPERM)] for number in _ZYGOTE_ONLY}
+    is_thread = [(_LOAD, 0, 0, _ARGUMENT_AT), (_JUMP_SET, 1, 0, _CLONE_THREAD), _ret(_EPERM), _ret(_ALLOW)]
+    blocks[_CLONE] = is_thread
     if own_pid is not None:
-        body += _argument_in(0, [0, own_pid], _EPERM)
-    return _assemble(body)
+        blocks.update({number: _argument_in(0, [0, own_pid], _EPERM) for number in _NAMES_A_PROCESS})
+        blocks[_PRCTL] = _argument_in(0, _PRCTL_COMMANDS, _EPERM)
+    # layout: one test per number, allow, then the distinct blocks
+    distinct: list[list[Instruction]] = []
+    for block in blocks.values():
+        if block not in distinct:
+            distinct.append(block)
+    starts = [1 + len(blocks) + 1 + sum(map(len, distinct[:i])) for i in range(len(distinct))]
+    body: list[Instruction] = [(_LOAD, 0, 0, _NUMBER_AT)]
+    for number, block in blocks.items():
+        body.append((_JUMP_EQ, starts[distinct.index(block)] - len(body) - 1, 0, number))
+    return _assemble([*body, _ret(_ALLOW), *(i for block in distinct for i in block)])
 
 
 def install(code: bytes) -> None:

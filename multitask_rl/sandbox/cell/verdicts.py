@@ -62,7 +62,9 @@ def of_execution(execution: Execution, limits: dict[str, Any]) -> tuple[str, str
 
 def _of_signal(number: int, ended: Exit, limits: dict[str, Any]) -> tuple[str, str]:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    if number == signal.SIGXCPU or (number == signal.SIGKILL and ended.cpu_s >= limits["cpu_s"] * _CPU_LIMIT_SHARE):
+    if number == signal.SIGXCPU or (
+        number == signal.SIGKILL and ended.cpu_s >= limits["cpu_s"] * _CPU_LIMIT_SHARE
+    ):
         return "timeout", f"CPU limit of {limits['cpu_s']:g} s"
     if number == signal.SIGSYS:
         return "violation", "a forbidden system call"

@@ -6,13 +6,12 @@ inputs pass it by descriptor. What it imports here every program gets for free.
 
 from __future__ import annotations
 
-import ast
 import atexit
 import contextlib
-import errno
 import fcntl
 import gc
 import importlib
+import importlib.util
 import os
 import resource
 import select
@@ -23,9 +22,10 @@ import sys
 import threading
 import time
 import types
+from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from . import candidate, judge, linux, seccomp
+from . import candidate, judge, landlock, linux, seccomp
 from .wire import Mode, Spawn, pack_exit, unpack_request
 
 __all__ = ["main"]
@@ -42,13 +42,40 @@ _FIRST_OWN_FD = 100
 _PAGE_MB = resource.getpagesize() / (1 << 20)
 
 
-def main(control: int, proc: int) -> NoReturn:
-    """Serve the monitor on the socket ``control`` until it closes."""
+def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoReturn:
+    """Serve the monitor on the socket ``control`` until it closes.
+
+    Args:
+        control: descriptor of the conversation.
+        proc: descriptor of the cell's /proc, or -1.
+        host: without namespaces, what of the host may be read: ``readable``, ``devices``, ``packages``.
+    """
     linux.set_parent_death_signal(signal.SIGKILL)
-    zygote = Zygote(control, proc)
+    linux.set_no_new_privs()
+    zygote = Zygote(control, proc, is_flat=host is not None)
+    if host is not None:
+        sys.meta_path.append(_PackageFinder(host["packages"]))
     zygote.preload(_PRELOAD.split())
+    if host is not None:
+        landlock.restrict_to(host["readable"], host["devices"])
     seccomp.install(seccomp.zygote_filter())
     zygote.serve()
+
+
+class _PackageFinder:
+    """Finds chosen packages where no directory of only them can be put on the path."""
+
+    def __init__(self, packages: list[str]) -> None:
+        self._packages = {os.path.basename(path): path for path in packages}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the specification of one of the packages."""
+        directory = self._packages.get(name)
+        if directory is None or not os.path.isfile(f"{directory}/__init__.py"):
+            return None
+        return importlib.util.spec_from_file_location(
+            name, f"{directory}/__init__.py", submodule_search_locations=[directory]
+        )
 
 
 class _Running:
@@ -68,7 +95,8 @@ class _Running:
 class Zygote:
     """One cell's process parent."""
 
-    def __init__(self, control: int, proc: int) -> None:
+    def __init__(self, control: int, proc: int, *, is_flat: bool) -> None:
+        self._is_flat = is_flat
         self._control = socket.socket(fileno=_move_up(control))
         self._proc = _move_up(proc) if proc >= 0 else -1
         ready_read, ready_write = os.pipe()
@@ -82,7 +110,7 @@ class Zygote:
         self._program_filter = seccomp.program_filter()
         self._own_mb = 0
         self._own_kb = 0
-        os.chdir("/tmp")  # noqa: S108 - the cell's own
+        os.chdir("/" if is_flat else "/tmp")
 
     def preload(self, names: list[str]) -> None:
         """Import modules for all programs, then freeze the heap so that no collection touches its pages."""
@@ -142,7 +170,7 @@ class Zygote:
         for running in self._running.values():
             os.close(running.pidfd)
         self._control.close()
-        variant = Zygote(os.dup(control), self._proc)
+        variant = Zygote(os.dup(control), self._proc, is_flat=self._is_flat)
         os.close(control)
         linux.set_parent_death_signal(signal.SIGKILL)
         gc.unfreeze()
@@ -150,7 +178,7 @@ class Zygote:
         variant.serve()
 
     def _spawn(self, spawn: Spawn, descriptors: list[int]) -> None:
-        flags = linux.CLONE_NEWPID | linux.CLONE_NEWNS
+        flags = 0 if self._is_flat else linux.CLONE_NEWPID | linux.CLONE_NEWNS
         try:
             pid = linux.clone(flags, self._tid_at)
         except OSError as error:
@@ -233,8 +261,11 @@ class Zygote:
 
     def _confine(self, spawn: Spawn, descriptors: list[int]) -> Any:
         os.setsid()  # kill(0) reaches a process group across pid namespaces
-        linux.mount(b"tmp", b"/tmp", b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, spawn.mount_options)
-        os.chdir("/tmp")  # noqa: S108 - the private file system
+        if self._is_flat:
+            linux.set_parent_death_signal(signal.SIGKILL)  # no namespace would take it down with us
+        else:
+            linux.mount(b"tmp", b"/tmp", b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, spawn.mount_options)
+            os.chdir("/tmp")
         source = os.pread(descriptors[0], spawn.source_bytes, 0)
         given = iter(descriptors[1:])
         if spawn.has_stdin:
@@ -250,7 +281,7 @@ class Zygote:
                 keep += 1
         _set_limits(spawn, self._own_mb)
         linux.drop_capabilities()
-        seccomp.install(self._program_filter)
+        seccomp.install(seccomp.program_filter(os.getpid()) if self._is_flat else self._program_filter)
         os.write(self._ready_write, struct.pack("<I", spawn.identity))
         os.closerange(keep, 1 << 16)
         gc.enable()
