@@ -34,7 +34,8 @@ class Straggler(SchedulerPolicy):
     """Weigh each task by the part of its way that is still ahead, relative to the others.
 
     ``r_k = (target_k - J_k)^+ / (target_k - J_k at the start)``,
-    ``w_k = prior_k * (r_k / mean(r))^exponent``, normalised; the start is the mean level of the task's first ten steps. A task at its target has r = 0.
+    ``w_k = prior_k * (r_k / mean(r))^exponent``, normalised; the start is the mean level of
+    the task's first ten steps. A task at its target has r = 0.
 
     Source: the inverse training rate of Chen et al., "GradNorm" (arXiv:1711.02257), Eq. 2 (exponent 1.5 as
     there), with distance to the target in place of the loss and shares in place of gradient norms.

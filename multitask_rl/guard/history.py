@@ -15,6 +15,8 @@ __all__ = ["StepHistory"]
 
 _MIN_STEPS_FOR_TREND = 9
 _RISING_Z = 2.0
+_METRICS = ("length", "entropy", "kl")
+"""Keys of ``TaskStats.metrics`` that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +25,9 @@ class _Entry:
     updates: float
     """Groups that gave a gradient."""
     reward: float
+    length: float
+    entropy: float
+    kl: float
 
 
 class StepHistory:
@@ -35,7 +40,12 @@ class StepHistory:
     def record(self, step: int, stats: Mapping[str, TaskStats]) -> None:
         """Add the step made from the weights of ``step``."""
         for task, seen in stats.items():
-            entry = _Entry(step=step, updates=float(seen.num_informative), reward=seen.reward_mean)
+            entry = _Entry(
+                step=step,
+                updates=float(seen.num_informative),
+                reward=seen.reward_mean,
+                **{name: seen.metrics.get(name, math.nan) for name in _METRICS},
+            )
             self._entries.setdefault(task, deque(maxlen=self._max_steps)).append(entry)
 
     def find_culprit(self, victim: str, since: int) -> str:
@@ -69,6 +79,12 @@ class StepHistory:
         error = math.sqrt((variance(first) + variance(last)) / third)
         return fmean(last) - fmean(first) > _RISING_Z * error
 
+    def mean_since(self, task: str, name: str, since: int) -> float:
+        """Return the mean ``reward``, ``length``, ``entropy`` or ``kl`` from ``since`` on, NaN if unknown."""
+        entries = [entry for entry in self._entries.get(task, ()) if entry.step >= since]
+        values = [v for entry in entries if math.isfinite(v := getattr(entry, name))]
+        return fmean(values) if values else math.nan
+
     def rewind(self, step: int) -> None:
         """Forget what happened after the weights of ``step``: it is undone."""
         for task, entries in self._entries.items():
@@ -76,9 +92,9 @@ class StepHistory:
             self._entries[task] = deque(kept, maxlen=self._max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able (a reward that was not finite is None)."""
+        """Return the state, JSON-able (what was not finite is None)."""
         return {
-            task: [{**asdict(e), "reward": e.reward if math.isfinite(e.reward) else None} for e in entries]
+            task: [{k: v if math.isfinite(v) else None for k, v in asdict(e).items()} for e in entries]
             for task, entries in self._entries.items()
         }
 
@@ -86,7 +102,8 @@ class StepHistory:
         """Restore ``state_dict``."""
         self._entries = {}
         for task, saved in state.items():
-            entries = (
-                _Entry(**{**e, "reward": math.nan if e["reward"] is None else e["reward"]}) for e in saved
-            )
+            known: list[dict[str, Any]] = [
+                {k: math.nan if v is None else v for k, v in entry.items()} for entry in saved
+            ]
+            entries = (_Entry(**entry) for entry in known)
             self._entries[renamed.get(task, task)] = deque(entries, maxlen=self._max_steps)

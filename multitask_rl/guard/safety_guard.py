@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from multitask_rl.config.build import build_dataclass, suggest
@@ -19,7 +20,9 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.guard.confirmation import Confirmation
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, RollbackAdjustments
 from multitask_rl.guard.detector import DetectorSettings
+from multitask_rl.guard.hacking import HackingMonitor, Observation
 from multitask_rl.guard.history import StepHistory
+from multitask_rl.guard.response import Response
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.watch import Watch, build_watches
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
@@ -27,7 +30,7 @@ from multitask_rl.records import Event, TaskEvaluation, TaskStats
 __all__ = ["SafetyGuard"]
 
 _MAX_SNAPSHOTS = 64
-_PLAIN_STATE = ("rollbacks", "cooldown_until", "adjusted_at", "step", "good_until", "judged_good")
+_PLAIN_STATE = ("step", "good_until", "judged_good")
 
 Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation]]
 """``confirm(task)`` evaluates the current weights and those last judged good afresh, same prompts and seeds
@@ -111,12 +114,9 @@ class SafetyGuard:
         self._confirmation = Confirmation(self.config)
         self._history = StepHistory(2 * self.rollback_steps)
         self._snapshots: list[tuple[int, dict[str, Any]]] = []
-        self._rollbacks: list[int] = []
-        self._rungs: dict[str, int] = {}
+        self._response = Response(self.config, self.max_rollbacks)
+        self._hacking = HackingMonitor(self.config)
         self._warned: set[str] = set()
-        self._cooldown_until = -1
-        self._adjustments = RollbackAdjustments()
-        self._adjusted_at = 0
         self._step = 0
         self._good_until = 0
         self._judged_good = False
@@ -136,13 +136,16 @@ class SafetyGuard:
             confirm: fresh paired evaluation on demand (see ``Confirm``); None = the stored evaluations of now
                 and of the weights last judged good are compared.
         """
-        self._step = step
+        previous, self._step = self._step, step
         events = self._feed(step, evaluations)
         decision = self._decide(step, evaluations, confirm)
-        events += decision.events
+        signs = self._look_for_hacking(previous)
+        if decision.action is GuardAction.keep:
+            decision = self._answer_hacking(decision, signs)
+        events += [*decision.events, *signs]
         if decision.judged_good:
             self._confirmation.remember_good(evaluations)
-            events += self._end_adjustments(step)
+            events += self._lift_adjustments()
         self._judged_good = decision.judged_good
         self._snapshots.append((step, {w.key: w.state_dict() for w in self._watches}))
         del self._snapshots[:-_MAX_SNAPSHOTS]
@@ -171,32 +174,31 @@ class SafetyGuard:
             watch.detector.cusum = 0.0
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
         self._history.rewind(target.step)
-        length = self._cooldown_until - self._adjusted_at
-        self._adjusted_at, self._cooldown_until = step, step + length
+        self._hacking.forget()
+        self._response.resume_at(step)
+        change = self._response.adjustments
         reason = (
-            f"rolled back from step {self._step} to {target.step}; learning rate x "
-            f"{self._adjustments.lr_factor:g} for {self._adjustments.lr_hold_steps} steps, task shares x "
-            f"{dict(self._adjustments.weight_factors) or 'unchanged'}, data of the window "
-            f"{'skipped' if self._adjustments.skip_data else 'seen again'}"
+            f"rolled back from step {self._step} to {target.step}; learning rate x {change.lr_factor:g} for "
+            f"{change.lr_hold_steps} steps, task shares x {dict(change.weight_factors)}, data of the window "
+            f"{'skipped' if change.skip_data else 'seen again'}"
         )
-        data = {"from": self._step, "to": target.step, "rollbacks": len(self._rollbacks)}
-        return [
-            Event(step=step, source="guard", kind="rolled_back", reason=reason, data=data, task=self._victim)
-        ]
+        data = {"from": self._step, "to": target.step, "rollbacks": len(self._response.rollbacks)}
+        kind, self._step = "rolled_back", step
+        return [Event(step=step, source="guard", kind=kind, reason=reason, data=data, task=change.victim)]
 
     def lr_factor(self, step: int) -> float:
         """Return the factor on the learning rate that is in force at ``step``."""
-        return self._adjustments.lr_factor_after(step - self._adjusted_at)
+        return self._response.lr_factor(step)
 
     def weight_factors(self) -> dict[str, float]:
         """Return the factors on the scheduler's shares in force (``set_factors``); missing = 1."""
-        return dict(self._adjustments.weight_factors)
+        return dict(self._response.adjustments.weight_factors)
 
     def metrics(self) -> dict[str, float]:
         """Return value, reference, CUSUM and its limit per watched metric, as ``guard/<task>/...``."""
         values: dict[str, float] = {
             "guard/judged_good": float(self._judged_good),
-            "guard/rollbacks": float(len(self._rollbacks)),
+            "guard/rollbacks": float(len(self._response.rollbacks)),
         }
         for watch in self._watches:
             statistics = watch.statistics(self._settings) if watch.detector.count else {}
@@ -212,8 +214,8 @@ class SafetyGuard:
             "confirmation": self._confirmation.state_dict(),
             "history": self._history.state_dict(),
             "snapshots": [list(snapshot) for snapshot in self._snapshots],
-            "adjustments": asdict(self._adjustments),
-            "rungs": dict(self._rungs),
+            "response": self._response.state_dict(),
+            "hacking": self._hacking.state_dict(),
             "warned": sorted(self._warned),
             **{name: getattr(self, f"_{name}") for name in _PLAIN_STATE},
         }
@@ -243,18 +245,11 @@ class SafetyGuard:
             (at, {rename(key): saved for key, saved in snapshot.items()})
             for at, snapshot in state["snapshots"]
         ]
-        adjustments = dict(state["adjustments"])
-        adjustments["weight_factors"] = {rename(t): f for t, f in adjustments["weight_factors"].items()}
-        adjustments |= {role: rename(adjustments[role]) for role in ("victim", "culprit")}
-        self._adjustments = RollbackAdjustments(**adjustments)
-        self._rungs = {rename(key): rung for key, rung in state["rungs"].items()}
+        self._response.load_state_dict(state["response"], rename)
+        self._hacking.load_state_dict(state["hacking"], names)
         self._warned = {rename(key) for key in state["warned"]}
         for name in _PLAIN_STATE:
             setattr(self, f"_{name}", state[name])
-
-    @property
-    def _victim(self) -> str:
-        return self._adjustments.victim
 
     def _feed(self, step: int, evaluations: Mapping[str, TaskEvaluation]) -> list[Event]:
         """Give every watch its evaluation; evidence does not add up during the cooldown."""
@@ -269,7 +264,7 @@ class SafetyGuard:
                 events.append(Event(step=step, source="guard", kind="warn", reason=reason, task=watch.task))
             elif seen:
                 self._warned.discard(missing)
-            if step < self._cooldown_until:
+            if step < self._response.cooldown_until:
                 watch.detector.cusum = 0.0
         return events
 
@@ -305,66 +300,55 @@ class SafetyGuard:
             text = "looks lower, but a paired comparison does not confirm it"
             return self._build(GuardAction.warn, watch, step, text, statistics)
         self._good_until = watch.detector.good_step
-        action = self._next_rung(watch, statistics)
-        text = "has regressed"
-        if action is GuardAction.rollback:
-            self._rollbacks = [at for at in self._rollbacks if step - at < self.config.rollback_window]
-            if len(self._rollbacks) >= self.max_rollbacks:
-                text = (
-                    f"has regressed again after {len(self._rollbacks)} rollbacks within "
-                    f"{self.config.rollback_window} steps"
-                )
-                return self._build(GuardAction.stop, watch, step, text, statistics)
-            self._rollbacks.append(step)
-        self._adjust(watch, action, step)
-        return self._build(action, watch, step, text, statistics)
-
-    def _next_rung(self, watch: Watch, statistics: Mapping[str, float]) -> GuardAction:
-        ladder = self.config.ladder
-        rung = self._rungs.get(watch.key, 0)
-        if statistics["drop"] >= 2.0 * statistics["relevant_drop"]:
-            rung = len(ladder) - 1
-        self._rungs[watch.key] = rung + 1
-        return GuardAction(ladder[min(rung, len(ladder) - 1)])
-
-    def _adjust(self, watch: Watch, action: GuardAction, step: int) -> None:
-        """Put into force what changes from here on, and start the cooldown."""
-        config = self.config
-        times = max(1, len(self._rollbacks)) if action is GuardAction.rollback else 1
+        action = self._response.choose(watch.key, statistics, step)
+        if action is GuardAction.stop:
+            text = f"has regressed again after {len(self._response.rollbacks)} rollbacks"
+            return self._build(action, watch, step, text, statistics)
         culprit = self._history.find_culprit(watch.task, self._good_until)
-        factors = {watch.task: config.victim_factor}
-        if culprit:
-            frozen = action is GuardAction.freeze
-            factors[culprit] = 0.0 if frozen else config.culprit_factor**times
-        is_rollback = action is GuardAction.rollback
-        self._adjustments = RollbackAdjustments(
-            skip_data=config.skip_data and is_rollback,
-            lr_factor=config.lr_factor**times if is_rollback else 1.0,
-            lr_hold_steps=config.lr_hold_steps if is_rollback else 0,
-            lr_rewarm_steps=config.lr_rewarm_steps if is_rollback else 0,
-            weight_factors=factors,
-            victim=watch.task,
-            culprit=culprit,
-        )
-        self._adjusted_at = step
+        self._response.adjust(action, victim=watch.task, culprit=culprit, step=step)
         self._confirmation.forget_fresh()
-        if is_rollback:
-            self._cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
-            for other in self._watches:
-                other.detector.cusum = 0.0
-        else:
-            watch.detector.cusum = 0.0
+        for fallen in self._watches if action is GuardAction.rollback else [watch]:
+            fallen.detector.cusum = 0.0
+        return self._build(action, watch, step, "has regressed", statistics)
 
-    def _end_adjustments(self, step: int) -> list[Event]:
-        """Lift the factors once the victim is as good as before and the cooldown is over."""
-        held = max(self._cooldown_until, self._adjusted_at + 1)
-        if not self._victim or step < held:
+    def _look_for_hacking(self, since: int) -> list[Event]:
+        """Read the signs of the steps since the last evaluation."""
+        events = []
+        for watch in self._watches:
+            if not watch.metric and watch.detector.count:
+                seen = partial(self._history.mean_since, watch.task, since=since)
+                point = Observation(
+                    train_reward=seen("reward"),
+                    value=watch.detector.value,
+                    error=watch.detector.error,
+                    length=seen("length"),
+                    entropy=seen("entropy"),
+                    kl=seen("kl"),
+                )
+                events += self._hacking.observe(watch.task, point, self._step)
+        return events
+
+    def _answer_hacking(self, decision: GuardDecision, signs: Sequence[Event]) -> GuardDecision:
+        """Lower the share of the first task that is being hacked, unless something is already in force."""
+        hacked = [event for event in signs if event.kind == "hacking"]
+        if not hacked or not self.config.act_on_hacking or self._response.adjustments.victim:
+            return decision
+        task = hacked[0].task
+        self._response.adjust(GuardAction.reweight, victim=task, culprit=task, step=self._step)
+        return GuardDecision(
+            action=GuardAction.reweight,
+            task=task,
+            reason=hacked[0].reason,
+            statistics=hacked[0].data,
+            adjustments=self._response.adjustments,
+        )
+
+    def _lift_adjustments(self) -> list[Event]:
+        victim = self._response.lift(self._step)
+        if not victim:
             return []
-        reason = f"{self._victim} has recovered: task shares follow the scheduler alone again"
-        event = Event(step=step, source="guard", kind="recovered", reason=reason, task=self._victim)
-        self._rungs = {k: n for k, n in self._rungs.items() if k.partition("/")[0] != self._victim}
-        self._adjustments = RollbackAdjustments()
-        return [event]
+        reason = f"{victim} has recovered: task shares follow the scheduler alone again"
+        return [Event(step=self._step, source="guard", kind="recovered", reason=reason, task=victim)]
 
     def _build(
         self,
@@ -379,9 +363,8 @@ class SafetyGuard:
             f"{watch.key} {text}: {numbers['value']:.3f} against a demonstrated {numbers['reference']:.3f} "
             f"(evidence {numbers['cusum']:.1f}, limit {numbers['cusum_limit']:.1f})"
         )
-        adjustments = self._adjustments
-        if action in (GuardAction.warn, GuardAction.stop):
-            adjustments = RollbackAdjustments()
+        acts = action not in (GuardAction.warn, GuardAction.stop)
+        adjustments = self._response.adjustments if acts else RollbackAdjustments()
         data = {**numbers, "metric": watch.key, "culprit": adjustments.culprit}
         event = Event(step=step, source="guard", kind=str(action), reason=reason, task=watch.task, data=data)
         return GuardDecision(

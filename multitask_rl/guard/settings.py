@@ -6,6 +6,15 @@ from dataclasses import dataclass, field
 
 __all__ = ["SafetyGuardConfig"]
 
+_NOT_NEGATIVE = (
+    "cooldown_steps",
+    "lr_hold_steps",
+    "lr_rewarm_steps",
+    "culprit_factor",
+    "min_reference",
+    "kl_budget",
+    "min_entropy_fraction",
+)
 _RUNGS = ("reweight", "freeze", "rollback")
 
 
@@ -43,6 +52,14 @@ class SafetyGuardConfig:
     """Factor on the share of the task held to be the cause (to the power of the rollbacks in the window)."""
     victim_factor: float = 2.0
     """Factor on the share of the task that regressed, until it has recovered."""
+    act_on_hacking: bool = True
+    """Lower the share of a task whose training reward rises while its held-out metric falls."""
+    kl_budget: float = 0.0
+    """Warn when a task's KL to the reference exceeds it, nats per response; 0 = no budget."""
+    min_entropy_fraction: float = 0.3
+    """Warn when a task's entropy falls below this part of what it was at the start."""
+    max_length_ratio: float = 3.0
+    """Warn when a task's responses become this many times longer or shorter than at the start. > 1."""
     lower_is_better: list[str] = field(
         default_factory=lambda: ["violation_rate", "over_refusal", "failure_rate", "kl"]
     )
@@ -53,8 +70,10 @@ class SafetyGuardConfig:
         for name in ("cusum_limit", "warmup", "rollback_window", "lr_factor", "victim_factor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        for name in ("cooldown_steps", "lr_hold_steps", "lr_rewarm_steps", "culprit_factor", "min_reference"):
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
+        if not self.max_length_ratio > 1.0:
+            raise ValueError(f"max_length_ratio must be > 1, got {self.max_length_ratio!r}")
         if not self.ladder or self.ladder != [rung for rung in _RUNGS if rung in self.ladder]:
             raise ValueError(f"ladder must be some of {', '.join(_RUNGS)} in this order, got {self.ladder!r}")

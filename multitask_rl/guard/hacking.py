@@ -1,0 +1,160 @@
+"""Signs that the training signal has come apart from the ability: hacking, collapse, drift.
+
+A reward can be raised without the ability it stands for. What shows it is the training reward going up while
+the held-out metric goes down; what announces it is a policy that runs far from its reference, loses its
+entropy, or changes the length of its responses. None of it proves anything: hacking moves the task's share,
+the rest warns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from multitask_rl.guard.settings import SafetyGuardConfig
+from multitask_rl.records import Event
+
+__all__ = ["HackingMonitor", "Observation", "kendall_score"]
+
+_WINDOW = 8
+"""Evaluations a trend is read from."""
+_MIN_KENDALL = 16
+"""Of at most 28; reached by chance in 3 % of windows without a trend."""
+_MIN_Z = 4.0
+"""Of the fall from the first two to the last two; high because the window slides over a whole run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """One task between two evaluations; NaN = not known."""
+
+    train_reward: float
+    """Mean training reward since the last evaluation."""
+    value: float
+    """Held-out metric, higher is better."""
+    error: float
+    """Its standard error."""
+    length: float = math.nan
+    """Tokens per response in training."""
+    entropy: float = math.nan
+    """Nats per token."""
+    kl: float = math.nan
+    """Nats per response, to the reference policy."""
+
+
+class HackingMonitor:
+    """Reads the last evaluations of every task for hacking, KL budget, entropy collapse and length drift."""
+
+    def __init__(self, config: SafetyGuardConfig) -> None:
+        self._config = config
+        self._points: dict[str, deque[Observation]] = {}
+        self._start: dict[str, Observation] = {}
+        self._raised: set[str] = set()
+
+    def observe(self, task: str, point: Observation, step: int) -> list[Event]:
+        """Add an evaluation of ``task``; return each sign once, when it appears (``hacking`` or ``warn``)."""
+        points = self._points.setdefault(task, deque(maxlen=_WINDOW))
+        points.append(point)
+        start = self._start[task] = _first_known(self._start.get(task, point), point)
+        signs = {
+            "hacking": self._hacking(points),
+            "kl": self._kl(point),
+            "entropy": self._entropy(start, point),
+            "length": self._length(start, point),
+        }
+        events = []
+        for sign, reason in signs.items():
+            name = f"{task}#{sign}"
+            if not reason:
+                self._raised.discard(name)
+            elif name not in self._raised:
+                self._raised.add(name)
+                kind = "hacking" if sign == "hacking" else "warn"
+                data = {k: v for k, v in asdict(point).items() if math.isfinite(v)}
+                text = f"{task}: {reason}"
+                events.append(Event(step=step, source="guard", kind=kind, reason=text, task=task, data=data))
+        return events
+
+    def _hacking(self, points: Sequence[Observation]) -> str:
+        rewards = [p.train_reward for p in points]
+        if len(points) < _WINDOW or not all(map(math.isfinite, rewards)):
+            return ""
+        if kendall_score(rewards) < _MIN_KENDALL:
+            return ""
+        first, last = list(points)[:2], list(points)[-2:]
+        drop = math.fsum(p.value for p in first) / 2 - math.fsum(p.value for p in last) / 2
+        error = math.sqrt(math.fsum(p.error**2 for p in (*first, *last))) / 2
+        if drop <= _MIN_Z * error:
+            return ""
+        return (
+            f"training reward rose over the last {_WINDOW} evaluations ({rewards[0]:.3f} -> "
+            f"{rewards[-1]:.3f}) while the held-out metric fell by {drop:.3f} (standard error {error:.3f}): "
+            "the reward may be exploited"
+        )
+
+    def _kl(self, point: Observation) -> str:
+        budget = self._config.kl_budget
+        if not budget or not point.kl > budget:
+            return ""
+        return f"KL to the reference is {point.kl:.2f} nats per response, over its budget of {budget:g}"
+
+    def _entropy(self, start: Observation, point: Observation) -> str:
+        if not point.entropy < self._config.min_entropy_fraction * start.entropy:
+            return ""
+        return f"entropy fell from {start.entropy:.3f} to {point.entropy:.3f} nats per token"
+
+    def _length(self, start: Observation, point: Observation) -> str:
+        ratio = point.length / start.length if start.length > 0.0 else math.nan
+        limit = self._config.max_length_ratio
+        if not (ratio > limit or ratio < 1.0 / limit):
+            return ""
+        return f"responses went from {start.length:.1f} to {point.length:.1f} tokens"
+
+    def forget(self) -> None:
+        """The run was taken back: start trends afresh."""
+        self._points.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able (NaN is None)."""
+        return {
+            "points": {task: [_plain(p) for p in points] for task, points in self._points.items()},
+            "start": {task: _plain(point) for task, point in self._start.items()},
+            "raised": sorted(self._raised),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        """Restore ``state_dict``."""
+        self._points = {
+            renamed.get(task, task): deque(map(_observation, points), maxlen=_WINDOW)
+            for task, points in state["points"].items()
+        }
+        self._start = {renamed.get(t, t): _observation(point) for t, point in state["start"].items()}
+        raised = (name.rpartition("#") for name in state["raised"])
+        self._raised = {f"{renamed.get(task, task)}#{sign}" for task, _, sign in raised}
+
+
+def kendall_score(values: Sequence[float]) -> int:
+    """Return the Mann-Kendall statistic: pairs that rise minus pairs that fall.
+
+    >>> kendall_score([1, 2, 3]), kendall_score([1, 3, 2])
+    (3, 1)
+    """
+    pairs = ((a, b) for i, a in enumerate(values) for b in values[i + 1 :])
+    return sum((b > a) - (b < a) for a, b in pairs)
+
+
+def _first_known(start: Observation, point: Observation) -> Observation:
+    """Return ``start`` with what was not known yet taken from ``point``."""
+    now = asdict(point)
+    return Observation(**{k: v if math.isfinite(v) else now[k] for k, v in asdict(start).items()})
+
+
+def _plain(point: Observation) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in asdict(point).items()}
+
+
+def _observation(saved: Mapping[str, float | None]) -> Observation:
+    return Observation(**{key: math.nan if value is None else value for key, value in saved.items()})

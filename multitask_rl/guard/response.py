@@ -1,0 +1,110 @@
+"""What the guard does about a fall: the rung of the ladder, what changes, for how long, how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from multitask_rl.guard.decision import GuardAction, RollbackAdjustments
+from multitask_rl.guard.settings import SafetyGuardConfig
+
+__all__ = ["Response"]
+
+_PLAIN_STATE = ("rollbacks", "cooldown_until", "began")
+
+
+class Response:
+    """The ladder, the count of rollbacks and the adjustments in force."""
+
+    def __init__(self, config: SafetyGuardConfig, max_rollbacks: int) -> None:
+        self._config = config
+        self._max_rollbacks = max_rollbacks
+        self._rungs: dict[str, int] = {}
+        self.rollbacks: list[int] = []
+        """Steps of the rollbacks within the window."""
+        self.cooldown_until = -1
+        """First step at which evidence adds up again."""
+        self.began = 0
+        """Step from which the adjustments count."""
+        self.adjustments = RollbackAdjustments()
+        """In force."""
+
+    def choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
+        """Return what a confirmed fall of the watched metric ``key`` calls for, and count it.
+
+        One rung further each time while its task has not recovered; a fall of twice the threshold goes to
+        the last rung. A rollback beyond ``max_rollbacks`` in the window becomes a stop.
+        """
+        ladder = self._config.ladder
+        rung = self._rungs.get(key, 0)
+        if statistics["drop"] >= 2.0 * statistics["relevant_drop"]:
+            rung = len(ladder) - 1
+        self._rungs[key] = rung + 1
+        action = GuardAction(ladder[min(rung, len(ladder) - 1)])
+        if action is GuardAction.rollback:
+            self.rollbacks = [at for at in self.rollbacks if step - at < self._config.rollback_window]
+            if len(self.rollbacks) >= self._max_rollbacks:
+                return GuardAction.stop
+            self.rollbacks.append(step)
+        return action
+
+    def adjust(self, action: GuardAction, *, victim: str, culprit: str, step: int) -> None:
+        """Put into force what changes from here on; a rollback also starts the cooldown."""
+        config = self._config
+        is_rollback = action is GuardAction.rollback
+        times = len(self.rollbacks) if is_rollback else 1
+        factors = {victim: config.victim_factor}
+        if culprit:
+            factors[culprit] = 0.0 if action is GuardAction.freeze else config.culprit_factor**times
+        self.adjustments = RollbackAdjustments(
+            skip_data=config.skip_data and is_rollback,
+            lr_factor=config.lr_factor**times if is_rollback else 1.0,
+            lr_hold_steps=config.lr_hold_steps if is_rollback else 0,
+            lr_rewarm_steps=config.lr_rewarm_steps if is_rollback else 0,
+            weight_factors=factors,
+            victim=victim,
+            culprit=culprit,
+        )
+        self.began = step
+        if is_rollback:
+            self.cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
+
+    def resume_at(self, step: int) -> None:
+        """Count adjustments and cooldown from ``step``, where the run goes on."""
+        self.cooldown_until += step - self.began
+        self.began = step
+
+    def lift(self, step: int) -> str:
+        """End the adjustments if their time is over; return the victim that has recovered, or nothing.
+
+        To be called when every watched metric is good.
+        """
+        victim = self.adjustments.victim
+        if not victim or step <= self.began or step < self.cooldown_until:
+            return ""
+        self._rungs = {key: rung for key, rung in self._rungs.items() if key.partition("/")[0] != victim}
+        self.adjustments = RollbackAdjustments()
+        return victim
+
+    def lr_factor(self, step: int) -> float:
+        """Return the factor on the learning rate in force at ``step``."""
+        return self.adjustments.lr_factor_after(step - self.began)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {
+            "rungs": dict(self._rungs),
+            "adjustments": asdict(self.adjustments),
+            **{name: getattr(self, name) for name in _PLAIN_STATE},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], rename: Callable[[str], str]) -> None:
+        """Restore ``state_dict``; ``rename`` maps old names and keys to new ones."""
+        self._rungs = {rename(key): rung for key, rung in state["rungs"].items()}
+        saved = dict(state["adjustments"])
+        saved["weight_factors"] = {rename(task): f for task, f in saved["weight_factors"].items()}
+        saved |= {role: rename(saved[role]) for role in ("victim", "culprit")}
+        self.adjustments = RollbackAdjustments(**saved)
+        for name in _PLAIN_STATE:
+            setattr(self, name, state[name])

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from multitask_rl.guard.decision import GuardAction
+from multitask_rl.guard.hacking import HackingMonitor, Observation, kendall_score
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.guard.settings import SafetyGuardConfig
+from multitask_rl.records import Event, TaskEvaluation, TaskStats
+
+
+def _observe(
+    monitor: HackingMonitor, rewards: list[float], values: list[float], error: float = 0.02
+) -> list[Event]:
+    points = [Observation(train_reward=r, value=v, error=error) for r, v in zip(rewards, values, strict=True)]
+    return [event for step, point in enumerate(points) for event in monitor.observe("a", point, step)]
+
+
+def test_kendall_score_counts_rising_minus_falling_pairs() -> None:
+    assert kendall_score([1, 2, 3, 4]) == 6
+    assert kendall_score([4, 3, 2, 1]) == -6
+    assert kendall_score([1, 1, 2]) == 2
+
+
+def test_reward_up_and_ability_down_is_hacking_said_once() -> None:
+    up, down = [0.1 * i for i in range(10)], [0.6 - 0.03 * i for i in range(10)]
+    events = _observe(HackingMonitor(SafetyGuardConfig()), up, down)
+    assert [e.kind for e in events] == ["hacking"]
+    assert events[0].step == 7
+    assert "0.000 -> 0.700" in events[0].reason
+
+
+@pytest.mark.parametrize(
+    ("rewards", "values"),
+    [
+        ([0.1 * i for i in range(20)], [0.3 + 0.02 * i for i in range(20)]),  # both rise: learning
+        ([0.9 - 0.04 * i for i in range(20)], [0.6 - 0.03 * i for i in range(20)]),  # both fall: forgetting
+        ([0.5] * 20, [0.6 - 0.03 * i for i in range(20)]),
+    ],
+)
+def test_anything_else_is_not(rewards: list[float], values: list[float]) -> None:
+    assert _observe(HackingMonitor(SafetyGuardConfig()), rewards, values) == []
+
+
+def test_overfitting_plateaus_are_hardly_ever_called_hacking() -> None:
+    """Rising training reward over a held-out plateau, 100 runs of 100 noisy evaluations: at most 5 alarms."""
+    stream = np.random.default_rng(0)
+    alarmed = 0
+    for _ in range(100):
+        values = (stream.binomial(256, 0.6, size=100) / 256).tolist()
+        rewards = [0.5 + 0.004 * i for i in range(100)]
+        alarmed += bool(
+            _observe(HackingMonitor(SafetyGuardConfig()), rewards, values, error=math.sqrt(0.24 / 256))
+        )
+    assert alarmed <= 5
+
+
+def test_kl_budget_entropy_collapse_and_length_drift_are_warned_once_each() -> None:
+    monitor = HackingMonitor(SafetyGuardConfig(kl_budget=10.0))
+    unknown = Observation(train_reward=math.nan, value=0.5, error=0.02)
+    start = Observation(train_reward=0.5, value=0.5, error=0.02, length=20.0, entropy=1.0, kl=0.0)
+    far = Observation(train_reward=0.5, value=0.5, error=0.02, length=70.0, entropy=0.2, kl=12.0)
+    events = [e for step, p in enumerate((unknown, start, far, far)) for e in monitor.observe("a", p, step)]
+    assert [(e.kind, e.step) for e in events] == [("warn", 2)] * 3
+    text = " ".join(e.reason for e in events)
+    assert "12.00 nats per response, over its budget of 10" in text
+    assert "from 1.000 to 0.200 nats" in text
+    assert "from 20.0 to 70.0 tokens" in text
+
+
+def test_state_round_trip_continues_identically() -> None:
+    stream = random.Random(0)
+    whole, resumed = (HackingMonitor(SafetyGuardConfig()) for _ in range(2))
+    _observe(whole, [stream.random() for _ in range(6)], [0.5] * 6)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)), {"a": "b"})
+    rewards, values = [1.0 + 0.1 * i for i in range(8)], [0.5 - 0.05 * i for i in range(8)]
+    points = [Observation(train_reward=r, value=v, error=0.02) for r, v in zip(rewards, values, strict=True)]
+    for step, point in enumerate(points):
+        now, then = whole.observe("a", point, step), resumed.observe("b", point, step)
+        assert [e.kind for e in now] == [e.kind for e in then]
+
+
+def test_the_guard_lowers_the_share_of_a_hacked_task_before_it_is_a_regression() -> None:
+    guard = SafetyGuard(threshold_delta=-0.5)
+    guard.bind({"a": True, "b": True})
+    decisions = []
+    for step in range(0, 160):
+        if step % 10 == 0:
+            level = 0.6 if step < 60 else 0.6 - 0.002 * (step - 60)
+            evaluations = {
+                t: TaskEvaluation(
+                    task=t, metric="m", values=[1.0] * n + [0.0] * (500 - n), step=step, policy_version=0
+                )
+                for t, n in (("a", round(500 * level)), ("b", 350))
+            }
+            decisions.append(guard.observe(step, evaluations))
+        guard.record_step(
+            step,
+            {
+                "a": TaskStats(task="a", num_prompts=8, num_informative=4, reward_mean=0.3 + 0.004 * step),
+                "b": TaskStats(task="b", num_prompts=8, num_informative=4, reward_mean=0.5),
+            },
+        )
+    acted = [d for d in decisions if d.action is not GuardAction.keep]
+    assert [d.action for d in acted][:1] == [GuardAction.reweight]
+    assert acted[0].adjustments.weight_factors == {"a": 0.5}
+    assert acted[0].events[0].kind == "hacking"
