@@ -134,7 +134,11 @@ def test_without_a_change_the_failure_is_replayed_until_the_run_stops() -> None:
     assert "again after 2 rollbacks" in run.events[-1].reason
 
 
-def test_without_the_guard_the_ability_is_lost() -> None:
-    run = Run(SafetyGuard(warmup=1000))  # never acts
-    run.train(400)
-    assert run.skill["a"] < 0.5
+def test_without_the_guard_the_run_goes_through_the_poison() -> None:
+    """The control: most of the ability is lost, and at equal steps less of it is back."""
+    unguarded, guarded = Run(SafetyGuard(warmup=1000)), Run(SafetyGuard())  # the first never acts
+    unguarded.train(180)
+    assert unguarded.skill["a"] < 0.3
+    unguarded.train(400)
+    guarded.train(400)
+    assert unguarded.skill["a"] < guarded.skill["a"] - 0.1
