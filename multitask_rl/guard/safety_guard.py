@@ -272,13 +272,14 @@ class SafetyGuard:
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None
     ) -> GuardDecision:
         settings = self._settings
-        watched = [w for w in self._watches if w.has_reference(settings, self.config.min_reference)]
+        seen = [w for w in self._watches if f"{w.key}#missing" not in self._warned]
+        watched = [w for w in seen if w.has_reference(settings, self.config.min_reference)]
         alarmed = [w for w in watched if w.detector.alarms(settings)]
         if alarmed:
             watch = max(alarmed, key=lambda w: (w.detector.cusum - w.detector.limit(settings), w.key))
             return self._answer_alarm(watch, step, evaluations, confirm)
         self._confirmation.forget_fresh()
-        complete = all(f"{w.key}#missing" not in self._warned for w in self._watches)
+        complete = len(seen) == len(self._watches)
         good = complete and bool(self._watches) and all(w.detector.is_good(settings) for w in self._watches)
         for watch in watched:
             above = watch.detector.cusum > 0.5 * watch.detector.limit(settings)

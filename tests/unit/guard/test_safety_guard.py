@@ -370,6 +370,14 @@ def test_an_evaluation_that_failed_is_not_judged_good_and_said_once() -> None:
     assert guard.observe(80, _constant({"a": 0.6, "b": 0.7}, 80)).judged_good
 
 
+def test_an_alarm_is_not_answered_while_its_task_has_no_evaluation() -> None:
+    guard, same = _guard(), _constant({"a": 0.6}, 0)["a"]
+    _run(guard, [0.6] * 10)
+    guard.observe(100, _constant({"a": 0.3, "b": 0.7}, 100), confirm=lambda task: (same, same))
+    decision = guard.observe(110, _constant({"b": 0.7}, 110))
+    assert (decision.action, decision.judged_good) == (GuardAction.keep, False)
+
+
 def test_state_round_trip_continues_identically() -> None:
     whole, actor = _guard(), Actor("ab", 1)
     evaluations = []
