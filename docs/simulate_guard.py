@@ -1,4 +1,4 @@
-"""Recompute the table "What it finds, and when" of ``scheduler-and-guard.md``: the guard on simulated metrics.
+"""Recompute the table "What it finds, and when" of ``scheduler-and-guard.md`` on simulated metrics.
 
 ``python docs/simulate_guard.py`` takes about a minute on one core. Needs numpy.
 """
