@@ -1,0 +1,95 @@
+"""What a task of the suite is, and how its rows are drawn without ever mixing train and held-out prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from multitask_rl.errors import DataError
+from multitask_rl.seeding import random_stream
+
+__all__ = ["Row", "Split", "SuiteTask", "build_rows", "is_held_out", "iterate_rows", "write_rows"]
+
+Row = dict[str, Any]
+"""JSON-able; always ``task`` and ``prompt``, further columns by task."""
+
+Split = Literal["train", "heldout"]
+
+HELD_OUT_BUCKETS = 51
+"""Of 256: one prompt in five is held out."""
+
+MAX_DRAWS_PER_ROW = 400
+"""A task whose prompts run out is an error, not an endless loop."""
+
+
+class SuiteTask(ABC):
+    """A family of prompts with known good answers. Stateless; all randomness comes in as a stream."""
+
+    name: ClassVar[str]
+    max_new_tokens: ClassVar[int]
+    """Longest useful response with its end token, plus slack."""
+    template: ClassVar[str] = "{prompt}"
+    """Over the columns of a row: what the actor reads (``prompt`` of a task in a tasks file)."""
+
+    def render(self, row: Mapping[str, Any]) -> str:
+        """Return the text of a row that the actor reads."""
+        return self.template.format(**row)
+
+    @abstractmethod
+    def sample(self, stream: random.Random) -> Row:
+        """Draw one row."""
+
+    @abstractmethod
+    def answer(self, row: Mapping[str, Any], stream: random.Random) -> str:
+        """Return a good response (the only one, where the task has only one)."""
+
+    @abstractmethod
+    def corrupt(self, row: Mapping[str, Any], stream: random.Random) -> str:
+        """Return a bad response in the right format: what a warm start mixes in."""
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to the held-out split: by hash of its text, the same in every run."""
+    return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] < HELD_OUT_BUCKETS
+
+
+def iterate_rows(task: SuiteTask, *, seed: int, split: Split) -> Iterator[Row]:
+    """Yield the rows of a split without end, prompts repeating as they are drawn."""
+    index = 0
+    while True:
+        row = task.sample(random_stream(seed, "suite", task.name, index))
+        index += 1
+        if is_held_out(row["prompt"]) == (split == "heldout"):
+            yield row
+
+
+def build_rows(task: SuiteTask, *, seed: int, split: Split, num_rows: int) -> list[Row]:
+    """Return ``num_rows`` rows of a split with different prompts.
+
+    Raises:
+        DataError: the split has fewer different prompts than asked for.
+    """
+    rows: dict[str, Row] = {}
+    for draws, row in enumerate(iterate_rows(task, seed=seed, split=split)):
+        if len(rows) == num_rows:
+            break
+        if draws >= MAX_DRAWS_PER_ROW * num_rows:
+            raise DataError(
+                f"task {task.name!r} of the suite has no {num_rows} different prompts in its {split} split "
+                f"({len(rows)} found in {draws} draws); ask for fewer rows"
+            )
+        rows.setdefault(row["prompt"], row)
+    return list(rows.values())
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> Path:
+    """Write rows as JSON lines and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return path
