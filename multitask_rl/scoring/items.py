@@ -70,7 +70,9 @@ class Call:
     began: float = field(default_factory=time.monotonic)
     """When the result it waits for was asked for."""
     position: int = 0
-    """Items answered so far; with ``each``, the index of the one being scored."""
+    """Items answered so far."""
+    at: int = 0
+    """With ``each``: index of the item being scored, as far as the runner has looked."""
     canary: bool = False
     hedged: bool = False
 
@@ -80,7 +82,8 @@ class Call:
 
     def current(self) -> list[Item]:
         """Return the items being scored right now, as far as they have no result."""
-        current = self.items[self.position : self.position + 1] if self.each else self.items
+        at = max(self.at, self.position)
+        current = self.items[at : at + 1] if self.each else self.items
         return [item for item in current if item.result is None]
 
 

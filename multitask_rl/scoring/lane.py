@@ -78,6 +78,8 @@ class Lane:
         self.runners: list[Runner] = []
         self.make_runner: Callable[[], Runner] | None = None
         """Makes another runner; None = it runs in the trainer's process, once."""
+        self.error: Exception | None = None
+        """A bug in a runner; the pool raises it."""
         self._limiter = limiter
         self._condition = threading.Condition()
         self._queue: deque[Item] = deque()
@@ -176,8 +178,8 @@ class Lane:
                 else:
                     self.breaker.success()
                     self._settle(item, result)
-            if call.each and call.position < len(call.items):
-                call.items[call.position].started = now
+            for item in call.items[call.position : call.position + 1]:
+                item.started = now
 
     def died(self, call: Call, reason: str, *, outside: bool) -> None:
         """The process of ``call`` died. The item it was at is the suspect, the rest is merely sent again."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
@@ -72,9 +73,8 @@ class RewardPool:
         plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, LanePlan]] = []
         for task in self._specs.values():
             _check_names(task)
-            specs: tuple[Sequence[RewardSpec], Sequence[ConstraintSpec]] = (task.rewards, task.constraints)
-            for own_specs in specs:
-                for index, spec in enumerate(own_specs):
+            for specs in (task.rewards, task.constraints):
+                for index, spec in enumerate(cast(list[RewardSpec | ConstraintSpec], specs)):
                     plan = plan_lane(task, spec, index, seed=self._seed, devices=self._devices)
                     plans.append((task, spec, plan))
         try:
@@ -197,6 +197,8 @@ class RewardPool:
         began = time.monotonic()
         while not asking.latch.wait(TICK_S):
             for lane in asking.lanes:
+                if lane.error is not None:
+                    raise lane.error
                 lane.tick()
             if time.monotonic() - began >= said:
                 said += HEARTBEAT_S
@@ -252,6 +254,7 @@ def _signed_weight(task: TaskSpec, spec: RewardSpec | ConstraintSpec, lane: Lane
     if spec.weight < 0:
         raise ConfigError(
             f"tasks.{task.name}.rewards: {spec.name or spec.plugin!r} declares that lower values are better "
-            f"and is subtracted already; its weight {spec.weight:g} would reward high values. Make it positive."
+            f"and is subtracted already; its weight {spec.weight:g} would reward high values. Make it "
+            "positive."
         )
     return -spec.weight

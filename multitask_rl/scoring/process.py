@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import Rollout
-from multitask_rl.scoring.channel import Channel
+from multitask_rl.scoring.channel import Channel, Progress
 from multitask_rl.scoring.grader import Result, decode
 from multitask_rl.scoring.worker import WorkerTask
 
@@ -24,7 +26,7 @@ __all__ = ["START_LIMIT_S", "WorkerDiedError", "WorkerProcess"]
 START_LIMIT_S = 180.0
 """A plugin that is not ready after as long (imports, model downloads) fails the start."""
 
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[3]); from multitask_rl.scoring import worker; "
+_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[4]); from multitask_rl.scoring import worker; "
 
 
 class WorkerDiedError(Exception):
@@ -53,20 +55,16 @@ class WorkerProcess:
     def __init__(self, task: WorkerTask) -> None:
         ours, theirs = socket.socketpair()
         # -P: a file of the working directory named like a standard module must not be imported in its place.
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            _BOOT + "worker.main()",
-            str(theirs.fileno()),
-            str(os.getpid()),
-        ]
-        with theirs:
+        command = [sys.executable, "-P", "-c", _BOOT + "worker.main()"]
+        with theirs, tempfile.TemporaryFile() as memory:
+            memory.truncate(mmap.PAGESIZE)
+            fds = [theirs.fileno(), memory.fileno()]
+            self._progress = Progress(memory.fileno())
             self._process = subprocess.Popen(
-                [*command, json.dumps(sys.path)],
+                [*command, *map(str, [*fds, os.getpid()]), json.dumps(sys.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # a plugin's print must not end up in the program's output
-                pass_fds=[theirs.fileno()],
+                pass_fds=fds,
                 start_new_session=True,  # its own group: killed with its children, spared by Ctrl-C
             )
         self._channel = Channel(ours)
@@ -134,6 +132,10 @@ class WorkerProcess:
             raise self._died() from error
         assert call == self._calls, f"result of call {call} during call {self._calls}"
         return [decode(parts) for parts in encoded]
+
+    def at(self) -> int:
+        """Return the index of the rollout being scored in the call under way (with ``each``)."""
+        return self._progress.get(self._calls)
 
     def terminate(self) -> None:
         """Kill the process and its children; whoever waits for it gets ``WorkerDiedError``. Any thread."""

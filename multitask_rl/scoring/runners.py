@@ -95,17 +95,20 @@ class ProcessRunner(_Thread):
         try:
             worker = self._start_worker()
             self._lane.traits, self._lane.one_by_one = worker.traits, worker.one_by_one
-        except (MultitaskRLError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - raised again by wait_up
             self._error = error
             self._lane.leave(self)
             return
         finally:
             self._up.set()
-        while self._ensure_worker() and (call := self._lane.take(self)) is not None:
-            try:
-                self._make(call)
-            finally:
-                self._lane.finished(self)
+        try:
+            while self._ensure_worker() and (call := self._lane.take(self)) is not None:
+                try:
+                    self._make(call)
+                finally:
+                    self._lane.finished(self)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: raised again where the caller waits
+            self._lane.error = error
         with self._lock:
             last, self._worker = self._worker, None
         if last is not None:
@@ -121,11 +124,13 @@ class ProcessRunner(_Thread):
                 results = self._results(worker, call, call.began + limit)
                 lane.answer(call, results, time.monotonic() - call.began)
         except TimeoutError:
+            call.at = worker.at()
             self._drop(worker)
             lane.timed_out(call)
         except _AnsweredElsewhereError:
             self._drop(worker)
         except WorkerDiedError as error:
+            call.at = worker.at()
             self._drop(worker)
             if not self.closed and call.open():
                 logger.warning("%s: its worker process %s; started again", lane.source, error.reason)
@@ -141,6 +146,7 @@ class ProcessRunner(_Thread):
                 raise TimeoutError
             with contextlib.suppress(TimeoutError):
                 return worker.results(min(deadline, now + 0.25))
+            call.at = worker.at()
             if not call.open():
                 raise _AnsweredElsewhereError
 
@@ -210,7 +216,12 @@ class LocalRunner(_Thread):
             self._grader.close()
 
     def _run(self) -> None:
-        lane = self._lane
+        try:
+            self._serve(self._lane)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: raised again where the caller waits
+            self._lane.error = error
+
+    def _serve(self, lane: Lane) -> None:
         while (call := lane.take(self)) is not None:
             try:
                 pieces = [[item] for item in call.items] if call.each else [call.items]

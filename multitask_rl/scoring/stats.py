@@ -81,8 +81,9 @@ class ErrorBudget:
         if rate > self._limit:
             raise RewardError(
                 f"task {self._task!r}: {rate:.0%} of its last {len(self._recent)} samples could not be "
-                f"scored, allowed are {self._limit:.0%} (scoring.max_failure_rate). {self._report()} Failed samples "
-                f"are never counted as 0; mend the plugin or the data (multitask-rl plugins check NAME)."
+                f"scored, allowed are {self._limit:.0%} (scoring.max_failure_rate). {self._report()} "
+                "Failed samples are never counted as 0; mend the plugin or the data (multitask-rl plugins "
+                "check NAME)."
             )
         if rate > self._limit / 2 and not self._warned:
             self._warned = True

@@ -12,16 +12,21 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from multitask_rl.errors import MultitaskRLError
+from multitask_rl.records import Rollout
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.scoring.channel import Channel
+from multitask_rl.scoring.channel import Channel, Progress
 from multitask_rl.scoring.grader import Grader, encode
 
 __all__ = ["WorkerTask", "main"]
 
+FLUSH_S = 0.003
+"""Results are sent at least as often; those of a call that is killed meanwhile are computed again."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,19 +44,20 @@ class WorkerTask:
 
 
 def main() -> None:
-    """Serve the socket whose file descriptor is the first argument."""
-    _die_with_parent(int(sys.argv[2]))
+    """Serve the trainer. Arguments: descriptors of socket and progress file, process id of the trainer."""
+    socket_fd, progress_fd, parent = map(int, sys.argv[1:4])
+    _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = Channel(socket.socket(fileno=socket_fd))
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
-        _serve(channel)
+        _serve(channel, Progress(progress_fd))
     # Threads and exit handlers of a plugin must not keep the process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel, progress: Progress) -> None:
     task: WorkerTask = channel.receive()
     try:
         plugin = find_plugin(task.kind, task.reference, task.where).build(task.config)
@@ -67,10 +73,24 @@ def _serve(channel: Channel) -> None:
     while True:
         call, each, rollouts = channel.receive()
         if each:
-            for rollout in rollouts:
-                channel.send((call, [encode(result) for result in grader.grade([rollout])]))
+            _grade_each(channel, grader, progress, call, rollouts)
         else:
             channel.send((call, [encode(result) for result in grader.grade(rollouts)]))
+
+
+def _grade_each(
+    channel: Channel, grader: Grader, progress: Progress, call: int, rollouts: Sequence[Rollout]
+) -> None:
+    """Grade one by one; a message per result would cost more than most results."""
+    results: list[tuple[Any, ...]] = []
+    sent = time.monotonic()
+    for index, rollout in enumerate(rollouts):
+        progress.set(call, index)
+        results.append(encode(grader.grade([rollout])[0]))
+        now = time.monotonic()
+        if now - sent >= FLUSH_S or index + 1 == len(rollouts):
+            channel.send((call, results))
+            results, sent = [], now
 
 
 def _die_with_parent(parent: int) -> None:

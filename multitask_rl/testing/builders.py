@@ -39,7 +39,7 @@ def make_rollout(
     finish_reason: str = "stop",
     sampling: SamplingParams | None = None,
 ) -> Rollout:
-    """Return a rollout of ``response`` to ``prompt`` (default: ``make_prompt`` with ``task``, ``row``, ``draw``).
+    """Return a rollout of ``response`` to ``prompt`` (default: one made of ``task``, ``row``, ``draw``).
 
     Token ids are code points; every log-probability is -1.
     """
