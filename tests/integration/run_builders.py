@@ -68,11 +68,14 @@ tasks:
 """
 
 
-def write_run(directory: Path, tasks: str = TASKS) -> Path:
+def write_run(directory: Path, tasks: str = TASKS, *, num_rows: int = 120) -> Path:
     """Write actor, data, rewards and tasks file; return the tasks file."""
     rng = random.Random(0)
     for name, letters in (("copy", "abc"), ("digit", "012")):
-        rows = [{"id": i, "prompt": f"{(w := rng.choice(letters))}{w}>", "reference": w} for i in range(120)]
+        rows = [
+            {"id": i, "prompt": f"{(w := rng.choice(letters))}{w}{rng.choice(letters)}>", "reference": w}
+            for i in range(num_rows)
+        ]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (directory / "rewards.py").write_text(REWARDS)
     (directory / "tasks.yaml").write_text(tasks)

@@ -5,7 +5,14 @@ import pytest
 import torch
 from run_builders import lines, run_config, train, weights_hash, write_run
 
-from multitask_rl.config.run import BatchConfig, CheckpointConfig, GuardConfig, ModelConfig, OptimizerConfig
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from multitask_rl.errors import CheckpointError, ConfigError, DataError, GuardStop, TrainingError
 from multitask_rl.flow import FunctionStage
 from multitask_rl.records import Scored
@@ -140,13 +147,15 @@ tasks:
 
 
 def learn_well(directory):
-    """A run in which ``copy`` is learnt, then goes on."""
-    write_run(directory, ONE_TASK)
+    """A run in which ``copy`` is learnt within 40 steps and judged by 150 held-out prompts."""
+    write_run(directory, ONE_TASK, num_rows=1500)
     return {
         "batch": BatchConfig(prompts_per_step=16, group_size=8),
         "optimizer": OptimizerConfig(learning_rate=5e-3),
+        "eval": EvalConfig(every=2, num_prompts=150),
+        "checkpoint": CheckpointConfig(every=2),
         "guard": GuardConfig(
-            threshold_delta=-0.15, rollback_steps=60, max_rollbacks=2, guard_config={"warmup": 3}
+            rollback_steps=60, max_rollbacks=1, guard_config={"warmup": 3, "cooldown_steps": 4}
         ),
     }
 
@@ -188,7 +197,7 @@ def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(
 
     def plant(scored: Scored) -> Scored:
         if trainer.step >= 40 and trainer.step % 5 == 0:
-            damage(trainer, 0.05)
+            damage(trainer, 0.5)
         return scored
 
     trainer.insert_stage(FunctionStage("plant", plant, consumes=Scored, produces=Scored), after="rewards")
