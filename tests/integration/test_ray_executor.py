@@ -14,13 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
+from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import EngineError, MissingExtraError, RewardError
-from multitask_rl.executor import ray as executor
-from multitask_rl.executor.ray import RayEngineFactory, RayScorer
-from multitask_rl.records import Event, Failure, Prompt, Rollout, SamplingParams, Score, Scored, Verdict
+from multitask_rl.executor import group
+from multitask_rl.executor.engine import RayEngine, RayEngineFactory
+from multitask_rl.executor.scorer import RayScorer
+from multitask_rl.records import (
+    Event,
+    Failure,
+    FailureKind,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Scored,
+    Verdict,
+)
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.training.actor import Actor
 
 pytestmark = [
@@ -126,7 +139,7 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
         remote.generate(REQUESTS)
 
 
-def _kill(engine: executor.RayEngine, index: int) -> None:
+def _kill(engine: RayEngine, index: int) -> None:
     import ray
 
     assert engine._group is not None
@@ -212,7 +225,37 @@ def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path)
         pool.close()
 
 
+def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_path: Path) -> None:
+    (tmp_path / "length.py").write_text(
+        "def length(response, **row):\n"
+        "    if response == 'odd':\n"
+        "        raise ValueError('not for me')\n"
+        "    return len(response) / 10\n"
+    )
+    reward = {"plugin": f"{tmp_path / 'length.py'}:length", "name": "length", "weight": 2.0}
+    task = {"type": "grpo", "rewards": [reward]}
+    specs = parse_tasks({"tasks": {"t": task}}, "this test")
+    config = ScoringConfig(num_workers=1)
+    rollouts = _rollouts([*("a" * (3 * i % 7) for i in range(10)), "odd"])
+    local = RewardPool(specs, config, seed=0, devices={})
+    remote = RayScorer.build(specs, config, seed=0, devices={}, num_pools=2)
+    try:
+        local.start()
+        remote.start()
+        expected, scored = local.score(rollouts), remote.score(rollouts)
+        assert [record.reward for record in expected[:3]] == pytest.approx([0.0, 0.6, 1.2])
+        assert [(r.reward, r.breakdown, r.failure) for r in scored] == [
+            (r.reward, r.breakdown, r.failure) for r in expected
+        ]
+        assert scored[-1].failure is not None
+        assert scored[-1].failure.kind is FailureKind.grader
+        assert set(remote.metrics()) == set(local.metrics())
+    finally:
+        local.close()
+        remote.close()
+
+
 def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "find_spec", lambda name: None)
+    monkeypatch.setattr(group, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[ray\]"):
         RayScorer(partial(LengthPool, ""), num_pools=1)

@@ -1,0 +1,151 @@
+"""Several Ray actors that each hold one object, called together (extra ``ray``).
+
+Nothing waits silently: every 30 s the log says for whom. Who died is reported, not raised: the caller knows
+what to repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from multitask_rl.errors import EngineError, MissingExtraError, MultitaskRLError
+
+__all__ = ["ActorGroup", "connect"]
+
+_LOG = logging.getLogger(__name__)
+_REPORT_EVERY_S = 30.0
+
+
+def connect() -> bool:
+    """Join the running cluster (``RAY_ADDRESS``) or start one on this machine; True if this call did.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+    if find_spec("ray") is None:
+        raise MissingExtraError(
+            "executor=ray needs Ray, which is not installed: pip install 'multitask-rl[ray]', or take "
+            "executor=local."
+        )
+    import ray
+
+    if ray.is_initialized():
+        return False
+    ray.init(
+        address=os.environ.get("RAY_ADDRESS"),
+        include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
+        logging_level=logging.WARNING,
+        log_to_driver=False,
+    )
+    return True
+
+
+class _Cluster:
+    """The connection that all groups of this process share."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._is_ours = False
+
+    def enter(self) -> None:
+        if self._num_users == 0:
+            self._is_ours = connect()
+        self._num_users += 1
+
+    def leave(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0 and self._is_ours:
+            import ray
+
+            ray.shutdown()
+
+
+_CLUSTER = _Cluster()
+
+
+class _Host:
+    """The Ray actor: holds one object and calls its methods."""
+
+    def __init__(self, make: Callable[[int], Any], index: int) -> None:
+        self._object = make(index)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._object, method)(*arguments)
+
+
+class ActorGroup:
+    """``size`` actors that each hold an object made by ``make(index)``."""
+
+    def __init__(
+        self, name: str, make: Callable[[int], Any], size: int, *, num_cpus: float, num_gpus: float
+    ) -> None:
+        _CLUSTER.enter()
+        import ray
+
+        self.name = name
+        self._make = make
+        self._host = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus)(_Host)
+        self._actors = [self._host.remote(make, index) for index in range(size)]
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def replace(self, index: int) -> None:
+        """Start the actor ``index`` afresh."""
+        import ray
+
+        ray.kill(self._actors[index])
+        self._actors[index] = self._host.remote(self._make, index)
+
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
+        """Call ``method`` on the named actors at once; return the results and who died.
+
+        Raises:
+            MultitaskRLError: what the method raised, with its type.
+        """
+        import ray
+
+        refs = {self._actors[index].call.remote(method, *args): index for index, args in arguments.items()}
+        results: dict[int, Any] = {}
+        dead: list[int] = []
+        pending, began = list(refs), time.monotonic()
+        while pending:
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_REPORT_EVERY_S)
+            for ref in done:
+                try:
+                    results[refs[ref]] = ray.get(ref)
+                except ray.exceptions.RayActorError as error:
+                    _LOG.warning("%s %d died: %s", self.name, refs[ref], error)
+                    dead.append(refs[ref])
+                except ray.exceptions.RayTaskError as error:
+                    raise _original(error) from error
+            if pending:
+                waiting = ", ".join(str(refs[ref]) for ref in pending)
+                seconds = time.monotonic() - began
+                _LOG.warning("waiting for %s %s in %s for %.0f s", self.name, waiting, method, seconds)
+        return results, sorted(dead)
+
+    def close(self) -> None:
+        """Kill the actors; the last group also stops a cluster that was started here."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        _CLUSTER.leave()
+
+
+def _original(error: Any) -> MultitaskRLError:
+    """Return the error as its own type where it is one of ours."""
+    cause = error.cause
+    if isinstance(cause, MultitaskRLError):
+        # Ray hands back a subclass of its own making; the first class of ours is the one that was raised
+        for own in type(cause).__mro__:
+            if own.__module__ == MultitaskRLError.__module__ and issubclass(own, MultitaskRLError):
+                return own(str(cause))
+    return EngineError(f"a Ray actor failed: {type(cause).__name__}: {cause}")

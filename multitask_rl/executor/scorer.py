@@ -1,0 +1,167 @@
+"""Reward pools as Ray actors behind the interface of the local one.
+
+Rewards look at one rollout at a time, so the pool that scores it changes nothing. A pool that dies is started
+again once and its share is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol
+
+from multitask_rl.errors import EngineError
+from multitask_rl.executor.group import ActorGroup
+from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
+
+if TYPE_CHECKING:
+    from multitask_rl.config.run import ScoringConfig
+    from multitask_rl.config.task import TaskSpec
+
+__all__ = ["RayScorer", "Scorer"]
+
+
+class Scorer(Protocol):
+    """What the trainer asks of a reward pool."""
+
+    def start(self) -> None:
+        """Build the plugins."""
+        ...
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """Return one record per rollout, in order."""
+        ...
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
+        """Return the constraints' verdicts per rollout, in order."""
+        ...
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return task -> metric -> value since the last call."""
+        ...
+
+    def health_events(self, step: int) -> list[Event]:
+        """Return what went wrong since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Stop the workers. Idempotent."""
+        ...
+
+
+def _make_pool(
+    specs: dict[str, TaskSpec], config: ScoringConfig, seed: int, devices: dict[str, str], index: int
+) -> Scorer:
+    from multitask_rl.scoring.pool import RewardPool
+
+    return RewardPool(specs, config, seed=seed, devices=devices)
+
+
+class RayScorer:
+    """A reward pool in each of several Ray actors; rollouts are dealt out in turn.
+
+    Each pool watches the error budget of its own share.
+
+    Args:
+        make: builds the pool of actor ``index`` (not started).
+        num_pools: how many.
+        num_cpus: per pool.
+        num_gpus: per pool, for rewards that hold a model.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Scorer], *, num_pools: int, num_cpus: float = 1.0, num_gpus: float = 0.0
+    ) -> None:
+        self._group: ActorGroup | None = ActorGroup(
+            "reward pool", make, num_pools, num_cpus=num_cpus, num_gpus=num_gpus
+        )
+
+    @classmethod
+    def build(
+        cls,
+        specs: Mapping[str, TaskSpec],
+        config: ScoringConfig,
+        *,
+        seed: int,
+        devices: Mapping[str, str],
+        num_pools: int,
+        num_gpus: float = 0.0,
+    ) -> RayScorer:
+        """Return pools of the ordinary kind (``scoring.pool.RewardPool``, same arguments) in actors."""
+        make = partial(_make_pool, dict(specs), config, seed, dict(devices))
+        return cls(make, num_pools=num_pools, num_cpus=float(config.num_workers), num_gpus=num_gpus)
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        if self._group is None:
+            raise EngineError("the Ray reward pools are closed")
+        results, dead = self._group.call(method, dict.fromkeys(range(len(self._group)), arguments))
+        self._revive(dead)
+        return [results[index] for index in sorted(results)]
+
+    def _revive(self, dead: Sequence[int]) -> None:
+        if not dead or self._group is None:
+            return
+        for index in dead:
+            self._group.replace(index)
+        _, still_dead = self._group.call("start", dict.fromkeys(dead, ()))
+        if still_dead:
+            raise EngineError(f"reward pool {still_dead[0]} died, was started again and died again")
+
+    def start(self) -> None:
+        """Build the plugins in every pool."""
+        self._all("start")
+
+    def _deal(self, method: str, rollouts: Sequence[Rollout]) -> list[Any]:
+        if self._group is None:
+            raise EngineError("the Ray reward pools are closed")
+        size = len(self._group)
+        work = {index: (share,) for index in range(size) if (share := list(rollouts[index::size]))}
+        results, dead = self._group.call(method, work)
+        if dead:
+            self._revive(dead)
+            again, still_dead = self._group.call(method, {index: work[index] for index in dead})
+            if still_dead:
+                raise EngineError(f"reward pool {still_dead[0]} died twice on the same rollouts")
+            results.update(again)
+        dealt: list[Any] = [None] * len(rollouts)
+        for index, share in results.items():
+            dealt[index::size] = share
+        return dealt
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """Return one record per rollout, in order, around the very rollouts given."""
+        scored: list[Scored] = self._deal("score", rollouts)
+        for record, rollout in zip(scored, rollouts, strict=True):
+            record.rollout = rollout
+        return scored
+
+    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
+        """Return the verdicts per rollout, in order."""
+        return self._deal("judge", rollouts)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return the mean over the pools of every task's metrics."""
+        merged: dict[str, dict[str, list[float]]] = {}
+        for pool in self._all("metrics"):
+            for task, metrics in pool.items():
+                for name, value in metrics.items():
+                    merged.setdefault(task, {}).setdefault(name, []).append(value)
+        return {
+            task: {name: fmean(values) for name, values in metrics.items()}
+            for task, metrics in merged.items()
+        }
+
+    def health_events(self, step: int) -> list[Event]:
+        """Return the events of all pools."""
+        return [event for pool in self._all("health_events", step) for event in pool]
+
+    def close(self) -> None:
+        """Stop the pools."""
+        if self._group is not None:
+            self._group.call("close", dict.fromkeys(range(len(self._group)), ()))
+            self._group.close()
+            self._group = None
