@@ -131,6 +131,6 @@ def _check_output_dir(directory: Path) -> None:
         problem = error.strerror or str(error)
     if problem or not os.access(directory, os.W_OK):
         raise ConfigError(
-            f"output_dir {str(directory)!r} cannot be written: {problem or 'no permission'}; choose another with "
-            "output_dir=PATH"
+            f"output_dir {str(directory)!r} cannot be written: {problem or 'no permission'}; choose another "
+            "with output_dir=PATH"
         )

@@ -1,7 +1,7 @@
 """Exact quotas after filtering: groups without a gradient are replaced by more prompts of the same task.
 
-Naive filtering shifts the mix towards the tasks whose groups are easy to keep (MT-GRPO, arXiv:2602.05547); here
-every task gets back what its own filter took, within a bound.
+Naive filtering shifts the mix towards the tasks whose groups are easy to keep (MT-GRPO, arXiv:2602.05547);
+here every task gets back what its own filter took, within a bound.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         for device, value in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"random/cuda/{device}"] = value
-    keys = np.random.get_state(legacy=True)[1]
+    _, keys, *_ = np.random.get_state(legacy=True)
     tensors["random/numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64))
     return tensors
 

@@ -213,7 +213,7 @@ class AdvantageStage(Stage):
 
 
 def is_trainable(run: TaskRun, scored: Scored) -> bool:
-    """Whether the algorithm may learn from the record: it did not fail, and if refused it learns from those."""
+    """Whether the algorithm may learn from the record: not failed, and if refused it learns from those."""
     if scored.failure is not None or scored.rollout.failure is not None:
         return False
     return run.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None

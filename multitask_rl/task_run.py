@@ -221,8 +221,8 @@ def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> N
         return
     if actor.config.lora.rank > 0:
         raise ConfigError(
-            "an algorithm with control tokens (reward_conditioned) cannot train with model.lora.rank > 0: the "
-            "tokens' embeddings would stay as they are; set model.lora.rank=0 or another type for the task"
+            "an algorithm with control tokens (reward_conditioned) cannot train with model.lora.rank > 0: "
+            "the tokens' embeddings would stay as they are; set model.lora.rank=0 or another type"
         )
     ids = actor.add_control_tokens(number)
     for algorithm in algorithms.values():

@@ -20,6 +20,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "RayConfig",
     "RolloutConfig",
     "RunConfig",
     "SchedulerConfig",
@@ -174,7 +175,7 @@ class SchedulerConfig:
     policy: str = "deficit_learnability"
     """Entry point of ``multitask_rl.schedulers``."""
     min_weight: float = 0.1
-    """Floor of every task's share (lowered to 0.4 / number of tasks where that is smaller)."""
+    """Floor of every task's share; the default is lowered to 0.4 / number of tasks where that is smaller."""
     patience: int = 50
     """Steps without improvement that make a plateau."""
     metric_key: str = "reward_score"
@@ -258,6 +259,23 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RayConfig:
+    """What ``executor=ray`` spreads over the cluster; ``RAY_ADDRESS`` names one, else this machine is it."""
+
+    num_engines: int = 1
+    """Replicas of the rollout engine, each an actor with its own weights."""
+    gpus_per_engine: float = 0.0
+    """GPUs of each replica; 0 = CPU."""
+    num_reward_pools: int = 1
+    """Reward pools, each an actor with its own workers."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _at_least("ray.num_engines", self.num_engines, 1)
+        _at_least("ray.num_reward_pools", self.num_reward_pools, 1)
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """A run."""
 
@@ -289,6 +307,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
         """Check ranges."""

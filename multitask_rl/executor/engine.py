@@ -28,7 +28,10 @@ __all__ = ["EngineFactory", "RayEngine", "RayEngineFactory"]
 class EngineFactory(Protocol):
     """An engine class, as the entry points name it."""
 
-    shares_weights: bool
+    @property
+    def shares_weights(self) -> bool:
+        """Its engines sample from the actor's own tensors."""
+        ...
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RolloutEngine:
         """Return the engine of ``actor``."""

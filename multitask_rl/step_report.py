@@ -1,0 +1,106 @@
+"""What a step looked like: the statistics for the controllers, the numbers for the trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from multitask_rl.records import Scored, TaskStats
+from multitask_rl.step_metrics import aggregate, by_group, is_informative, task_stats
+from multitask_rl.task_run import TaskRun
+
+__all__ = ["StepReport", "collect_stats", "some_of_each", "step_numbers"]
+
+
+@dataclass(kw_only=True, slots=True)
+class StepReport:
+    """What one training step did."""
+
+    step: int
+    quotas: Mapping[str, int]
+    """Prompts asked for, by task."""
+    drawn: Sequence[Scored]
+    """Every record of the step, refills included."""
+    kept: Sequence[Scored]
+    """Those that were trained on."""
+    train: dict[str, float] = field(default_factory=dict)
+    """Numbers of the update: ``grad_norm``, ``learning_rate``, ``padding_share``..."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock by stage, ``update`` and ``step`` among them."""
+
+
+def collect_stats(
+    report: StepReport,
+    runs: Mapping[str, TaskRun],
+    weights: Mapping[str, float],
+    sources: Sequence[Mapping[str, Mapping[str, float]]],
+) -> dict[str, TaskStats]:
+    """Return the step's statistics of every task that has a weight.
+
+    Args:
+        report: the step.
+        runs: the tasks.
+        weights: share of each trained task at the start of the step.
+        sources: per-task numbers of the stages (update, advantages, reward pool), merged in this order.
+    """
+    drawn, kept = by_group(report.drawn), by_group(report.kept)
+    trained = {n: sum(is_informative(runs[n], g) for g in own.values()) for n, own in kept.items()}
+    num_asked, num_trained = sum(report.quotas.values()), sum(trained.values())
+    num_drawn = sum(len(own) for own in drawn.values())
+    stats = {}
+    for name, weight in weights.items():
+        own = drawn.get(name, {})
+        metrics: dict[str, float] = {}
+        for source in sources:
+            metrics.update(source.get(name, {}))
+        metrics.update(
+            weight=weight,
+            share_requested=report.quotas.get(name, 0) / max(1, num_asked),
+            share_sampled=len(own) / max(1, num_drawn),
+            share_trained=trained.get(name, 0) / max(1, num_trained),
+            overlong_prompts=float(runs[name].num_overlong),
+            kl_coefficient=runs[name].kl.coefficient,
+        )
+        stats[name] = task_stats(runs[name], own, metrics)
+    return stats
+
+
+def step_numbers(
+    report: StepReport, stats: Mapping[str, TaskStats], runs: Mapping[str, TaskRun]
+) -> dict[str, float]:
+    """Return every number of the step by its name in the logs."""
+    seconds = report.seconds["step"]
+    counts: dict[str, int] = {}
+    for scored in report.drawn:
+        counts[scored.rollout.task] = counts.get(scored.rollout.task, 0) + 1
+    per_task = {
+        name: {
+            **s.metrics,
+            "reward_mean": s.reward_mean,
+            "reward_std": s.reward_std,
+            "informative_rate": s.num_informative / max(1, s.num_prompts),
+            "samples_per_s": counts.get(name, 0) / seconds,
+        }
+        for name, s in stats.items()
+    }
+    numbers = aggregate(per_task, "reward_mean", {n: run.spec.higher_is_better for n, run in runs.items()})
+    numbers.update({f"train/{k}": v for k, v in report.train.items()})
+    numbers.update({f"time/{k}_s": v for k, v in report.seconds.items()})
+    num_tokens = sum(len(s.rollout.response_ids) for s in report.drawn)
+    numbers["time/samples_per_s"] = len(report.drawn) / seconds
+    numbers["time/tokens_per_s"] = num_tokens / seconds
+    numbers["time/rewards_per_s"] = len(report.drawn) / max(report.seconds.get("rewards", 0.0), 1e-9)
+    return numbers
+
+
+def some_of_each(scored: Sequence[Scored], number: int) -> list[Scored]:
+    """Return the first ``number`` records of each task; all for a negative number."""
+    if number < 0:
+        return list(scored)
+    taken: dict[str, int] = {}
+    result = []
+    for s in scored:
+        taken[s.rollout.task] = taken.get(s.rollout.task, 0) + 1
+        if taken[s.rollout.task] <= number:
+            result.append(s)
+    return result

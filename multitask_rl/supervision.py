@@ -1,0 +1,174 @@
+"""Evaluate, judge, save: what happens between steps, and what the guard's word leads to."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from multitask_rl.errors import GuardStop
+from multitask_rl.evaluation import Evaluator, append_evaluations, mean_interval
+from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.records import Event, TaskEvaluation
+from multitask_rl.run_state import restore
+from multitask_rl.step_metrics import aggregate
+
+if TYPE_CHECKING:
+    from multitask_rl.trainer import Trainer
+
+__all__ = ["Supervisor"]
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Looks at a run between its steps and, on the guard's word, takes it back.
+
+    Weights are judged before they are saved, so a checkpoint is never newer than its verdict.
+    """
+
+    def __init__(self, trainer: Trainer, guard: SafetyGuard | None, evaluator: Evaluator) -> None:
+        self._trainer = trainer
+        self._guard = guard
+        self._evaluator = evaluator
+        self._num_confirmations = 0
+        self.evaluated_at = -1
+        """Step of the last evaluation."""
+        self.saved_at = -1
+        """Step of the last checkpoint."""
+
+    def inspect(self, *, last: bool = False) -> bool:
+        """Evaluate, judge and save what is due at this step; False if the run was taken back.
+
+        Args:
+            last: everything is due.
+
+        Raises:
+            GuardStop: the guard ended the run.
+        """
+        step, config = self._trainer.step, self._trainer.config
+        forced = last or step == 0
+        good: bool | None = None
+        if (forced or _is_due(step, config.eval.every)) and self.evaluated_at != step:
+            evaluations = self.evaluate()
+            if self._guard is not None:
+                decision = self._judge(self._guard, evaluations)
+                if decision is None:
+                    return False
+                good = decision.judged_good
+        if (forced or _is_due(step, config.checkpoint.every)) and self.saved_at != step:
+            self.save(good)
+        return True
+
+    def evaluate(self) -> dict[str, TaskEvaluation]:
+        """Evaluate every task at this step and record it."""
+        trainer = self._trainer
+        began = time.perf_counter()
+        evaluations = self._evaluator.evaluate(trainer.step)
+        self.evaluated_at = trainer.step
+        trainer.history.append((trainer.step, evaluations))
+        append_evaluations(trainer.plan.output_dir / "evaluations.jsonl", evaluations)
+        per_task = {
+            name: {"eval": mean_interval(e.values)[0], **{f"eval_{k}": v for k, v in e.metrics.items()}}
+            for name, e in evaluations.items()
+        }
+        better = {name: run.spec.higher_is_better for name, run in trainer.runs.items()}
+        numbers = aggregate(per_task, "eval", better)
+        numbers["time/evaluation_s"] = time.perf_counter() - began
+        trainer.trackers.log_metrics(numbers, trainer.step)
+        return evaluations
+
+    def save(self, good: bool | None) -> None:
+        """Write a checkpoint with the guard's verdict on its weights."""
+        trainer = self._trainer
+        score = None
+        if self.evaluated_at == trainer.step and trainer.history:
+            means = [mean_interval(e.values)[0] for e in trainer.history[-1][1].values()]
+            finite = [m for m in means if math.isfinite(m)]
+            score = math.fsum(finite) / len(finite) if finite else None
+        self.saved_at = trainer.step
+        trainer.store.save(trainer, judged_good=good, score=score)
+
+    def _judge(self, guard: SafetyGuard, evaluations: Mapping[str, TaskEvaluation]) -> GuardDecision | None:
+        """Return the guard's decision once it is carried out; None if the run was taken back."""
+        trainer = self._trainer
+        decision = guard.observe(trainer.step, evaluations, self._confirm)
+        trainer.note(decision.events)
+        trainer.trackers.log_metrics(guard.metrics(), trainer.step)
+        if decision.action is GuardAction.stop:
+            self._stop(decision)
+        is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
+        factors = guard.weight_factors()
+        trainer.scheduler.set_factors({n: f for n, f in factors.items() if n in trainer.plan.trained})
+        return None if is_back else decision
+
+    def _checkpoints(self) -> list[CheckpointInfo]:
+        entries = self._trainer.store.checkpoints.entries
+        return [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
+
+    def _confirm(self, task: str) -> tuple[TaskEvaluation, TaskEvaluation]:
+        """Evaluate ``task`` afresh with the weights as they are and with those last judged good.
+
+        Both get the same prompts and the same new sampling seeds, so the comparison is paired. Without a
+        judged-good checkpoint both are the weights as they are: nothing can be confirmed.
+        """
+        trainer = self._trainer
+        self._num_confirmations += 1
+        purpose = f"confirmation/{trainer.step}/{self._num_confirmations}"
+
+        def evaluate() -> TaskEvaluation:
+            return self._evaluator.evaluate(trainer.step, tasks=[task], purpose=purpose)[task]
+
+        current = evaluate()
+        good = [c.step for c in self._checkpoints() if c.judged_good]
+        if not good:
+            return current, current
+        kept = {name: value.detach().clone() for name, value in trainer.actor.model.state_dict().items()}
+        try:
+            trainer.actor.load_weights(trainer.store.checkpoints.path(good[-1]) / "actor")
+            trainer.push_weights()
+            reference = evaluate()
+        finally:
+            trainer.actor.model.load_state_dict(kept)
+            trainer.push_weights()
+        return current, reference
+
+    def _roll_back(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
+        """Restore the newest judged-good checkpoint, change what the guard says; False if there is none."""
+        trainer = self._trainer
+        target = guard.rollback_target(self._checkpoints())
+        if target is None:
+            reason = (
+                f"no checkpoint judged good within {guard.rollback_steps} steps of {trainer.step}: the run "
+                "goes on from these weights with the guard's adjustments alone"
+            )
+            trainer.note([Event(step=trainer.step, source="guard", kind="warn", reason=reason)])
+            return False
+        cursors = {n: run.stream.state_dict() for n, run in trainer.runs.items() if run.stream is not None}
+        restore(trainer, trainer.store.checkpoints.load(trainer.store.checkpoints.path(target.step)))
+        if decision.adjustments.skip_data:
+            for name, cursor in cursors.items():
+                stream = trainer.runs[name].stream
+                if stream is not None:
+                    stream.load_state_dict(cursor)
+        trainer.store.checkpoints.forget_after(target.step)
+        self.evaluated_at = self.saved_at = target.step
+        trainer.push_weights()
+        trainer.note(guard.rolled_back(target, step=target.step))
+        return True
+
+    def _stop(self, decision: GuardDecision) -> None:
+        good = [c.step for c in self._checkpoints() if c.judged_good]
+        where = (
+            f"the last good weights are in {self._trainer.store.checkpoints.path(good[-1])}"
+            if good
+            else "no checkpoint was judged good"
+        )
+        raise GuardStop(f"the guard stopped the run at step {self._trainer.step}: {decision.reason}; {where}")
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
