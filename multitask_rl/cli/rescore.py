@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     if not kept:
         stored = ", ".join(sorted({str(line["task"]) for line in lines}))
         raise DataError(
-            f"{options.run}: no rollout of the tasks {', '.join(specs)} is stored (stored: {stored or 'none'})"
+            f"{options.run}: no rollout of the tasks {', '.join(specs)} is stored "
+            f"(stored: {stored or 'none'})"
         )
     scoring = build_dataclass(
         ScoringConfig, config.get("scoring") or {}, Where(str(options.run), ("scoring",))

@@ -91,10 +91,10 @@ def _check_config(source: PluginSource, config: Mapping[str, Any], where: str) -
 def _check_data(spec: TaskSpec, needs: set[str]) -> str:
     """Check that every row has the columns of the prompt and of the rewards."""
     columns = needs | {column for _, column, _, _ in parse_template(spec.prompt) if column}
-    counts = []
-    for split in ("train", "eval"):
+    counts = {"train": 0, "eval": 0}
+    for split in ["eval"] if spec.evaluation_only else list(counts):
         rows = load_rows(spec, split)
-        counts.append(len(rows))
+        counts[split] = len(rows)
         for row in rows:
             missing = sorted(column for column in columns if row.get(column) is None)
             if missing:
@@ -102,7 +102,7 @@ def _check_data(spec: TaskSpec, needs: set[str]) -> str:
                     f"{spec.source}: tasks.{spec.name}: row {row_id(row)!r} of {spec.dataset!r} lacks "
                     f"{', '.join(missing)}, which the prompt or a plugin reads (columns: {', '.join(row)})"
                 )
-    return f"{counts[0]} training rows, {counts[1]} held-out rows"
+    return f"{counts['train']} training rows, {counts['eval']} held-out rows"
 
 
 def _table(specs: Mapping[str, TaskSpec]) -> str:

@@ -11,7 +11,7 @@ from multitask_rl.config.checks import is_data_path
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights
 from multitask_rl.data.readers import Rows, read_dataset_dict, read_file
-from multitask_rl.data.rows import group_rows, load_rows, split_rows
+from multitask_rl.data.rows import evaluation_rows, group_rows, load_rows, split_rows
 from multitask_rl.errors import ConfigError, DataError
 
 __all__ = ["TaskDataLoader", "get_dataloader"]
@@ -58,6 +58,8 @@ class TaskDataLoader:
             return load_rows(spec, split)
         if split not in ("train", "eval"):
             raise ConfigError(f"TaskDataLoader.load: split must be 'train' or 'eval', got {split!r}")
+        if split == "eval" and spec.evaluation_only:
+            return evaluation_rows(spec, self.splits[spec.name])
         wanted = self.split if self.split != "train" else spec.split
         train, held_out = split_rows(spec, self.splits[spec.name], train_split=wanted)
         return train if split == "train" else held_out

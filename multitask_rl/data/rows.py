@@ -18,7 +18,17 @@ from multitask_rl.data.readers import Row, Rows, RowView, read_dataset_dict, rea
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
-__all__ = ["EVAL_SPLITS", "Row", "Rows", "fingerprint", "group_rows", "load_rows", "row_id", "split_rows"]
+__all__ = [
+    "EVAL_SPLITS",
+    "Row",
+    "Rows",
+    "evaluation_rows",
+    "fingerprint",
+    "group_rows",
+    "load_rows",
+    "row_id",
+    "split_rows",
+]
 
 EVAL_SPLITS = ("test", "validation", "dev")
 _HELD_OUT = 0.1
@@ -39,10 +49,8 @@ def load_rows(spec: TaskSpec, split: str) -> Rows:
         raise ConfigError(f"load_rows: split must be 'train' or 'eval', got {split!r}")
     if not spec.dataset:
         raise DataError(f"{spec.source or 'tasks'}: task {spec.name!r} has no data set")
-    if split == "eval" and spec.eval_dataset:
-        splits = _read(spec, spec.eval_dataset)
-        wanted = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
-        return _take(spec, splits, wanted) if wanted else _joined(splits)
+    if split == "eval" and (spec.eval_dataset or spec.evaluation_only):
+        return evaluation_rows(spec, _read(spec, spec.eval_dataset or spec.dataset))
     train, held_out = split_rows(spec, _read(spec, spec.dataset), hold_out=not spec.eval_dataset)
     return train if split == "train" else held_out
 
@@ -72,6 +80,20 @@ def split_rows(
         if name != wanted and splits.get(name):
             return train, splits[name]
     return _hold_out(train) if hold_out else (train, train[:0])
+
+
+def evaluation_rows(spec: TaskSpec, splits: Mapping[str, Rows]) -> Rows:
+    """Return the rows to evaluate on of data that is not trained on: one split if it offers any, else all.
+
+    Raises:
+        DataError: ``spec.eval_split`` has no rows.
+    """
+    wanted = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
+    if wanted:
+        return _take(spec, splits, wanted)
+    if len(splits) == 1:
+        return next(iter(splits.values()))
+    return [row for rows in splits.values() for row in rows]
 
 
 def row_id(row: Row) -> str:
@@ -112,11 +134,14 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
         spec.dataset_config,
         where=f"{spec.source}: tasks.{spec.name}.dataset_config",
     )
-    splits = {}
-    for split in dict.fromkeys((spec.split, spec.eval_split or EVAL_SPLITS[0])):
-        rows = task.rows(split)
-        splits[split] = rows if hasattr(rows, "__getitem__") else list(rows)
-    if not any(splits.values()):
+    splits: dict[str, Rows] = {}
+    for split in [spec.eval_split] if spec.eval_split else EVAL_SPLITS:
+        if split != spec.split and (rows := task.rows(split)):
+            splits[split] = rows
+            break
+    if not (spec.evaluation_only and splits):
+        splits[spec.split] = task.rows(spec.split)
+    if not any(len(rows) for rows in splits.values()):
         raise DataError(f"task plugin {name!r} gave no rows for the splits {', '.join(splits)}")
     return splits
 
@@ -142,12 +167,6 @@ def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
             f"(there are {have}); set 'split' or 'eval_split' to one that has"
         )
     return rows
-
-
-def _joined(splits: Mapping[str, Rows]) -> Rows:
-    if len(splits) == 1:
-        return next(iter(splits.values()))
-    return [row for rows in splits.values() for row in rows]
 
 
 def _hold_out(rows: Rows) -> tuple[Rows, Rows]:

@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,13 @@ def test_eval_dataset_is_used_whole_and_frees_all_training_rows(tmp_path: Path) 
     assert ids(load_rows(task, "eval")) == ["t"]
 
 
+def test_task_that_is_only_evaluated_uses_all_its_rows(tmp_path: Path) -> None:
+    untagged = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    assert len(load_rows(spec(untagged, evaluation_only=True), "eval")) == 100
+    benchmark = write_jsonl(tmp_path / "b.jsonl", [{"id": str(i), "split": "test"} for i in range(5)])
+    assert len(load_rows(spec(benchmark, evaluation_only=True), "eval")) == 5
+
+
 def test_rows_of_other_tasks_are_left_out_and_an_unknown_tag_is_told(tmp_path: Path) -> None:
     rows = [{"id": str(i), "task": "math" if i % 2 else "code"} for i in range(20)]
     path = write_jsonl(tmp_path / "d.jsonl", rows)
@@ -154,6 +162,35 @@ def test_hugging_face_loader_is_used_and_its_failure_is_one_paragraph(
     with pytest.raises(DataError, match=r"'nobody/nothing' cannot be loaded.*Without a network") as caught:
         load_rows(spec("nobody/nothing", dataset_config={"cache_dir": str(tmp_path)}), "train")
     assert "\n" not in str(caught.value)
+
+
+class Squares:
+    """A task plugin: fifty rows to train on, five to test on."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"prompt": "{n}^2=", "rewards": ["exact_match"], "group_size": 3}
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        numbers = {"train": range(50), "test": range(50, 55)}.get(split, range(0))
+        return [{"id": str(n), "n": n, "reference": str(n * n)} for n in numbers]
+
+
+def test_task_plugin_gives_rows_and_settings_that_the_file_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multitask_rl.config.checks as checks
+    import multitask_rl.config.tasks_file as tasks_file
+    from multitask_rl.data import rows as rows_module
+
+    monkeypatch.setattr(checks, "list_plugins", lambda group: [SimpleNamespace(name=n) for n in KNOWN])
+    for module in (tasks_file, rows_module):
+        monkeypatch.setattr(module, "load_plugin", lambda group, name, expects=None: Squares)
+    file = {"tasks": {"sq": {"dataset": "plugin:squares", "group_size": 5, "reward_model": "math_answer"}}}
+    task = tasks_file.parse_tasks(file)["sq"]
+    assert (task.prompt, task.group_size, task.rewards[0].plugin) == ("{n}^2=", 5, "math_answer")
+    assert len(load_rows(task, "train")) == 50
+    assert ids(load_rows(task, "eval")) == ["50", "51", "52", "53", "54"]
+
+
+KNOWN = ["squares", "math_answer", "exact_match", "grpo"]
 
 
 def test_row_without_id_gets_one_from_its_content() -> None:
