@@ -24,6 +24,7 @@ ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WORDS = re.compile(r"\w+")
+_SIGNS = re.compile(r"\S")
 
 
 def normalise(text: str) -> str:
@@ -93,7 +94,10 @@ def compute_f1(prediction: str, reference: str) -> float:
     >>> compute_f1("the red house", "house red big")
     0.8
     """
-    predicted, expected = Counter(normalise(prediction).split()), Counter(normalise(reference).split())
+    words = [normalise(text).split() for text in (prediction, reference)]
+    if not words[1]:  # a reference of signs or articles alone: compare as it stands
+        words = [prediction.split(), reference.split()]
+    predicted, expected = Counter(words[0]), Counter(words[1])
     return _f_measure((predicted & expected).total(), predicted.total(), expected.total())
 
 
@@ -107,14 +111,17 @@ def compute_rouge(kind: str) -> Callable[[str, str], float]:
     size = int(kind.removeprefix("rouge"))
 
     def rouge_n(prediction: str, reference: str) -> float:
-        predicted, expected = _ngrams(_words(prediction), size), _ngrams(_words(reference), size)
+        given, wanted = _tokens(prediction, reference)
+        predicted, expected = _ngrams(given, size), _ngrams(wanted, size)
         return _f_measure((predicted & expected).total(), predicted.total(), expected.total())
 
     return rouge_n
 
 
-def _words(text: str) -> list[str]:
-    return _WORDS.findall(text.lower())
+def _tokens(prediction: str, reference: str) -> tuple[list[str], list[str]]:
+    """Words of both; signs of both where the reference has no word (``:-)``)."""
+    pattern = _WORDS if _WORDS.search(reference) else _SIGNS
+    return pattern.findall(prediction.lower()), pattern.findall(reference.lower())
 
 
 def _ngrams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
@@ -122,7 +129,7 @@ def _ngrams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
 
 
 def _rouge_l(prediction: str, reference: str) -> float:
-    predicted, expected = _words(prediction), _words(reference)
+    predicted, expected = _tokens(prediction, reference)
     previous = [0] * (len(expected) + 1)
     for word in predicted:
         current = [0]

@@ -104,6 +104,12 @@ def test_rouge_l_respects_order_and_unknown_kind_is_refused():
         Rouge(Rouge.Config(kind="rouge9"))
 
 
+@pytest.mark.parametrize("reward", [F1(F1.Config()), Rouge(Rouge.Config())])
+def test_references_without_a_word_are_compared_by_their_signs(reward):
+    assert one(reward, ":-)", reference=":-)").value == 1.0
+    assert one(reward, "smile", reference=":-)").value == 0.0
+
+
 def test_module_imports_neither_torch_nor_evaluate():
     code = (
         "import sys, multitask_rl_rewards.text_match; print(sorted({'torch', 'evaluate'} & set(sys.modules)))"
