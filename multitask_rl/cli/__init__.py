@@ -31,7 +31,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("multitask_rl.comparison:main_compare", "RUN RUN...: per-task differences with intervals"),
     "report": ("multitask_rl.comparison:main_report", "RUN: what happened in one run"),
     "rescore": ("multitask_rl.cli.rescore:main", "RUN: score the stored rollouts again, without a model"),
-    "sandbox": ("multitask_rl.sandbox.corpus:main", "corpus: run the escape corpus against the sandbox"),
+    "sandbox corpus": ("multitask_rl.sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
     "doctor": ("multitask_rl.cli.doctor:main", "what is installed, what works, what mends the rest"),
 }
 
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"multitask-rl {multitask_rl.__version__}")
         return 0
     try:
-        return _command(arguments[0])(arguments[1:]) or 0
+        words = 2 if " ".join(arguments[:2]) in _COMMANDS else 1
+        return _command(" ".join(arguments[:words]))(arguments[words:]) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

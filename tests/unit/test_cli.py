@@ -19,7 +19,7 @@ from multitask_rl.tracking.lines import dump_line, scored_to_dict
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "configs" / "reference_tasks.yaml")
 
-COMMANDS = ["train", "eval", "tasks", "plugins", "compare", "report", "rescore", "sandbox", "doctor"]
+COMMANDS = ["train", "eval", "tasks", "plugins", "compare", "report", "rescore", "sandbox corpus", "doctor"]
 
 TASKS = """
 tasks:
@@ -70,7 +70,10 @@ def test_help_lists_every_command_and_costs_nothing() -> None:
 def test_no_command_and_unknown_command_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["trian"]) == 2
-    assert "did you mean 'train'" in capsys.readouterr().err
+    assert main(["sandbox"]) == 2
+    told = capsys.readouterr().err
+    assert "did you mean 'train'" in told
+    assert "did you mean 'sandbox corpus'" in told
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
