@@ -183,10 +183,16 @@ class RewardPool:
             for index, judge, result in asking.hits:
                 answers[index][judge.name] = result
                 self._counts[rollouts[index].task].hits += 1
+            counted: set[int] = set()
             for index, judge, item in asking.asked:
                 assert item.result is not None, item.label
                 answers[index][judge.name] = item.result
-                self._counts[rollouts[index].task].seconds[judge.name] += item.seconds
+                counts = self._counts[rollouts[index].task]
+                if id(item) in counted:  # an equal rollout asked for it
+                    counts.hits += 1
+                else:
+                    counts.seconds[judge.name] += item.seconds
+                counted.add(id(item))
             for rollout, own in zip(rollouts, answers, strict=True):
                 self._counts[rollout.task].add(own.values())
         return answers
