@@ -155,7 +155,10 @@ class ConstraintStage(Stage):
 
 
 class RewardStage(Stage):
-    """Scores the rollouts; constraints of mode ``penalty`` and ``lagrangian`` enter here as costs."""
+    """Scores the rollouts; constraints of mode ``penalty`` and ``lagrangian`` enter here as costs.
+
+    A task that has constraints and no reward is rewarded with ``1 - cost``.
+    """
 
     name = "rewards"
     consumes = Rollout
@@ -185,8 +188,12 @@ class RewardStage(Stage):
                 costs[constraint.mode].append(verdict.cost)
                 penalty += constraint.weight * verdict.cost if constraint.mode == "penalty" else 0.0
         chosen = costs["lagrangian"] or costs["penalty"] or costs["reject"]
-        reward = scored.reward - penalty if scored.reward is not None else None
-        return replace(scored, reward=reward, cost=max(chosen, default=0.0))
+        cost = max(chosen, default=0.0)
+        reward = scored.reward
+        if reward is not None:
+            # a task of constraints alone still has something to learn: to satisfy them
+            reward = reward - penalty if self._runs[scored.rollout.task].spec.rewards else 1.0 - cost
+        return replace(scored, reward=reward, cost=cost)
 
 
 class AdvantageStage(Stage):
