@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
-__all__ = ["HostWatch"]
+__all__ = ["HostWatch", "descendants"]
 
 _CANARY = Path("/tmp/mtrl_canary")  # the programs of a corpus name this place
 _SECRET = "CANARY-7f3a91"
@@ -87,7 +87,7 @@ class HostWatch:
     def remember_processes(self, sandbox: NamespaceSandbox) -> None:
         """Take what runs below a fresh sandbox as its own: anything else later is a leftover."""
         for pid in sandbox.monitor_pids:
-            self._known[pid] = _descendants(pid)
+            self._known[pid] = descendants(pid)
 
     def begin(self, sandbox: NamespaceSandbox, checks: Sequence[str]) -> _Watched:
         """Note the state of the host before a program runs."""
@@ -103,7 +103,7 @@ class HostWatch:
 
     def leftovers(self, sandbox: NamespaceSandbox) -> set[int]:
         """Processes below the sandbox that were not there before."""
-        return {p for pid in sandbox.monitor_pids for p in _descendants(pid) - self._known.get(pid, set())}
+        return {p for pid in sandbox.monitor_pids for p in descendants(pid) - self._known.get(pid, set())}
 
 
 class _Watched:
@@ -188,7 +188,8 @@ def _port_problem(port: int) -> str:
     return ""
 
 
-def _descendants(root: int) -> set[int]:
+def descendants(root: int) -> set[int]:
+    """Return the process ids below ``root``."""
     children: dict[int, list[int]] = {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():

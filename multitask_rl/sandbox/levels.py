@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from multitask_rl.errors import SandboxError
 
-__all__ = ["LEVELS", "choose_level"]
+__all__ = ["LEVELS", "acceptable_levels"]
 
 LEVELS = ("namespaces", "bwrap", "landlock")
 """Strongest first."""
 
 
-def choose_level(level: str | None, minimum_level: str) -> str:
-    """Return the level to use.
+def acceptable_levels(level: str | None, minimum_level: str) -> list[str]:
+    """Return the levels that may be used, strongest first.
+
+    Args:
+        level: the one level to use; None = the strongest that works.
+        minimum_level: the weakest that will do when ``level`` is None.
 
     Raises:
         SandboxError: an unknown level.
@@ -21,4 +25,4 @@ def choose_level(level: str | None, minimum_level: str) -> str:
             raise SandboxError(
                 f"unknown isolation level {name!r}; levels, strongest first: {', '.join(LEVELS)}"
             )
-    return level or "namespaces"
+    return [level] if level is not None else list(LEVELS[: LEVELS.index(minimum_level) + 1])

@@ -13,11 +13,11 @@ import queue
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Self
+from typing import Any, Self
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Outcome, Program, Verdict
-from multitask_rl.sandbox.levels import choose_level
+from multitask_rl.sandbox.levels import acceptable_levels
 from multitask_rl.sandbox.worker import Worker, WorkerLostError, cell_config
 
 __all__ = ["NamespaceSandbox"]
@@ -56,13 +56,33 @@ class NamespaceSandbox:
             raise ValueError(f"workers must be at least 1, got {workers!r}")
         if queue_size < 0:
             raise ValueError(f"queue_size must be at least 0, got {queue_size!r}")
-        self.level = choose_level(level, minimum_level)
-        config = cell_config(packages, self.level)
         self._owner = os.getpid()
         self._queue: queue.Queue[_Item | None] = queue.Queue(queue_size or 64 * workers)
-        self._workers = [Worker(index, config) for index in range(workers)]
         self._is_closed = threading.Event()
+        self._workers: list[Worker] = []
+        self._threads: list[threading.Thread] = []
+        self.level = self._start_strongest(acceptable_levels(level, minimum_level), workers, packages)
+
+    def _start_strongest(self, levels: list[str], workers: int, packages: Sequence[str]) -> str:
+        """Start the workers at the first level that works; return it."""
+        problems = []
+        for level in levels:
+            error = self._start(workers, cell_config(packages, level))
+            if error is None:
+                if problems:
+                    _log.warning("sandbox at level %s only: %s", level, "; ".join(problems))
+                return level
+            problems.append(f"{level}: {error}")
+        self._is_closed.set()
+        raise SandboxError(
+            f"no acceptable isolation on this machine ({'; '.join(problems)}). Run 'multitask-rl doctor' for "
+            "what is missing; a weaker level has to be allowed with minimum_level."
+        )
+
+    def _start(self, workers: int, config: dict[str, Any]) -> SandboxError | None:
+        """Start the workers and their threads; return the first error after stopping what did start."""
         started: queue.Queue[SandboxError | None] = queue.Queue()
+        self._workers = [Worker(index, config) for index in range(workers)]
         # a monitor dies with the thread that started it, so each is started by the thread that uses it
         self._threads = [
             threading.Thread(target=self._serve, args=(w, started), name=f"sandbox-{w.index}", daemon=True)
@@ -72,8 +92,9 @@ class NamespaceSandbox:
             thread.start()
         errors = [error for error in [started.get() for _ in self._threads] if error is not None]
         if errors:
-            self.close()
-            raise errors[0]
+            self._stop_workers()
+            return errors[0]
+        return None
 
     @property
     def monitor_pids(self) -> list[int]:
@@ -127,6 +148,9 @@ class NamespaceSandbox:
                 item = self._queue.get_nowait()
                 if item is not None:
                     item[1].cancel()
+        self._stop_workers()
+
+    def _stop_workers(self) -> None:
         for worker in self._workers:
             worker.interrupt()
         for _ in self._threads:
@@ -154,7 +178,7 @@ class NamespaceSandbox:
             while not self._is_closed.is_set():
                 item = self._queue.get()
                 if item is None:
-                    continue
+                    break
                 program, future = item
                 if future.set_running_or_notify_cancel():
                     self._carry(worker, program, future)

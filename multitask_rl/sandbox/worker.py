@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.base import Outcome, Program
+from multitask_rl.sandbox.base import Outcome, Program, Verdict
 from multitask_rl.sandbox.cell import linux
 from multitask_rl.sandbox.cell.frames import receive_frame, send_frame
 from multitask_rl.sandbox.jobs import outcome_of, to_job
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 20.0
 _HERE = Path(__file__).parent
+_PROBE = Program(source="print(6 * 7)")
 
 
 class WorkerLostError(RuntimeError):
@@ -46,6 +48,7 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
         "packages": [path for paths in found.values() for path in paths],
         "variants": {name: [name] for name, paths in found.items() if paths},
         "level": level,
+        "bwrap": shutil.which("bwrap") or "",
     }
 
 
@@ -113,6 +116,25 @@ class Worker:
             self.stop()
             raise SandboxError(f"this machine cannot build a sandbox cell: {header['error']}")
         self.cell_pid = header["cell"]
+        self._check()
+
+    def _check(self) -> None:
+        """Run a program that works wherever the cell does.
+
+        Raises:
+            SandboxError: it does not work here.
+        """
+        try:
+            outcome = self.run(_PROBE, 0)
+        except WorkerLostError as error:
+            self.stop()
+            raise SandboxError(f"the sandbox cell ended at once: {error}") from error
+        if outcome.verdict is not Verdict.completed or outcome.stdout != b"42\n":
+            self.stop()
+            raise SandboxError(
+                f"the sandbox cell cannot run a program: {outcome.verdict}: {outcome.message} "
+                f"{outcome.stderr_text[:200]}"
+            )
 
     def run(self, program: Program, retries: int) -> Outcome:
         """Run one program.

@@ -43,6 +43,7 @@ _ENVIRONMENT = {
     "TMPDIR": CELL_HOME,
     "PATH": "/usr/bin",
     "LANG": "C.UTF-8",
+    "LD_BIND_NOW": "1",  # every program would resolve the same symbols again
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -62,6 +63,8 @@ class Layout:
     """Its ``sys.base_prefix``."""
     packages: tuple[str, ...] = ()
     """Directories of third-party packages programs may import."""
+    bwrap: str = ""
+    """Path of bubblewrap; empty where it is not installed."""
 
     def binds(self) -> list[tuple[str, str]]:
         """Return (source, place in the cell), parents first."""
@@ -95,6 +98,10 @@ def launch(layout: Layout, control: socket.socket, level: str = "namespaces") ->
         if landlock.abi_version() < 1:
             raise OSError("this kernel has no Landlock")
         return _start(0, lambda: _enter_flat(layout, control), None)
+    if level == "bwrap":
+        if not layout.bwrap:
+            raise OSError("bubblewrap (the program bwrap) is not installed")
+        return _start(0, lambda: _enter_bwrap(layout, control), None)
     raise OSError(f"unknown level {level!r}")
 
 
@@ -205,27 +212,16 @@ def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
     linux.set_no_new_privs()
     linux.keep_capabilities_over_exec([_CAP_SYS_ADMIN])
     control_copy = _take_null_and_copy(control)
-    starter = (
-        f"import sys; sys.path.insert(0, {_CODE!r}); from {_PACKAGE}.zygote import main; "
-        f"sys.path[:] = [p for p in sys.path if p != {_CODE!r}] + [{_SITE!r}]; main({control_copy}, {proc})"
-    )
-    environment = dict(_ENVIRONMENT)
-    if layout.prefix != "/usr":
-        environment["LD_LIBRARY_PATH"] = f"{_PYTHON}/lib"
     keep = {control_copy, proc} if proc >= 0 else {control_copy}
-    return [layout.interpreter, *_FLAGS, "-c", starter], environment, keep
+    arguments = [layout.interpreter, *_FLAGS, "-c", _starter(control_copy, proc)]
+    return arguments, _environment(layout, f"{_PYTHON}/lib"), keep
 
 
 def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
     """Return the zygote's command for a cell without namespaces; it confines itself with Landlock."""
     readable = [source for source, _ in layout.binds()]
     library = str(Path(__file__).parents[1])
-    if (mine := outside_id()) and os.geteuid() == 0 and _anyone_can_read([*readable, __file__]):
-        with _step("become the cell's user"):
-            os.setgroups([])
-            os.setresgid(mine, mine, mine)
-            os.setresuid(mine, mine, mine)
-            linux.set_parent_death_signal(signal.SIGKILL)
+    _become_outsider([*readable, __file__])
     control_copy = _take_null_and_copy(control)
     host = {
         "readable": [*readable, "/etc/ld.so.cache"],
@@ -236,10 +232,51 @@ def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
         f"import sys; sys.path.insert(0, {library!r}); from cell.zygote import main; "
         f"sys.path.remove({library!r}); main({control_copy}, -1, {host!r})"
     )
-    environment = dict(_ENVIRONMENT)
-    if layout.prefix != "/usr":
-        environment["LD_LIBRARY_PATH"] = f"{layout.prefix}/lib"
-    return [layout.executable, *_FLAGS, "-c", starter], environment, {control_copy}
+    arguments = [layout.executable, *_FLAGS, "-c", starter]
+    return arguments, _environment(layout, f"{layout.prefix}/lib"), {control_copy}
+
+
+def _enter_bwrap(layout: Layout, control: socket.socket) -> _Command:
+    """Return the command that lets bubblewrap build the cell; inside, every program gets its own namespaces."""
+    code = str(Path(__file__).parent)
+    _become_outsider([*(source for source, _ in layout.binds()), __file__])
+    control_copy = _take_null_and_copy(control)
+    arguments = [layout.bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"]
+    arguments += ["--uid", str(CELL_UID), "--gid", str(CELL_UID), "--hostname", "sandbox"]
+    arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    for source, target in [*layout.binds(), (code, f"{_CODE}/{_PACKAGE}")]:
+        arguments += ["--ro-bind", source, target]
+    for name in _DEVICES:
+        arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for link in ("/lib", "/lib64"):
+        if os.path.islink(link):
+            arguments += ["--symlink", os.readlink(link), link]
+    if os.path.exists("/etc/ld.so.cache"):
+        arguments += ["--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    arguments += ["--dir", "/tmp", "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/"]
+    arguments += ["--", layout.interpreter, *_FLAGS, "-c", _starter(control_copy, -1)]
+    return arguments, _environment(layout, f"{_PYTHON}/lib"), {control_copy}
+
+
+def _starter(control: int, proc: int) -> str:
+    return (
+        f"import sys; sys.path.insert(0, {_CODE!r}); from {_PACKAGE}.zygote import main; "
+        f"sys.path[:] = [p for p in sys.path if p != {_CODE!r}] + [{_SITE!r}]; main({control}, {proc})"
+    )
+
+
+def _environment(layout: Layout, library: str) -> dict[str, str]:
+    return _ENVIRONMENT if layout.prefix == "/usr" else {**_ENVIRONMENT, "LD_LIBRARY_PATH": library}
+
+
+def _become_outsider(needed: list[str]) -> None:
+    """As root, turn into the cell's outside user, if everybody can read what the cell needs."""
+    if (mine := outside_id()) and os.geteuid() == 0 and _anyone_can_read(needed):
+        with _step("become the cell's user"):
+            os.setgroups([])
+            os.setresgid(mine, mine, mine)
+            os.setresuid(mine, mine, mine)
+            linux.set_parent_death_signal(signal.SIGKILL)
 
 
 def _anyone_can_read(paths: Iterable[str]) -> bool:

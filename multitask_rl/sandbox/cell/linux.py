@@ -11,6 +11,7 @@ import os
 import platform
 import struct
 import sys
+from typing import Any
 
 __all__ = [
     "CLONE_NEWCGROUP",
@@ -30,11 +31,21 @@ __all__ = [
     "MS_REC",
     "MS_REMOUNT",
     "clone",
-    "drop_capabilities",
+    "clone_arguments",
+    "fork",
     "is_supported",
     "keep_capabilities_over_exec",
     "mount",
+    "own_first_page",
     "pivot_root",
+    "prepare_call",
+    "prepare_chdir",
+    "prepare_drop_capabilities",
+    "prepare_limit",
+    "prepare_mount",
+    "prepare_parent_death_signal",
+    "prepare_setsid",
+    "raw_syscall",
     "set_mount_read_only",
     "set_no_new_privs",
     "set_parent_death_signal",
@@ -51,6 +62,7 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 CLONE_CHILD_CLEARTID = 0x00200000
+_CLONE_PIDFD = 0x00001000
 CLONE_CHILD_SETTID = 0x01000000
 SIGCHLD = 17
 
@@ -59,6 +71,8 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MOUNT_DETACH = 2
 
 _NR_MOUNT, _NR_UMOUNT2, _NR_PIVOT_ROOT, _NR_CLONE = 165, 166, 155, 56
+_NR_MPROTECT, _PROT_READ, _PROT_WRITE, _PROT_EXEC = 10, 1, 2, 4
+_NR_SETSID, _NR_CHDIR, _NR_PRLIMIT64 = 112, 80, 302
 _NR_CAPSET, _NR_PRCTL, _NR_GET_ROBUST_LIST, _NR_GETTID, _NR_MOUNT_SETATTR = 126, 157, 274, 186, 442
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR_ALL = 2, 4
@@ -66,8 +80,9 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 _libc = ctypes.PyDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
+raw_syscall = _libc.syscall
+"""Takes what ``prepare_call`` made and gives -1 on failure; for where nothing may be touched needlessly."""
+raw_syscall.restype = ctypes.c_long
 
 
 def is_supported() -> bool:
@@ -82,7 +97,7 @@ def syscall(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] |
         OSError: the kernel refused it.
     """
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    result: int = _syscall(ctypes.c_long(number), *converted)
+    result: int = raw_syscall(ctypes.c_long(number), *converted)
     if result == -1:
         error = ctypes.get_errno()
         raise OSError(error, f"system call {number}: {os.strerror(error)}")
@@ -134,11 +149,6 @@ _NO_CAPABILITIES = struct.pack("=IIIIII", 0, 0, 0, 0, 0, 0)
 _CAPABILITY_HEADER = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
 
 
-def drop_capabilities() -> None:
-    """Give up every capability for good (ambient ones fall with the permitted set)."""
-    syscall(_NR_CAPSET, _CAPABILITY_HEADER, _NO_CAPABILITIES)
-
-
 def keep_capabilities_over_exec(capabilities: list[int]) -> None:
     """Keep exactly these capabilities, through ``execve`` too, for a user who is not root."""
     mask = sum(1 << capability for capability in capabilities)
@@ -155,7 +165,7 @@ def tid_address() -> int:
     thread descriptor the id stands 16 bytes before the head of the robust list; checked against ``gettid``.
     """
     head, length = ctypes.c_void_p(), ctypes.c_size_t()
-    result = _syscall(
+    result = raw_syscall(
         ctypes.c_long(_NR_GET_ROBUST_LIST), ctypes.c_long(0), ctypes.byref(head), ctypes.byref(length)
     )
     if result or not head.value:
@@ -164,11 +174,71 @@ def tid_address() -> int:
     return address if ctypes.c_int.from_address(address).value == syscall(_NR_GETTID) else 0
 
 
-def clone(flags: int, tid_at: int = 0) -> int:
+def clone(flags: int) -> int:
     """Fork into new namespaces; 0 in the child. Neither side runs Python's fork hooks.
 
-    Only for a process with one thread. ``tid_at`` is what ``tid_address`` gave.
+    Only for a process with one thread.
     """
+    return syscall(_NR_CLONE, *_clone_flags(flags), 0)
+
+
+def fork() -> int:
+    """Fork without Python's fork hooks; 0 in the child."""
+    return clone(0)
+
+
+def _clone_flags(flags: int, pidfd_at: int = 0) -> tuple[int, int, int, int]:
+    """Return flags, stack, where the pidfd goes, where the thread id goes."""
+    tid_at = tid_address()
     if tid_at:
         flags |= CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID
-    return syscall(_NR_CLONE, flags | SIGCHLD, 0, 0, tid_at, 0)
+    return flags | SIGCHLD, 0, pidfd_at, tid_at
+
+
+def prepare_call(number: int, *arguments: Any) -> tuple[Any, ...]:
+    """Return the arguments of ``raw_syscall`` for a call to be made later."""
+    return (ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+
+
+def clone_arguments(flags: int, pidfd: ctypes.c_int) -> tuple[Any, ...]:
+    """Return a prepared clone that leaves the child's pidfd in ``pidfd``."""
+    flags |= _CLONE_PIDFD
+    return prepare_call(_NR_CLONE, *_clone_flags(flags, ctypes.addressof(pidfd)), 0)
+
+
+def prepare_setsid() -> tuple[Any, ...]:
+    """Return a prepared ``setsid``."""
+    return prepare_call(_NR_SETSID)
+
+
+def prepare_chdir(path: bytes) -> tuple[Any, ...]:
+    """Return a prepared ``chdir``."""
+    return prepare_call(_NR_CHDIR, path)
+
+
+def prepare_mount(target: bytes, kind: bytes, options: bytes) -> tuple[Any, ...]:
+    """Return a prepared mount of a file system without a source, nosuid and nodev."""
+    return prepare_call(_NR_MOUNT, kind, target, kind, MS_NOSUID | MS_NODEV, options)
+
+
+def prepare_limit(which: int, value: int) -> tuple[Any, ...]:
+    """Return a prepared ``setrlimit`` of soft and hard limit to ``value``."""
+    return prepare_call(_NR_PRLIMIT64, 0, which, struct.pack("=QQ", value, value), None)
+
+
+def prepare_drop_capabilities() -> tuple[Any, ...]:
+    """Return a prepared call that gives up every capability (ambient ones fall with the permitted set)."""
+    return prepare_call(_NR_CAPSET, _CAPABILITY_HEADER, _NO_CAPABILITIES)
+
+
+def prepare_parent_death_signal(signal: int) -> tuple[Any, ...]:
+    """Return a prepared ``set_parent_death_signal``."""
+    return prepare_call(_NR_PRCTL, _PR_SET_PDEATHSIG, signal, 0, 0, 0)
+
+
+def own_first_page(start: int, length: int, *, is_code: bool) -> None:
+    """Write the first byte of a private file mapping as it is, so that the page becomes this process's own."""
+    protection = _PROT_READ | (_PROT_EXEC if is_code else 0)
+    syscall(_NR_MPROTECT, start, length, protection | _PROT_WRITE)
+    ctypes.memmove(start, ctypes.string_at(start, 1), 1)
+    syscall(_NR_MPROTECT, start, length, protection)

@@ -45,7 +45,10 @@ def main(connection_fd: int, parent: int) -> NoReturn:
     connection = socket.socket(fileno=connection_fd)
     config, _ = receive_frame(connection)
     layout = Layout(
-        executable=config["executable"], prefix=config["prefix"], packages=tuple(config["packages"])
+        executable=config["executable"],
+        prefix=config["prefix"],
+        packages=tuple(config["packages"]),
+        bwrap=config["bwrap"],
     )
     try:
         monitor = Monitor(layout, config["variants"], config["level"])

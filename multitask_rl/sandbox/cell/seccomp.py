@@ -9,12 +9,14 @@ Source of the numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl``.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Sequence
+from typing import Any
 
-from .linux import syscall
+from .linux import prepare_call, raw_syscall
 
-__all__ = ["install", "program_filter", "zygote_filter"]
+__all__ = ["install", "prepare", "program_filter", "zygote_filter"]
 
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _EPERM, _ENOSYS, _ENOTTY = 0x00050001, 0x00050026, 0x00050019
@@ -135,8 +137,23 @@ def program_filter(own_pid: int | None = None) -> bytes:
     return _assemble([*body, _ret(_ALLOW), *(i for block in distinct for i in block)])
 
 
+def prepare(code: bytes) -> tuple[Any, ...]:
+    """Return the arguments of the system call that installs a filter for the caller and all it starts.
+
+    Needs ``no_new_privs`` or CAP_SYS_ADMIN when it is made.
+    """
+    block = ctypes.create_string_buffer(code, len(code))
+    program = ctypes.create_string_buffer(struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block)), 16)
+    _kept_alive.append(block)
+    return prepare_call(_SECCOMP, _SET_MODE_FILTER, 0, program)
+
+
+_kept_alive: list[Any] = []
+"""Filters that prepared calls point to."""
+
+
 def install(code: bytes) -> None:
     """Install a filter for this process and all it starts; needs ``no_new_privs`` or CAP_SYS_ADMIN."""
-    block = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block))
-    syscall(_SECCOMP, _SET_MODE_FILTER, 0, program)
+    if raw_syscall(*prepare(code)) == -1:
+        error = ctypes.get_errno()
+        raise OSError(error, f"seccomp: {os.strerror(error)}")

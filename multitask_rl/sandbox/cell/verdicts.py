@@ -9,11 +9,10 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from .wire import Exit
+from .wire import COMPILE_STATUS, Exit
 
 __all__ = ["Execution", "of_execution", "of_function", "of_stdio_test", "result"]
 
-COMPILE_STATUS = 77
 _MESSAGE_LIMIT = 500
 _MAX_NUMBER = 400
 _CPU_LIMIT_SHARE = 0.5

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 __all__ = [
+    "COMPILE_STATUS",
+    "LIMITS",
+    "OP_SPAWN",
+    "OP_VARIANT",
+    "SPAWN",
     "Exit",
     "Mode",
     "Spawn",
@@ -16,13 +21,18 @@ __all__ = [
     "pack_spawn",
     "pack_variant",
     "unpack_exit",
-    "unpack_request",
+    "unpack_kill",
 ]
 
-_SPAWN = struct.Struct("<BIBBBIdIIQIIIQ")
+SPAWN = struct.Struct("<BIBBBId")
+"""Operation, identity, mode, has_stdin, has_output, source_bytes, wall_s; ``LIMITS`` follow."""
+LIMITS = struct.Struct("<IIQIIIQ")
+"""cpu_s, mem_mb, disk_bytes, inodes, nproc, nofile, file_bytes."""
+COMPILE_STATUS = 77
+"""Exit status of a script that does not compile."""
 _KILL = struct.Struct("<BI")
 _EXIT = struct.Struct("<IiddIdB")
-_OP_SPAWN, _OP_KILL, _OP_VARIANT = 1, 2, 3
+OP_SPAWN, OP_KILL, OP_VARIANT = 1, 2, 3
 
 
 class Mode(IntEnum):
@@ -54,11 +64,6 @@ class Spawn:
     nofile: int
     file_bytes: int
 
-    @property
-    def mount_options(self) -> bytes:
-        """Options of the private file system."""
-        return b"mode=0700,size=%d,nr_inodes=%d" % (self.disk_bytes, self.inodes)
-
 
 @dataclass(slots=True)
 class Exit:
@@ -78,14 +83,16 @@ class Exit:
 
 def pack_spawn(spawn: Spawn) -> bytes:
     """Return the request to start an execution."""
-    return _SPAWN.pack(
-        _OP_SPAWN,
+    head = SPAWN.pack(
+        OP_SPAWN,
         spawn.identity,
         spawn.mode,
         spawn.has_stdin,
         spawn.has_output,
         spawn.source_bytes,
         spawn.wall_s,
+    )
+    return head + LIMITS.pack(
         spawn.cpu_s,
         spawn.mem_mb,
         spawn.disk_bytes,
@@ -98,24 +105,18 @@ def pack_spawn(spawn: Spawn) -> bytes:
 
 def pack_kill(identity: int) -> bytes:
     """Return the request to kill an execution."""
-    return _KILL.pack(_OP_KILL, identity)
+    return _KILL.pack(OP_KILL, identity)
 
 
 def pack_variant(modules: list[str]) -> bytes:
     """Return the request to fork a zygote with these modules loaded too."""
-    return bytes([_OP_VARIANT]) + json.dumps(modules).encode()
+    return bytes([OP_VARIANT]) + json.dumps(modules).encode()
 
 
-def unpack_request(data: bytes) -> Spawn | int | list[str]:
-    """Return a ``Spawn``, the identity to kill, or the modules of a new zygote."""
-    if data[0] == _OP_SPAWN:
-        _, identity, mode, has_stdin, has_output, *rest = _SPAWN.unpack(data)
-        return Spawn(identity, Mode(mode), bool(has_stdin), bool(has_output), *rest)
-    if data[0] == _OP_KILL:
-        identity = _KILL.unpack(data)[1]
-        return int(identity)
-    modules: list[str] = json.loads(data[1:])
-    return modules
+def unpack_kill(data: bytes) -> int:
+    """Return the identity a request to kill names."""
+    identity: int = _KILL.unpack(data)[1]
+    return identity
 
 
 def pack_exit(
@@ -125,9 +126,8 @@ def pack_exit(
     cpu_s: float,
     peak_kb: int,
     starved_s: float,
-    *,
-    timed_out: bool = False,
-    failure: str = "",
+    timed_out: bool,
+    failure: str,
 ) -> bytes:
     """Return the report of an execution's end."""
     return _EXIT.pack(identity, status, wall_s, cpu_s, peak_kb, starved_s, timed_out) + failure.encode()

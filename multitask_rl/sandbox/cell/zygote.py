@@ -6,27 +6,27 @@ inputs pass it by descriptor. What it imports here every program gets for free.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
 import importlib.util
+import json
 import os
 import resource
 import select
 import signal
+import site
 import socket
 import struct
 import sys
-import threading
 import time
-import types
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from . import candidate, judge, landlock, linux, seccomp
-from .wire import Mode, Spawn, pack_exit, unpack_request
+from . import landlock, linux, programs, seccomp
+from .wire import LIMITS, OP_SPAWN, OP_VARIANT, SPAWN, pack_exit, unpack_kill
 
 __all__ = ["main"]
 
@@ -39,6 +39,8 @@ _PRELOAD = (
 _SETTLED_PROCESSES = 8
 """Processes of the cell that are not this program's: zygotes and the other half of a function task."""
 _FIRST_OWN_FD = 100
+_MAX_PLANS = 256
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
 _PAGE_MB = resource.getpagesize() / (1 << 20)
 
 
@@ -52,7 +54,7 @@ def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoRetur
     """
     linux.set_parent_death_signal(signal.SIGKILL)
     linux.set_no_new_privs()
-    zygote = Zygote(control, proc, is_flat=host is not None)
+    zygote = Zygote(control, proc, _move_up(programs.warm_source()), is_flat=host is not None)
     if host is not None:
         sys.meta_path.append(_PackageFinder(host["packages"]))
     zygote.preload(_PRELOAD.split())
@@ -81,13 +83,13 @@ class _PackageFinder:
 class _Running:
     __slots__ = ("deadline", "granted", "identity", "pid", "pidfd", "started", "timed_out", "wall_s")
 
-    def __init__(self, identity: int, pid: int, wall_s: float) -> None:
+    def __init__(self, identity: int, pid: int, pidfd: int, wall_s: float) -> None:
         self.identity = identity
         self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
-        self.started = time.monotonic()
+        self.pidfd = pidfd
+        self.started = now = time.monotonic()
         self.wall_s = wall_s
-        self.deadline = self.started + wall_s
+        self.deadline = now + wall_s
         self.granted = 0.0
         self.timed_out = False
 
@@ -95,21 +97,23 @@ class _Running:
 class Zygote:
     """One cell's process parent."""
 
-    def __init__(self, control: int, proc: int, *, is_flat: bool) -> None:
+    def __init__(self, control: int, proc: int, warm_source: int, *, is_flat: bool) -> None:
+        self._warm_source = warm_source
         self._is_flat = is_flat
         self._control = socket.socket(fileno=_move_up(control))
         self._proc = _move_up(proc) if proc >= 0 else -1
-        ready_read, ready_write = os.pipe()
-        self._ready_read, self._ready_write = _move_up(ready_read), _move_up(ready_write)
-        os.set_blocking(self._ready_read, False)
-        self._ready: set[int] = set()
+        self._failures, self._report = map(_move_up, os.pipe())
+        os.set_blocking(self._failures, False)
         self._running: dict[int, _Running] = {}
         self._poll = select.poll()
         self._poll.register(self._control, select.POLLIN)
-        self._tid_at = linux.tid_address()
-        self._program_filter = seccomp.program_filter()
         self._own_mb = 0
         self._own_kb = 0
+        self._plans: dict[bytes, tuple[tuple[Any, ...], ...]] = {}
+        self._filter = seccomp.prepare(seccomp.program_filter())
+        self._pidfd = ctypes.c_int()
+        flags = 0 if is_flat else linux.CLONE_NEWPID | linux.CLONE_NEWNS
+        self._clone = linux.clone_arguments(flags, self._pidfd)
         os.chdir("/" if is_flat else "/tmp")
 
     def preload(self, names: list[str]) -> None:
@@ -117,98 +121,150 @@ class Zygote:
         for name in names:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        import site
-
         site.setquit()
         sys.argv = ["main.py"]
         sys.path_importer_cache.clear()
-        for name in ("LD_LIBRARY_PATH",):
+        for name in ("LD_LIBRARY_PATH", "LD_BIND_NOW"):
             os.environ.pop(name, None)
+        programs.warm_up(self._warm_source)
+        self._own_text()
         gc.collect()
         gc.freeze()
         gc.disable()
+        for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+            resource.setrlimit(limit, (0, 0))
         self._own_mb = self._address_space_mb()
         self._own_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
+    def _own_text(self) -> None:
+        """Make the kernel copy the page tables of shared libraries on a fork.
+
+        It does so only for mappings that hold a page of our own; otherwise every program faults in the code of
+        the interpreter again. So each mapping gets one: the byte that is there is written once more.
+        """
+        if self._proc < 0:
+            return
+        for line in _read_all(f"{os.getpid()}/maps", self._proc).splitlines():
+            fields = line.split()
+            if len(fields) < 6 or b".so" not in fields[5] or fields[1] not in (b"r-xp", b"r--p"):
+                continue
+            start, end = (int(part, 16) for part in fields[0].split(b"-"))
+            linux.own_first_page(start, end - start, is_code=fields[1] == b"r-xp")
+
     def serve(self) -> NoReturn:
         """Answer the monitor until it is gone; everything below dies with this process."""
+        running, control_fd = self._running, self._control.fileno()
         while True:
-            self._poll_once()
-
-    def _poll_once(self) -> None:
-        now = time.monotonic()
-        wait = min((r.deadline - now for r in self._running.values()), default=None)
-        events = self._poll.poll(None if wait is None else max(0, int(wait * 1000) + 1))
-        for descriptor, _ in events:
-            if descriptor == self._control.fileno():
+            if not running:
                 self._handle_request()
-            elif descriptor in self._running:
-                self._finish(self._running.pop(descriptor))
-        if wait is not None and not events:
-            self._enforce_deadlines()
+                continue
+            patience = min([r.deadline for r in running.values()]) - time.monotonic()
+            events = self._poll.poll(int(patience * 1000) + 1 if patience > 0 else 0)
+            for descriptor, _ in events:
+                if descriptor == control_fd:
+                    self._handle_request()
+                elif descriptor in running:
+                    self._finish(running.pop(descriptor))
+            if not events:
+                self._enforce_deadlines()
 
     def _handle_request(self) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 8)
+        data, ancillary, _, _ = self._control.recvmsg(4096, _ANCILLARY_BYTES)
         if not data:
             os._exit(0)
-        request = unpack_request(data)
-        if isinstance(request, Spawn):
-            self._spawn(request, descriptors)
-        elif isinstance(request, list):
-            self._become_variant(request, descriptors[0])
+        descriptors = [d for _, _, raw in ancillary for d in struct.unpack(f"{len(raw) // 4}i", raw)]
+        if data[0] == OP_SPAWN:
+            self._spawn(data, descriptors)
+        elif data[0] == OP_VARIANT:
+            self._become_variant(json.loads(data[1:]), descriptors[0])
         else:
             for running in self._running.values():
-                if running.identity == request:
+                if running.identity == unpack_kill(data):
                     self._kill(running)
         for descriptor in descriptors:
             os.close(descriptor)
 
     def _become_variant(self, names: list[str], control: int) -> None:
         """Fork a second zygote that has more modules loaded and its own conversation."""
-        if linux.clone(0, self._tid_at):
+        if linux.fork():
             return
         for running in self._running.values():
             os.close(running.pidfd)
         self._control.close()
-        variant = Zygote(os.dup(control), self._proc, is_flat=self._is_flat)
+        variant = Zygote(os.dup(control), self._proc, self._warm_source, is_flat=self._is_flat)
         os.close(control)
         linux.set_parent_death_signal(signal.SIGKILL)
         gc.unfreeze()
         variant.preload(names)
         variant.serve()
 
-    def _spawn(self, spawn: Spawn, descriptors: list[int]) -> None:
-        flags = 0 if self._is_flat else linux.CLONE_NEWPID | linux.CLONE_NEWNS
-        try:
-            pid = linux.clone(flags, self._tid_at)
-        except OSError as error:
-            self._control.send(pack_exit(spawn.identity, 0, 0.0, 0.0, 0, 0.0, failure=str(error)))
-            return
+    def _spawn(self, data: bytes, descriptors: list[int]) -> None:
+        _, identity, mode, has_stdin, has_output, source_bytes, wall_s = SPAWN.unpack_from(data)
+        limits = data[SPAWN.size :]
+        plan = self._plans.get(limits) or self._plan(limits)
+        pid = linux.raw_syscall(*self._clone)
         if pid == 0:
-            self._child(spawn, descriptors)
-        running = _Running(spawn.identity, pid, spawn.wall_s)
-        self._running[running.pidfd] = running
-        self._poll.register(running.pidfd, select.POLLIN)
+            if self._is_flat:
+                plan = (*plan[:-1], seccomp.prepare(seccomp.program_filter(os.getpid())))
+            programs.enter(
+                descriptors, mode, has_stdin, has_output, source_bytes, plan, self._report, os._exit
+            )
+        if pid < 0:
+            message = os.strerror(ctypes.get_errno())
+            self._control.send(pack_exit(identity, 0, 0.0, 0.0, 0, 0.0, False, f"clone: {message}"))
+            return
+        pidfd = self._pidfd.value
+        self._running[pidfd] = _Running(identity, pid, pidfd, wall_s)
+        self._poll.register(pidfd, select.POLLIN)
+
+    def _plan(self, limits: bytes) -> tuple[tuple[Any, ...], ...]:
+        """Return the system calls that confine a process to these limits, the filter last."""
+        cpu_s, mem_mb, disk_bytes, inodes, nproc, nofile, file_bytes = LIMITS.unpack(limits)
+        memory = (self._own_mb + mem_mb) << 20
+        # soft = hard: the first process of a pid namespace would ignore the soft limit's SIGXCPU
+        values = {
+            resource.RLIMIT_CPU: cpu_s,
+            resource.RLIMIT_AS: memory,
+            resource.RLIMIT_FSIZE: file_bytes,
+            resource.RLIMIT_NOFILE: nofile,
+            resource.RLIMIT_NPROC: nproc + _SETTLED_PROCESSES,
+        }
+        if self._is_flat:  # no namespace would take it down with us
+            private = [linux.prepare_parent_death_signal(signal.SIGKILL)]
+        else:
+            options = b"mode=0700,size=%d,nr_inodes=%d" % (disk_bytes, inodes)
+            private = [linux.prepare_mount(b"/tmp", b"tmpfs", options), linux.prepare_chdir(b"/tmp")]
+        plan = (
+            linux.prepare_setsid(),  # kill(0) reaches a process group across pid namespaces
+            *private,
+            *(linux.prepare_limit(which, value) for which, value in values.items()),
+            linux.prepare_drop_capabilities(),
+            self._filter,
+        )
+        if len(self._plans) > _MAX_PLANS:
+            self._plans.clear()
+        self._plans[limits] = plan
+        return plan
 
     def _finish(self, running: _Running) -> None:
         self._poll.unregister(running.pidfd)
         os.close(running.pidfd)
         _, status, usage = os.wait4(running.pid, 0)
         wall_s = time.monotonic() - running.started
-        with contextlib.suppress(BlockingIOError):
-            self._ready.update(n for (n,) in struct.iter_unpack("<I", os.read(self._ready_read, 4096)))
-        failure = "" if running.identity in self._ready else "the program's process could not be set up"
-        self._ready.discard(running.identity)
+        failure = ""
+        if status:
+            with contextlib.suppress(BlockingIOError):
+                failure = os.read(self._failures, 4096).decode("utf-8", "replace")
         self._control.send(
             pack_exit(
                 running.identity,
                 status,
                 wall_s,
-                usage.ru_utime + usage.ru_stime,
-                max(0, usage.ru_maxrss - self._own_kb),
+                usage[0] + usage[1],
+                max(0, usage[2] - self._own_kb),
                 running.granted,
-                timed_out=running.timed_out,
-                failure="" if running.timed_out else failure,
+                running.timed_out,
+                failure,
             )
         )
 
@@ -249,48 +305,6 @@ class Zygote:
             return 256
         return int(int(_read(f"{os.getpid()}/statm", self._proc).split()[0]) * _PAGE_MB) + 1
 
-    def _child(self, spawn: Spawn, descriptors: list[int]) -> NoReturn:
-        leave = os._exit
-        try:
-            run = self._confine(spawn, descriptors)
-        except BaseException as error:  # noqa: BLE001 - set-up failed: no ready word, so the parent knows
-            with contextlib.suppress(OSError):
-                os.write(2, f"{type(error).__name__}: {error}".encode())
-            leave(1)
-        _run_and_leave(run, leave)
-
-    def _confine(self, spawn: Spawn, descriptors: list[int]) -> Any:
-        os.setsid()  # kill(0) reaches a process group across pid namespaces
-        if self._is_flat:
-            linux.set_parent_death_signal(signal.SIGKILL)  # no namespace would take it down with us
-        else:
-            linux.mount(b"tmp", b"/tmp", b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, spawn.mount_options)
-            os.chdir("/tmp")
-        source = os.pread(descriptors[0], spawn.source_bytes, 0)
-        given = iter(descriptors[1:])
-        if spawn.has_stdin:
-            os.dup2(next(given), 0)
-        if spawn.has_output:
-            os.dup2(next(given), 1)
-            os.dup2(next(given), 2)
-        keep = 3
-        if spawn.mode is not Mode.script:
-            extra = [fcntl.fcntl(d, fcntl.F_DUPFD, _FIRST_OWN_FD) for d in given]
-            for descriptor in extra:
-                os.dup2(descriptor, keep)
-                keep += 1
-        _set_limits(spawn, self._own_mb)
-        linux.drop_capabilities()
-        seccomp.install(seccomp.program_filter(os.getpid()) if self._is_flat else self._program_filter)
-        os.write(self._ready_write, struct.pack("<I", spawn.identity))
-        os.closerange(keep, 1 << 16)
-        gc.enable()
-        if spawn.mode is Mode.script:
-            return lambda: _run_script(source)
-        if spawn.mode is Mode.candidate:
-            return lambda: candidate.serve(3, source)
-        return lambda: judge.judge(3, 4, source)
-
 
 def _move_up(descriptor: int) -> int:
     """Return a copy far above the descriptors a program is given."""
@@ -299,88 +313,14 @@ def _move_up(descriptor: int) -> int:
     return copy
 
 
+def _read_all(path: str, directory: int) -> bytes:
+    with open(os.open(path, os.O_RDONLY, dir_fd=directory), "rb") as file:
+        return file.read()
+
+
 def _read(path: str, directory: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY, dir_fd=directory)
     try:
         return os.read(descriptor, 4096)
     finally:
         os.close(descriptor)
-
-
-def _set_limits(spawn: Spawn, own_mb: int) -> None:
-    setrlimit = resource.setrlimit
-    # soft = hard: the first process of a pid namespace would ignore the soft limit's SIGXCPU
-    setrlimit(resource.RLIMIT_CPU, (spawn.cpu_s, spawn.cpu_s))
-    memory = (own_mb + spawn.mem_mb) << 20
-    setrlimit(resource.RLIMIT_AS, (memory, memory))
-    setrlimit(resource.RLIMIT_FSIZE, (spawn.file_bytes, spawn.file_bytes))
-    setrlimit(resource.RLIMIT_NOFILE, (spawn.nofile, spawn.nofile))
-    processes = spawn.nproc + _SETTLED_PROCESSES
-    setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-    for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
-        setrlimit(limit, (0, 0))
-
-
-def _run_script(source: bytes) -> int:
-    """Run a program the way ``python main.py`` would; return its exit status."""
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__file__="main.py", __builtins__=sys.modules["builtins"])
-    sys.modules["__main__"] = module
-    status = 0
-    try:
-        code = compile(source, "main.py", "exec", dont_inherit=True)
-    except BaseException:  # noqa: BLE001 - whatever stops the compiler is the program's
-        _show_error()
-        return 77
-    try:
-        exec(code, module.__dict__)  # the program itself; the cell is the fence
-    except SystemExit as exit_request:
-        status = _exit_status(exit_request.code)
-    except BaseException:  # noqa: BLE001 - as the interpreter does: a traceback and status 1
-        _show_error()
-        status = 1
-    # as at interpreter exit: threads, exit functions, then the module's objects (files flush themselves)
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    with contextlib.suppress(BaseException):
-        module.__dict__.clear()
-    return status
-
-
-def _exit_status(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return int(code) & 0xFF
-    try:
-        sys.stderr.write(f"{code}\n")
-    except BaseException:  # noqa: BLE001 - the object's text is the program's
-        return 1
-    return 1
-
-
-def _show_error() -> None:
-    try:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    except BaseException:  # noqa: BLE001 - hook and exception are the program's
-        return
-
-
-def _run_and_leave(run: Any, leave: Any) -> NoReturn:
-    """Run the program and end this process without ever returning into the zygote's loop."""
-    status = 1
-    try:
-        status = run() or 0
-    except BaseException:  # noqa: BLE001 - a program can break any of our own steps
-        status = 1
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                if stream is not None:
-                    stream.flush()
-            except BaseException:  # noqa: BLE001 - a full disk, a closed file, an object posing as one
-                status = status or 120
-        leave(status & 0xFF)
-    raise AssertionError("unreachable")

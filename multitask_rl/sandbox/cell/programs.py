@@ -1,0 +1,195 @@
+"""The last steps of a program's own process: confine it, run it, leave.
+
+Written for few touched pages rather than for beauty: after a fork every page that is written to, if only by a
+reference count, is copied, and those copies are most of what an execution costs. Hence system calls prepared as
+argument tuples, one loop, and a warm-up that runs all of this in the zygote with harmless arguments, so that
+the interpreter's caches are filled before the fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import fcntl
+import gc
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+from . import candidate, judge
+from .linux import raw_syscall
+from .wire import COMPILE_STATUS, Mode
+
+__all__ = ["enter", "warm_source", "warm_up"]
+
+_ABOVE_ALL = 1 << 16
+_ASIDE = 90
+_WARM_UP = 255
+_GETPID = (ctypes.c_long(39),)
+_WARM_SOURCE = b"""import sys, math
+def f(x, *y, k=1):
+    return [i * k for i in range(x)]
+class C:
+    def __init__(self): self.a = {1: 'b'}
+for line in ("1 2", "3"):
+    values = list(map(int, line.split()))
+try:
+    raise ValueError("x")
+except ValueError as e:
+    pass
+print(f"{sum(values)}", C().a, sorted(f(3)), 1.5, end=" ")
+assert 1 + 1 == 2
+"""
+
+
+def enter(
+    descriptors: list[int],
+    mode: int,
+    has_stdin: bool,
+    has_output: bool,
+    source_bytes: int,
+    calls: tuple[tuple[Any, ...], ...],
+    report: int,
+    leave: Callable[[int], Any],
+) -> None:
+    """Become the program: take its descriptors, make ``calls``, run it, ``leave``.
+
+    Args:
+        descriptors: source, then standard input and output where given, then channels.
+        mode: a ``Mode``.
+        has_stdin: the second descriptor is standard input; else what was there stays.
+        has_output: the next two are standard output and error.
+        source_bytes: size of the source.
+        calls: system calls that confine this process, the filter last.
+        report: descriptor that is told when confining fails; closed before the program runs.
+        leave: ends the process; does not return (in a warm-up it does).
+    """
+    try:
+        source = os.pread(descriptors[0], source_bytes, 0)
+        position = 1
+        if has_stdin:
+            os.dup2(descriptors[1], 0)
+            position = 2
+        if has_output:
+            os.dup2(descriptors[position], 1)
+            os.dup2(descriptors[position + 1], 2)
+            position += 2
+        keep = 3
+        if mode != Mode.script:
+            for descriptor in [fcntl.fcntl(d, fcntl.F_DUPFD, _ASIDE) for d in descriptors[position:]]:
+                os.dup2(descriptor, keep)
+                keep += 1
+        for call in calls:
+            if raw_syscall(*call) == -1:
+                raise OSError(ctypes.get_errno(), f"system call {call[0].value}")
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the program must not run
+        os.write(report, f"{type(error).__name__}: {error}".encode())
+        leave(1)
+        return
+    if mode == _WARM_UP:
+        _run(source, mode, leave)
+        return
+    os.closerange(keep, _ABOVE_ALL)
+    gc.enable()
+    _run(source, mode, leave)
+
+
+
+
+
+def _run(source: bytes, mode: int, leave: Callable[[int], Any]) -> None:
+    """Run, flush and leave; whatever the program did to the interpreter, this does not return."""
+    status = 1
+    try:
+        if mode == Mode.candidate:
+            candidate.serve(3, source)
+        elif mode == Mode.judge:
+            judge.judge(3, 4, source)
+        else:
+            status = _run_script(source)
+    except BaseException:  # noqa: BLE001 - a program can break any of our own steps
+        status = 1
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:  # noqa: BLE001 - a full file, a closed one, None, an object posing as one
+            status = status or (120 if sys.stdout is not None else 0)
+        leave(status & 0xFF)
+
+
+def _run_script(source: bytes) -> int:
+    """Run a program the way ``python main.py`` would; return its exit status."""
+    module = types.ModuleType("__main__")
+    names = module.__dict__
+    names["__file__"] = "main.py"
+    names["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    status = 0
+    try:
+        code = compile(source, "main.py", "exec", dont_inherit=True)
+    except BaseException:  # noqa: BLE001 - whatever stops the compiler is the program's
+        _show_error()
+        return COMPILE_STATUS
+    try:
+        exec(code, names)  # the program itself; the cell is the fence
+    except SystemExit as exit_request:
+        status = _exit_status(exit_request.code)
+    except BaseException:  # noqa: BLE001 - as the interpreter does: a traceback and status 1
+        _show_error()
+        status = 1
+    # as at interpreter exit: threads, exit functions, then the module's objects (files flush themselves)
+    try:
+        if len(threading._active) > 1:  # type: ignore[attr-defined]
+            threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException:  # noqa: BLE001 - the program's threads and patches
+        pass
+    try:
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - the program's exit functions
+        pass
+    try:
+        names.clear()
+    except BaseException:  # noqa: BLE001 - the program's finalizers
+        pass
+    return status
+
+
+def _exit_status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return int(code) & 0xFF
+    try:
+        sys.stderr.write(f"{code}\n")
+    except BaseException:  # noqa: BLE001 - the object's text is the program's
+        return 1
+    return 1
+
+
+def _show_error() -> None:
+    try:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException:  # noqa: BLE001 - hook and exception are the program's
+        return
+
+
+def warm_source() -> int:
+    """Return a descriptor of what ``warm_up`` runs; made before the filter, which refuses anonymous files."""
+    memory = os.memfd_create("warm", os.MFD_CLOEXEC)
+    os.write(memory, _WARM_SOURCE)
+    return memory
+
+
+def warm_up(memory: int) -> None:
+    """Run everything a child runs, here and harmlessly, until the interpreter has specialised it."""
+    atexit._clear()  # what the preloaded modules registered is not the programs' business
+    main = sys.modules["__main__"]
+    size = len(_WARM_SOURCE)
+    for _ in range(20):
+        enter([memory, 0, 1, 2], _WARM_UP, True, True, size, (_GETPID,) * 8, -1, lambda status: None)
+    sys.modules["__main__"] = main
