@@ -18,6 +18,7 @@ import yaml
 from multitask_rl.config.build import build_dataclass
 from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.records import Score, Scored
@@ -33,12 +34,11 @@ def main(arguments: list[str]) -> int:
     """Score again, print old and new means per task and reward, and write the new records if asked."""
     parser = argparse.ArgumentParser(prog="multitask-rl rescore", description=__doc__)
     parser.add_argument("run", type=Path, help="output directory of the run")
-    parser.add_argument("--tasks", help="tasks file to score with (default: the run's)")
+    parser.add_argument("--tasks", help="tasks file to score with (default: the run's tasks)")
     parser.add_argument("--output", type=Path, help="write the new records here, as JSON lines")
     options = parser.parse_args(arguments)
     config = _run_config(options.run)
-    tasks_file = options.tasks if options.tasks is not None else str(config.get("tasks_file") or "")
-    specs = load_tasks(tasks_file, None if options.tasks else config.get("tasks") or None)
+    specs = load_tasks(options.tasks) if options.tasks else _tasks_of(options.run, config)
     lines = list(_stored(options.run / "rollouts.jsonl"))
     kept = [line for line in lines if line["task"] in specs]
     if not kept:
@@ -72,6 +72,17 @@ def _run_config(run: Path) -> dict[str, Any]:
         return {}
     loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     return loaded if isinstance(loaded, dict) else {}
+
+
+def _tasks_of(run: Path, config: dict[str, Any]) -> dict[str, TaskSpec]:
+    """Return the tasks as the run resolved them."""
+    tasks = config.get("tasks")
+    if not isinstance(tasks, dict) or not tasks:
+        raise ConfigError(
+            f"{run}: config.yaml with the run's tasks is missing; give a tasks file with --tasks"
+        )
+    where = Where(str(run / "config.yaml"), ("tasks",))
+    return {name: build_dataclass(TaskSpec, spec, where.at(name)) for name, spec in tasks.items()}
 
 
 def _stored(path: Path) -> Iterator[dict[str, Any]]:

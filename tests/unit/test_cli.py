@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, messages, speed, composition of the configuration."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from multitask_rl.cli import main
 from multitask_rl.cli.train import compose_and_run, config_keys
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.records import Prompt, Rollout, Score, Scored
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
@@ -238,7 +240,8 @@ def test_rescore_finds_what_a_changed_reward_says_of_stored_answers(
     run.mkdir()
     (here / "grade.py").write_text("def length(response, **row):\n    return float(len(response))\n")
     (here / "tasks.yaml").write_text("tasks: {words: {rewards: ['grade.py:length']}}")
-    (run / "config.yaml").write_text("tasks_file: tasks.yaml\nseed: 3\n")
+    resolved = {name: dataclasses.asdict(spec) for name, spec in load_tasks("tasks.yaml").items()}
+    (run / "config.yaml").write_text(json.dumps({"seed": 3, "tasks": resolved}))
     stored = []
     for sample, response in enumerate(["a", "bb", "ccc"]):
         prompt = Prompt(task="words", prompt_id="words/0", draw=0, row={"id": "0"}, text="?", prompt_ids=[1])
@@ -256,5 +259,6 @@ def test_rescore_of_a_directory_without_rollouts_is_told(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["rescore", "."]) == 2
+    assert "--tasks" in capsys.readouterr().err
     assert main(["rescore", ".", "--tasks", "tasks.yaml"]) == 2
     assert "stored no rollouts" in capsys.readouterr().err
