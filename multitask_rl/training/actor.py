@@ -132,7 +132,7 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     wrong = [
         name
         for name, value in own.items()
-        if (name in weights and weights[name].shape != value.shape) or (name not in weights and name not in tied)
+        if (weights[name].shape != value.shape if name in weights else name not in tied)
     ]
     if wrong:
         raise CheckpointError(
@@ -261,6 +261,6 @@ def _load_problem(name: str, error: Exception) -> str:
             f"{have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
         )
     return (
-        f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had from "
-        f"the Hugging Face hub: {first}. Check the path, or download the model first."
+        f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had "
+        f"from the Hugging Face hub: {first}. Check the path, or download the model first."
     )

@@ -1,9 +1,9 @@
 """Checkpoints: one directory a step, complete or not there.
 
-``step_00000025/`` holds ``actor/`` (an ordinary Hugging Face directory: load it anywhere), ``tensors.safetensors``
-(optimizer, value heads, random state), ``state.json`` (every controller, as data) and ``manifest.json`` (size and
-hash of each file). It is written aside, fsynced and renamed, so a crash leaves the former ones as they were.
-Nothing in it is pickled.
+``step_00000025/`` holds ``actor/`` (an ordinary Hugging Face directory: load it anywhere),
+``tensors.safetensors`` (optimizer, value heads, random state), ``state.json`` (every controller, as data) and
+``manifest.json`` (size and hash of each file). It is written aside, fsynced and renamed, so a crash leaves
+the former ones as they were. Nothing in it is pickled.
 
 ``index.json`` beside them says which are judged good: the guard restores no other.
 """
@@ -110,8 +110,8 @@ class CheckpointStore:
             _fsync(self.directory)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints are intact; "
-                "free space or choose another output_dir, then start again: the run resumes."
+                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints are "
+                "intact; free space or choose another output_dir, then start again: the run resumes."
             ) from error
         self.entries[entry.step] = entry
         self._retain()
@@ -140,7 +140,7 @@ class CheckpointStore:
         )
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; broken ones are skipped with a warning, None if there is none."""
+        """Return the newest complete checkpoint, None if there is none; broken ones are passed over."""
         for directory in sorted(self.directory.glob("step_*"), reverse=True):
             try:
                 return self.load(directory)
