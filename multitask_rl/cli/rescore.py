@@ -86,7 +86,7 @@ def _tasks_of(run: Path, config: dict[str, Any]) -> dict[str, TaskSpec]:
 
 
 def _stored(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the stored rollouts that have a response; a torn last line is left out."""
+    """Yield the stored rollouts that were scored; rejected attempts and a torn last line are left out."""
     if not path.is_file():
         raise ConfigError(
             f"{path} does not exist: the run stored no rollouts (tracking.trackers without jsonl, or "
@@ -94,7 +94,7 @@ def _stored(path: Path) -> Iterator[dict[str, Any]]:
         )
     with path.open(encoding="utf-8") as file:
         for line in file:
-            if line.endswith("\n") and (record := json.loads(line))["finish_reason"] != "error":
+            if line.endswith("\n") and (record := json.loads(line))["breakdown"]:
                 yield record
 
 
