@@ -20,7 +20,7 @@ from multitask_rl.sandbox.base import Outcome, Program, Verdict
 from multitask_rl.sandbox.levels import acceptable_levels
 from multitask_rl.sandbox.worker import Worker, WorkerLostError, cell_config
 
-__all__ = ["NamespaceSandbox"]
+__all__ = ["BubblewrapSandbox", "NamespaceSandbox"]
 
 _log = logging.getLogger(__name__)
 _MAX_RETRIES = 1
@@ -210,3 +210,21 @@ class NamespaceSandbox:
             verdict=Verdict.infrastructure_error, message=problem, worker=worker.index, retries=_MAX_RETRIES
         )
         future.set_result(failed)
+
+
+class BubblewrapSandbox(NamespaceSandbox):
+    """The same sandbox with cells that bubblewrap builds, for who trusts its set-up more than ours.
+
+    Args:
+        workers: as for ``NamespaceSandbox``.
+        packages: as for ``NamespaceSandbox``.
+        queue_size: as for ``NamespaceSandbox``.
+
+    Raises:
+        SandboxError: bubblewrap is not installed or may not make namespaces here.
+    """
+
+    def __init__(
+        self, workers: int = 2, *, packages: Sequence[str] = ("numpy",), queue_size: int = 0
+    ) -> None:
+        super().__init__(workers, level="bwrap", packages=packages, queue_size=queue_size)

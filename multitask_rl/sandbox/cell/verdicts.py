@@ -11,7 +11,7 @@ from typing import Any
 
 from .wire import COMPILE_STATUS, Exit
 
-__all__ = ["Execution", "of_execution", "of_function", "of_stdio_test", "result"]
+__all__ = ["Execution", "of_execution", "of_function", "of_stdio_test", "result", "same_text"]
 
 _MESSAGE_LIMIT = 500
 _MAX_NUMBER = 400
@@ -81,7 +81,7 @@ def of_stdio_test(
     verdict, message = of_execution(execution, limits)
     if verdict != "ok":
         return verdict, message
-    if _same_text(execution.stdout, expected, tolerance):
+    if same_text(execution.stdout, expected, tolerance):
         return "passed", ""
     return "failed", f"expected {_excerpt(expected)}, got {_excerpt(execution.stdout)}"
 
@@ -95,7 +95,14 @@ def _lines(text: bytes) -> list[str]:
     return [line.rstrip() for line in text.decode("utf-8", "surrogateescape").rstrip().split("\n")]
 
 
-def _same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
+def same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
+    """Return whether two outputs are the same but for white space at line ends and at the end.
+
+    Args:
+        actual: what the program wrote.
+        expected: what it should have written.
+        tolerance: absolute and relative, for tokens that are both numbers; None = as text.
+    """
     mine, theirs = _lines(actual), _lines(expected)
     if mine == theirs:
         return True

@@ -1,0 +1,233 @@
+"""A client for servers that speak SandboxFusion's ``/run_code``, behind the same interface.
+
+The server runs one file per request and knows no tests, so only ``ScriptTask`` and ``StdioTask`` go there: the
+comparison happens here. Function tests would have to be appended to the program, which is the very thing this
+sandbox exists to avoid; they are refused. How well programs are isolated is the server's business.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Self
+
+from multitask_rl.errors import SandboxError
+from multitask_rl.sandbox.base import Outcome, Program, ScriptTask, StdioTask, TestResult, Verdict
+from multitask_rl.sandbox.cell.verdicts import same_text
+
+__all__ = ["HttpSandbox"]
+
+_log = logging.getLogger(__name__)
+_RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_ANSWER_LIMIT = 64 << 20
+
+
+class HttpSandbox:
+    """Runs programs on a SandboxFusion-compatible server; safe to share between threads.
+
+    Args:
+        url: base address, e.g. ``http://sandbox:8080``.
+        concurrency: requests at once; more wait here.
+        retries: further attempts after a refused connection, a time-out or a server error.
+        backoff_s: wait before the first further attempt; doubles each time.
+        overhead_s: what a request may take beyond the program's wall limit.
+        check: ask the server for a trivial program first.
+
+    Raises:
+        SandboxError: ``check`` found no working server.
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        concurrency: int = 8,
+        retries: int = 3,
+        backoff_s: float = 0.2,
+        overhead_s: float = 10.0,
+        check: bool = True,
+    ) -> None:
+        if concurrency < 1 or retries < 0:
+            raise ValueError(f"concurrency must be >= 1 and retries >= 0, got {concurrency!r} and {retries!r}")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url must start with http:// or https://, got {url!r}")
+        self._url = url.rstrip("/")
+        self._retries, self._backoff_s, self._overhead_s = retries, backoff_s, overhead_s
+        self._executor = ThreadPoolExecutor(concurrency, thread_name_prefix="sandbox-http")
+        self._room = threading.BoundedSemaphore(64 * concurrency)
+        self._is_closed = threading.Event()
+        if check and (problem := self.health()):
+            self.close()
+            raise SandboxError(f"no working sandbox server at {self._url}: {problem}")
+
+    def health(self) -> str:
+        """Return what is wrong with the server; empty when it runs a trivial program."""
+        outcome = self._run(Program(source="print(6 * 7)"))
+        if outcome.verdict is Verdict.completed and outcome.stdout.strip() == b"42":
+            return ""
+        return outcome.message or f"a trivial program ended as {outcome.verdict}"
+
+    def run(self, program: Program) -> Outcome:
+        """Run one program and wait for its outcome.
+
+        Raises:
+            SandboxError: the sandbox is closed.
+            ValueError: the task needs tests inside a process of the program.
+        """
+        return self.submit(program).result()
+
+    def submit(self, program: Program) -> Future[Outcome]:
+        """Queue one program; blocks while too many wait. A cancelled future is not run.
+
+        Raises:
+            SandboxError: the sandbox is closed.
+            ValueError: the task needs tests inside a process of the program.
+        """
+        if not isinstance(program.task, (ScriptTask, StdioTask)):
+            raise ValueError(
+                f"a {type(program.task).__name__} cannot be judged by a remote server without handing it the "
+                "answers; use the sandbox 'namespaces' for function tests"
+            )
+        while not self._room.acquire(timeout=0.2):
+            if self._is_closed.is_set():
+                break
+        if self._is_closed.is_set():
+            raise SandboxError("the sandbox is closed")
+        future = self._executor.submit(self._run, program)
+        future.add_done_callback(lambda _: self._room.release())
+        return future
+
+    def map(self, programs: Iterable[Program]) -> list[Outcome]:
+        """Run programs concurrently; outcomes in the order of the programs."""
+        return [future.result() for future in [self.submit(program) for program in programs]]
+
+    def close(self) -> None:
+        """Cancel what waits; what runs ends by itself."""
+        self._is_closed.set()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self, program: Program) -> Outcome:
+        if isinstance(program.task, StdioTask):
+            return self._run_tests(program, program.task)
+        stdin = program.task.stdin if isinstance(program.task, ScriptTask) else b""
+        return self._execute(program, stdin)
+
+    def _run_tests(self, program: Program, task: StdioTask) -> Outcome:
+        outcomes, tests = [], []
+        for test in task.tests:
+            outcome = self._execute(program, test.stdin)
+            if outcome.verdict is Verdict.infrastructure_error:
+                return outcome
+            verdict, message = outcome.verdict, outcome.message
+            if verdict is Verdict.completed:
+                is_right = same_text(outcome.stdout, test.stdout.encode(), task.float_tolerance)
+                verdict = Verdict.passed if is_right else Verdict.failed
+            outcomes.append(outcome)
+            tests.append(TestResult(verdict=verdict, message=message, wall_s=outcome.wall_s))
+        shown = next((i for i, test in enumerate(tests) if not test.is_passed), len(tests) - 1)
+        return replace(
+            outcomes[shown],
+            verdict=tests[shown].verdict,
+            tests=tuple(tests),
+            wall_s=sum(outcome.wall_s for outcome in outcomes),
+        )
+
+    def _execute(self, program: Program, stdin: str | bytes) -> Outcome:
+        request = {
+            "code": _text(program.source),
+            "language": "python",
+            "stdin": _text(stdin),
+            "run_timeout": program.limits.wall_s,
+            "memory_limit_MB": program.limits.mem_mb,
+        }
+        problem = ""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                time.sleep(self._backoff_s * 2 ** (attempt - 1))
+            if self._is_closed.is_set():
+                problem = "the sandbox was closed"
+                break
+            try:
+                answer = self._post("/run_code", request, program.limits.wall_s + self._overhead_s)
+                if answer.get("status") != "SandboxError":
+                    return replace(_outcome(answer, program), retries=attempt)
+                problem = f"the server reports {answer.get('message')!r}"
+            except _PermanentError as error:
+                problem = str(error)
+                break
+            except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}"
+            _log.warning("sandbox server %s: %s (attempt %d)", self._url, problem, attempt + 1)
+        return Outcome(verdict=Verdict.infrastructure_error, message=problem, retries=attempt)
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                answer = json.loads(response.read(_ANSWER_LIMIT))
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code in _RETRIED_STATUS:
+                    raise
+                raise _PermanentError(f"the server answers {error.code} {error.reason}") from error
+        if not isinstance(answer, dict):
+            raise ValueError(f"the server answers {type(answer).__name__}, not an object")
+        return answer
+
+
+class _PermanentError(Exception):
+    """An answer that another attempt would not change."""
+
+
+def _text(data: str | bytes) -> str:
+    text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data
+    return text.encode("utf-8", "replace").decode()
+
+
+def _outcome(answer: dict[str, Any], program: Program) -> Outcome:
+    result = answer["run_result"] or answer.get("compile_result") or {}
+    stdout = str(result.get("stdout") or "").encode("utf-8", "replace")
+    stderr = str(result.get("stderr") or "").encode("utf-8", "replace")
+    code = result.get("return_code")
+    last = stderr.decode("utf-8", "replace").rstrip().rpartition("\n")[2][:500]
+    limits = program.limits
+    if result.get("status") == "TimeLimitExceeded":
+        verdict, message = Verdict.timeout, f"wall-clock limit of {limits.wall_s:g} s"
+    elif len(stdout) > limits.stdout_bytes:
+        verdict, message = Verdict.output_limit, f"more than {limits.stdout_bytes} bytes of output"
+    elif code == 0 and answer["status"] == "Success":
+        verdict, message = Verdict.completed, ""
+    elif last.startswith("MemoryError"):
+        verdict, message = Verdict.memory_limit, last
+    elif last.startswith(("SyntaxError", "IndentationError", "TabError")):
+        verdict, message = Verdict.compile_error, last
+    else:
+        verdict, message = Verdict.runtime_error, last or f"exit status {code}"
+    return Outcome(
+        verdict=verdict,
+        message=message,
+        wall_s=float(result.get("execution_time") or 0.0),
+        exit_code=code if isinstance(code, int) and code >= 0 else None,
+        signal=-code if isinstance(code, int) and code < 0 else None,
+        stdout=stdout[: limits.stdout_bytes],
+        stderr=stderr[: limits.stderr_bytes],
+        stdout_length=len(stdout),
+        stderr_length=len(stderr),
+    )
