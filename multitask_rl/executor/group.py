@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from multitask_rl.errors import EngineError, MissingExtraError, MultitaskRLError
+from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 
 __all__ = ["ActorGroup", "connect"]
 
 _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
+_ROOM_WITHIN_S = 10.0
 
 
 def connect() -> bool:
@@ -68,6 +69,30 @@ class _Cluster:
 _CLUSTER = _Cluster()
 
 
+def _check_room(what: str, demand: Mapping[str, float]) -> None:
+    """Raise a ConfigError when the cluster has no room; Ray itself would wait for it without an end."""
+    import ray
+
+    deadline = time.monotonic() + _ROOM_WITHIN_S
+    while True:
+        free = ray.available_resources()
+        missing = {kind: number for kind, number in demand.items() if free.get(kind, 0.0) < number}
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)  # an actor just killed gives its share back a moment later
+    total = ray.cluster_resources()
+    details = "; ".join(
+        f"{number:g} {kind} asked for, {free.get(kind, 0.0):g} free of {total.get(kind, 0.0):g}"
+        for kind, number in missing.items()
+    )
+    raise ConfigError(
+        f"the Ray cluster has no room for {what}: {details}. Lower ray.num_engines, ray.gpus_per_engine or "
+        "ray.num_reward_pools, stop what else runs there, or add nodes before the run."
+    )
+
+
 class _Host:
     """The Ray actor: holds one object and calls its methods."""
 
@@ -87,6 +112,11 @@ class ActorGroup:
         _CLUSTER.enter()
         import ray
 
+        try:
+            _check_room(f"{size} x {name}", {"CPU": size * num_cpus, "GPU": size * num_gpus})
+        except BaseException:
+            _CLUSTER.leave()
+            raise
         self.name = name
         self._make = make
         self._host = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus)(_Host)

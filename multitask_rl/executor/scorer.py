@@ -29,6 +29,10 @@ class Scorer(Protocol):
         """Build the plugins."""
         ...
 
+    def reward_ranges(self) -> dict[str, tuple[float, float]]:
+        """Return ``(low, high)`` of each task's reward where it is declared."""
+        ...
+
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Return one record per rollout, in order."""
         ...
@@ -93,7 +97,7 @@ class RayScorer:
     ) -> RayScorer:
         """Return pools of the ordinary kind (``scoring.pool.RewardPool``, same arguments) in actors."""
         make = partial(_make_pool, dict(specs), config, seed, dict(devices))
-        return cls(make, num_pools=num_pools, num_cpus=float(config.num_workers), num_gpus=num_gpus)
+        return cls(make, num_pools=num_pools, num_gpus=num_gpus)
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         if self._group is None:
@@ -114,6 +118,11 @@ class RayScorer:
     def start(self) -> None:
         """Build the plugins in every pool."""
         self._all("start")
+
+    def reward_ranges(self) -> dict[str, tuple[float, float]]:
+        """Return the ranges that the first pool knows; they all know the same."""
+        ranges: dict[str, tuple[float, float]] = self._all("reward_ranges")[0]
+        return ranges
 
     def _deal(self, method: str, rollouts: Sequence[Rollout]) -> list[Any]:
         if self._group is None:

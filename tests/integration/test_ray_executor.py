@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from run_builders import lines, run_config, train, write_run
 
-from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
+from multitask_rl.config.run import ModelConfig, RayConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
-from multitask_rl.errors import EngineError, MissingExtraError, RewardError
+from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError
 from multitask_rl.executor import group
 from multitask_rl.executor.engine import RayEngine, RayEngineFactory
 from multitask_rl.executor.scorer import RayScorer
@@ -49,15 +51,9 @@ pytestmark = [
 def cluster() -> Iterator[None]:
     import ray
 
-    here = os.path.dirname(__file__)
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        # the fakes below are pickled by reference
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}},
-    )
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # the fake below travels by value: the actors need not import this file and what it imports
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
     ray.shutdown()
 
@@ -259,3 +255,22 @@ def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[ray\]"):
         RayScorer(partial(LengthPool, ""), num_pools=1)
+
+
+def test_more_actors_than_the_cluster_holds_are_refused_not_awaited(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_ROOM_WITHIN_S", 3.0)
+    with pytest.raises(ConfigError, match=r"no room for 3 x reward pool: 3 CPU asked for, 2 free of 2"):
+        RayScorer(partial(LengthPool, ""), num_pools=3)
+
+
+def test_a_whole_run_gives_the_same_rollouts_and_evaluations_as_a_local_one(
+    cluster: None, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    train(run_config(tmp_path, "local", 2))
+    ray_config = RayConfig(num_engines=1, num_reward_pools=1)
+    train(run_config(tmp_path, "ray", 2, executor="ray", ray=ray_config))
+    for name in ("rollouts.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "ray", name) == lines(tmp_path / "local", name)
