@@ -1,0 +1,274 @@
+"""Rewards on the shape of a response: ``length``, ``repetition``, ``regex``, ``format`` and ``json_schema``.
+
+They know nothing of sense: use them beside a reward that reads, at a small weight, or as a metric (weight 0).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.records import Failure, RewardResult, Rollout, Score
+from multitask_rl_rewards.text import data_failure, strip_thinking
+
+__all__ = ["Format", "JsonSchema", "Length", "Regex", "Repetition"]
+
+_UNITS = ("words", "chars", "tokens")
+_FENCE = re.compile(r"\A\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL | re.IGNORECASE)
+
+
+class Length:
+    """1 inside [minimum, maximum], falling linearly to 0 over ``slack`` outside; an empty response is 0."""
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``length`` in a tasks file."""
+
+        unit: str = "words"
+        """``words`` (between spaces), ``chars`` or ``tokens`` (of the actor, its end token included)."""
+        minimum: int = 1
+        """Shortest length with full reward, >= 0."""
+        maximum: int = 200
+        """Longest length with full reward."""
+        slack: int = 50
+        """Units over which the reward falls to 0; 0 = at once."""
+
+    def __init__(self, config: Config) -> None:
+        """Check the configuration.
+
+        Raises:
+            ConfigError: unknown unit or an empty range.
+        """
+        if config.unit not in _UNITS:
+            raise ConfigError(f"length: `unit` must be one of {', '.join(_UNITS)}; got {config.unit!r}.")
+        if not 0 <= config.minimum <= config.maximum or config.slack < 0:
+            raise ConfigError(f"length: needs 0 <= `minimum` <= `maximum` and `slack` >= 0; got {config}.")
+        self.config = config
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return one value per rollout, the length as a component."""
+        return [self._score_one(rollout) for rollout in rollouts]
+
+    def _score_one(self, rollout: Rollout) -> Score:
+        config, text = self.config, rollout.response
+        by_unit = {"words": len(text.split()), "chars": len(text), "tokens": len(rollout.response_ids)}
+        length = by_unit[config.unit]
+        outside = max(config.minimum - length, length - config.maximum, 0)
+        value = 1.0 if outside == 0 else max(0.0, 1.0 - outside / (config.slack or 1))
+        if not text.strip() or (outside and not config.slack):
+            value = 0.0
+        return Score(value=value, components={"length": float(length)})
+
+
+class Repetition:
+    """1 minus the share of n-grams that repeat an earlier one; an empty response is 0.
+
+    A response shorter than ``n`` words has no n-gram and scores 1.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``repetition`` in a tasks file."""
+
+        n: int = 4
+        """Words per n-gram, > 0."""
+
+    def __init__(self, config: Config) -> None:
+        """Check the configuration.
+
+        Raises:
+            ConfigError: ``n`` < 1.
+        """
+        if config.n < 1:
+            raise ConfigError(f"repetition: `n` must be > 0, got {config.n}.")
+        self.config = config
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return one value per rollout."""
+        return [Score(value=self._value(rollout.response)) for rollout in rollouts]
+
+    def _value(self, text: str) -> float:
+        words, n = text.lower().split(), self.config.n
+        if not words:
+            return 0.0
+        grams = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+        return len(grams) / grams.total() if grams else 1.0
+
+
+class Regex:
+    """1 if the pattern is found in the response (``full``: if it matches the whole), else 0.
+
+    A pattern that backtracks for ever is stopped by the pool's time limit.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=5.0)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``regex`` in a tasks file."""
+
+        pattern: str = ""
+        """Python regular expression; ``.`` matches line ends, ``^`` and ``$`` match at lines. Required."""
+        full: bool = False
+        """The whole response, without surrounding space, must match."""
+        absent: bool = False
+        """Reward the absence of the pattern; an empty response is 0 all the same."""
+
+    def __init__(self, config: Config) -> None:
+        """Compile the pattern.
+
+        Raises:
+            ConfigError: empty, or no regular expression.
+        """
+        try:
+            self._pattern = re.compile(config.pattern, re.DOTALL | re.MULTILINE)
+        except re.error as error:
+            raise ConfigError(
+                f"regex: `pattern` {config.pattern!r} is not a regular expression: {error}"
+            ) from error
+        if not config.pattern:
+            raise ConfigError("regex: `pattern` is required; an empty one matches everything.")
+        self.config = config
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return 1 or 0 per rollout."""
+        return [Score(value=float(self._holds(rollout.response.strip()))) for rollout in rollouts]
+
+    def _holds(self, text: str) -> bool:
+        found = self._pattern.fullmatch(text) if self.config.full else self._pattern.search(text)
+        return bool(text) and (found is None) == self.config.absent
+
+
+class Format:
+    """1 if the response is the given tags in order, each once and not empty, and nothing else; else 0."""
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``format`` in a tasks file."""
+
+        tags: list[str] = field(default_factory=lambda: ["think", "answer"])
+        """Names, in order: ``<think>...</think><answer>...</answer>``; at least one."""
+
+    def __init__(self, config: Config) -> None:
+        """Check the tags.
+
+        Raises:
+            ConfigError: none, or one that is no name.
+        """
+        if not config.tags or not all(re.fullmatch(r"[\w-]+", tag) for tag in config.tags):
+            raise ConfigError(
+                f"format: `tags` must be a list of names like think or answer; got {config.tags}."
+            )
+        self.config = config
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return 1 or 0 per rollout."""
+        return [Score(value=float(self._holds(rollout.response.strip()))) for rollout in rollouts]
+
+    def _holds(self, text: str) -> bool:
+        for tag in self.config.tags:
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            if not text.startswith(opening) or text.count(opening) != 1 or text.count(closing) != 1:
+                return False
+            body, _, text = text[len(opening) :].partition(closing)
+            if not body.strip():
+                return False
+            text = text.lstrip()
+        return not text
+
+
+class JsonSchema:
+    """1 if the response is JSON that fits the schema, 0.5 if it is JSON that does not, 0 if it is no JSON.
+
+    A markdown fence around the whole response is allowed; text beside it is not. The schema is the
+    configuration's, else the row's column ``schema``.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=5.0)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Keys of ``json_schema`` in a tasks file."""
+
+        schema: dict[str, Any] = field(default_factory=dict)
+        """JSON schema; empty = the row's."""
+        schema_column: str = "schema"
+        """Column with the schema: a mapping, or its JSON text."""
+
+    def __init__(self, config: Config) -> None:
+        """Check the schema.
+
+        Raises:
+            ConfigError: it is not a JSON schema.
+            MissingExtraError: ``jsonschema`` is not installed.
+        """
+        self.config = config
+        if config.schema and (problem := _schema_problem(config.schema)):
+            raise ConfigError(f"json_schema: `schema` is not a JSON schema: {problem}")
+
+    def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Return one value per rollout; a row without a usable schema is a ``data`` failure."""
+        return [self._score_one(rollout) for rollout in rollouts]
+
+    def _score_one(self, rollout: Rollout) -> RewardResult:
+        schema = self.config.schema or _row_schema(rollout.row.get(self.config.schema_column))
+        if isinstance(schema, Failure):
+            return schema
+        text = strip_thinking(rollout.response).strip()
+        fence = _FENCE.match(text)
+        try:
+            value = json.loads(fence[1] if fence else text)
+        except (ValueError, RecursionError):
+            return Score(value=0.0)
+        fits = _validator(schema).is_valid(value)
+        return Score(value=1.0 if fits else 0.5, components={"valid": float(fits)})
+
+
+def _row_schema(value: Any) -> Mapping[str, Any] | Failure:
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        return data_failure(f"the row's schema is not JSON: {error}", "json_schema")
+    if not isinstance(schema, Mapping) or not schema:
+        return data_failure("neither the configuration nor the row holds a schema", "json_schema")
+    problem = _schema_problem(schema)
+    return (
+        data_failure(f"the row's schema is not a JSON schema: {problem}", "json_schema")
+        if problem
+        else schema
+    )
+
+
+def _validator(schema: Mapping[str, Any]) -> Any:
+    try:
+        from jsonschema.validators import validator_for
+    except ImportError as error:
+        raise MissingExtraError(
+            f"json_schema validates through the package `jsonschema`, which cannot be imported ({error}). "
+            "Install it with: pip install 'multitask-rl[eval]'"
+        ) from error
+    return validator_for(schema)(schema)
+
+
+def _schema_problem(schema: Mapping[str, Any]) -> str:
+    """Return what is wrong with a schema, empty if nothing is."""
+    validator = _validator(schema)
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        type(validator).check_schema(schema)
+    except SchemaError as error:
+        return str(error.message)
+    return ""
