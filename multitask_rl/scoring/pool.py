@@ -7,6 +7,7 @@ Tasks that name the same plugin with the same configuration share one lane, and 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -101,6 +102,17 @@ class RewardPool:
             )
         for lane in self._lanes.values():
             wait_ready(lane)
+
+    def reward_ranges(self) -> dict[str, tuple[float, float]]:
+        """Return ``(low, high)`` of each task's reward where every weighted plugin of it declares one."""
+        ranges = {}
+        for task, judges in self._rewards.items():
+            bounds = [
+                (j.weight * j.lane.traits.low, j.weight * j.lane.traits.high) for j in judges if j.weight
+            ]
+            if bounds and all(math.isfinite(x) for pair in bounds for x in pair):
+                ranges[task] = (sum(min(pair) for pair in bounds), sum(max(pair) for pair in bounds))
+        return ranges
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Return one record per rollout, in order.

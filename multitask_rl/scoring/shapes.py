@@ -123,6 +123,9 @@ class EventLoop:
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)
 
+    def __del__(self) -> None:
+        self.close()  # a reward built in a script or notebook has no pool to close it
+
     def close(self) -> None:
         """Close the loop. Idempotent."""
         runner, self._runner = self._runner, None

@@ -35,7 +35,7 @@ NON_ANSWERS = (
     "I cannot determine the answer from the given information.",
     "As an AI language model, I am unable to help with that.",
     "```python\nraise SystemExit(0)\n```",
-    "\x00\x07\ud800 \U0001f600 ßé 漢字 " + "(" * 2000,
+    "\x00\x07\ufffd \U0001f600 ßé 漢字 " + "(" * 2000,
     "a" * 20000,
 )
 """Empty, blank, two evasions, a program that only exits, broken text, endless text."""
@@ -133,6 +133,7 @@ def check_reward(
         findings.append(Finding("non-answers earn less than the full score", not paid, detail))
     findings.append(_missing_columns(grader, row))
     if isinstance(plugin, str):
+        grader.close()
         findings.append(_pool("reward", plugin, config, _rollouts([gold or "4", *NON_ANSWERS], row)))
     return findings
 
@@ -156,6 +157,7 @@ def check_constraint(
             findings.append(Finding(f"{word} response", right, _show(verdict)))
     findings.append(_missing_columns(grader, row))
     if isinstance(plugin, str):
+        grader.close()
         findings.append(_pool("constraint", plugin, config, _rollouts(["4", *NON_ANSWERS], row)))
     return findings
 

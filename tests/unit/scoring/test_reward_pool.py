@@ -21,7 +21,7 @@ from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Rollout, 
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing.builders import make_rollout
 
-PLUGINS = '''
+PLUGINS = """
 import os, signal, time
 from collections import Counter
 from dataclasses import dataclass
@@ -157,7 +157,7 @@ class InProcess:
 class WrongSignature:
     def score(self):
         return []
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,11 @@ def test_tasks_are_mixed_and_order_is_kept(open_pool: Open) -> None:
     rollouts = [
         rollout
         for i in range(40)
-        for rollout in (*of("exact", str(i), reference="7"), *of("length", "x" * i), *of("doubled", "a", reference="a"))
+        for rollout in (
+            *of("exact", str(i), reference="7"),
+            *of("length", "x" * i),
+            *of("doubled", "a", reference="a"),
+        )
     ]
     scored = pool.score(rollouts)
     assert [s.rollout for s in scored] == rollouts
@@ -271,7 +275,9 @@ def test_weighted_sum_leaves_metrics_and_inapplicable_out(plugin_file: Path) -> 
     with RewardPool({"t": spec}, ScoringConfig(), seed=0, devices={}) as pool:
         scored = pool.score([*of("t", "skip", reference="skip"), *of("t", "bad", reference="x")])
     assert scored[0].reward == pytest.approx(2.0 - 0.5)
-    assert scored[1].reward == pytest.approx(5.0 - 0.5), "a failed metric of weight 0 does not fail the sample"
+    assert scored[1].reward == pytest.approx(5.0 - 0.5), (
+        "a failed metric of weight 0 does not fail the sample"
+    )
     assert isinstance(scored[1].breakdown["measured"], Failure)
 
 
@@ -336,7 +342,7 @@ def test_a_hundred_random_kills_lose_nothing_and_change_nothing(open_pool: Open)
     def kill_at_random() -> None:
         nonlocal kills
         while not stop.is_set() and kills < 100:
-            for runner in list(pool._lanes.values())[0].runners:
+            for runner in next(iter(pool._lanes.values())).runners:
                 pid = runner.pid  # type: ignore[attr-defined]
                 if pid:
                     try:
@@ -476,10 +482,13 @@ def test_a_plugin_that_cannot_be_used_stops_the_start_and_leaves_nothing(plugin_
     with pytest.raises(PluginError) as caught:
         start(f"{plugin_file}:WrongSignature")
     assert str(caught.value) == (
-        f"tasks.t.rewards[1]: reward '{plugin_file}:WrongSignature': WrongSignature.score(self) cannot be called "
-        "with one argument, the list of rollouts (too many positional arguments); expected score(self, rollouts)"
+        f"tasks.t.rewards[1]: reward '{plugin_file}:WrongSignature': WrongSignature.score(self) cannot be "
+        "called with one argument, the list of rollouts (too many positional arguments); expected "
+        "score(self, rollouts)"
     )
-    with pytest.raises(ConfigError, match=r"tasks\.t\.rewards\[1\]\.config.*unknown key 'modle'; did you mean 'model'"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\.t\.rewards\[1\]\.config.*unknown key 'modle'; did you mean 'model'"
+    ):
         start(f"{plugin_file}:InProcess", config={"modle": "x"})
     with pytest.raises(ConfigError, match="'good' is there twice"):
         start(f"{plugin_file}:length", name="good")

@@ -1,0 +1,101 @@
+"""A plugin distribution of somebody else: built as a wheel, installed into a fresh place, used by a run's pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "fixtures" / "example_plugin"
+
+RUN = """
+import json, sys
+from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
+from multitask_rl.plugins import REWARDS, list_plugins
+from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.testing import make_rollout
+
+listed = [(i.name, i.distribution, i.version) for i in list_plugins(REWARDS) if "example" in i.distribution]
+imported_by_listing = "multitask_rl_example" in sys.modules
+spec = TaskSpec(
+    name="t",
+    rewards=[RewardSpec(plugin="vowels", config={"vowels": "a"}), RewardSpec(plugin="example_add", weight=2.0)],
+    constraints=[ConstraintSpec(plugin="no_shouting")],
+)
+rollouts = [make_rollout(text, task="t", row={"a": 2, "b": 3}) for text in ("5", "abab", "NO")]
+with RewardPool({"t": spec}, ScoringConfig(), seed=0, devices={}) as pool:
+    rewards = [s.reward for s in pool.score(rollouts)]
+    violated = [v["no_shouting"].violated for v in pool.judge(rollouts)]
+print(json.dumps([listed, imported_by_listing, rewards, violated]))
+"""
+
+
+def run(*command: str, path: Path | None = None, cwd: Path | None = None) -> str:
+    environment = dict(os.environ)
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel and install it, without a network, into a folder of its own."""
+    folder = tmp_path_factory.mktemp("foreign")
+    source, wheels, site = folder / "source", folder / "wheels", folder / "site"
+    source.mkdir()
+    for name in ("pyproject.toml", "multitask_rl_example.py"):
+        (source / name).write_bytes((EXAMPLE / name).read_bytes())
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(source))
+    wheel = next(wheels.glob("*.whl"))
+    run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+    return site
+
+
+def test_a_foreign_distribution_is_found_checked_and_used(site: Path, tmp_path: Path) -> None:
+    listed, imported, rewards, violated = json.loads(run(sys.executable, "-c", RUN, path=site, cwd=tmp_path))
+    assert listed == [
+        ["example_add", "multitask-rl-example-plugin", "0.3.0"],
+        ["vowels", "multitask-rl-example-plugin", "0.3.0"],
+    ]
+    assert not imported
+    assert rewards == [2.0, 0.5, 0.0]
+    assert violated == [False, False, True]
+
+
+def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
+    code = "import sys; from multitask_rl.plugins import main; sys.exit(main(sys.argv[1:]))"
+    for arguments in (
+        ["vowels"],
+        ["no_shouting"],
+        ["example_add", "--row", '{"a": 2, "b": 3}', "--gold", "5"],
+    ):
+        report = run(sys.executable, "-c", code, "check", *arguments, path=site, cwd=tmp_path)
+        assert "FAIL" not in report
+        assert "works in a worker process" in report
+
+
+def test_an_empty_directory_becomes_a_checked_reward_in_four_commands(tmp_path: Path) -> None:
+    code = "import sys; from multitask_rl.plugins import main; sys.exit(main(sys.argv[1:]))"
+    for kind, name in (("reward", "my_reward"), ("constraint", "my_limit")):
+        run(sys.executable, "-c", code, "new", kind, name, cwd=tmp_path)
+        project, site = tmp_path / name, tmp_path / f"{name}_site"
+        pip = (
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--no-deps",
+            "--no-index",
+        )
+        run(*pip, "--no-build-isolation", "--target", str(site), str(project))
+        assert "passed" in run(sys.executable, "-m", "pytest", "-q", "tests", path=site, cwd=project)
+        assert "all " in run(sys.executable, "-c", code, "check", name, path=site, cwd=tmp_path)

@@ -1,0 +1,277 @@
+"""Every shape a reward may have, and every way one can be named wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multitask_rl.config.task import ConstraintSpec, RewardSpec
+from multitask_rl.contracts import Constraint, Reward
+from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
+from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
+from multitask_rl.scoring.adapt import resolve_constraint, resolve_reward
+from multitask_rl.scoring.grader import Grader, decode, encode
+from multitask_rl.testing.builders import make_rollout
+
+FOREIGN = Path(__file__).parents[2] / "fixtures" / "foreign_rewards"
+
+
+def grade(reference: str, rollouts: list[Rollout], config: dict[str, Any] | None = None) -> list[Any]:
+    reward = resolve_reward(RewardSpec(plugin=reference, config=config or {}), "tasks.t.rewards[0]")
+    assert isinstance(reward, Reward)
+    return Grader("reward", reward, "r").grade(rollouts)
+
+
+def values(reference: str, rollouts: list[Rollout], config: dict[str, Any] | None = None) -> list[Any]:
+    return [r.value if isinstance(r, Score) else r for r in grade(reference, rollouts, config)]
+
+
+def write(folder: Path, text: str, name: str = "rewards.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_function_gets_only_what_it_asks_for(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "def asks(response, reference=None, **row): return len(response) + len(row) + (reference or 0)\n"
+        "def by_name(reference, response): return reference * len(response)\n"
+        "def first(text, reference): return reference * len(text)\n"
+        "def positional(text, /, reference): return reference * len(text)\n"
+        "def whole(rollout): return rollout.sample\n"
+        "def question(prompt, response): return len(prompt)\n"
+        "def with_default(response, missing=5): return missing\n",
+    )
+    rollout = make_rollout("ab", row={"reference": 10, "x": 1, "prompt": "Why?"}, sample=3)
+    expected = {
+        "asks": 14,
+        "by_name": 20,
+        "first": 20,
+        "positional": 20,
+        "whole": 3,
+        "question": 4,
+        "with_default": 5,
+    }
+    assert {name: values(f"{file}:{name}", [rollout])[0] for name in expected} == expected
+
+
+def test_batch_functions_get_lists_and_rows_that_lack_a_column_fail_alone(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "def batch(responses, reference): return [float(a == b) for a, b in zip(responses, reference)]\n"
+        "async def later(rollouts): return [r.sample for r in rollouts]\n"
+        "def scalar(responses): return 1.0\n",
+    )
+    rollouts = [
+        make_rollout("a", row={"reference": "a"}),
+        make_rollout("b"),
+        make_rollout("c", row={"reference": "a"}),
+    ]
+    first, second, third = grade(f"{file}:batch", rollouts)
+    assert (first.value, third.value) == (1.0, 0.0)
+    assert (second.kind, second.message) == (
+        FailureKind.data,
+        "the row has no column 'reference' (columns: none)",
+    )
+    assert values(f"{file}:later", [make_rollout("a", sample=i) for i in range(3)]) == [0, 1, 2]
+    failure = grade(f"{file}:scalar", rollouts[:1])[0]
+    assert failure.message == "raised TypeError: a batch function returns a list, scalar returned float"
+
+
+def test_async_functions_run_together_and_time_out_alone(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "import asyncio\nfrom multitask_rl.scoring.shapes import with_traits\n"
+        "@with_traits(timeout_s=0.2)\n"
+        "async def f(response):\n"
+        "    await asyncio.sleep(9 if response == 'slow' else 0.05)\n    return 1\n",
+    )
+    results = grade(f"{file}:f", [make_rollout(t) for t in ("a", "slow", *"bcdefgh")])
+    assert [isinstance(r, Score) for r in results] == [True, False, *[True] * 7]
+    assert results[1] == Failure(kind=FailureKind.timeout, message="no answer within 0.2 s", source="f")
+
+
+def test_config_fills_parameters_of_a_function(tmp_path: Path) -> None:
+    file = write(tmp_path, "def f(response, limit=3): return float(len(response) > limit)\n")
+    assert values(f"{file}:f", [make_rollout("abcd")], {"limit": 9}) == [0.0]
+    with pytest.raises(ConfigError, match=r"unknown key 'limti'; did you mean 'limit'\? \(allowed: limit\)"):
+        resolve_reward(RewardSpec(plugin=f"{file}:f", config={"limti": 1}), "here")
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("True", Score(value=1.0)),
+        ("2", Score(value=2.0)),
+        ("__import__('numpy').float32(0.5)", Score(value=0.5)),
+        ("__import__('numpy').array(0.25)", Score(value=0.25)),
+        ("{'score': 0.5, 'acc': True, 'pred': 'x'}", Score(value=0.5, components={"acc": 1.0})),
+        ("{'acc': 1}", "returned a mapping without 'score': keys ['acc']"),
+        ("float('inf')", "returned inf, not a finite number"),
+        ("'0.5'", "returned '0.5', not a number"),
+        ("[0.5]", "returned [0.5], not a number"),
+        ("1j", "returned 1j, not a number"),
+    ],
+)
+def test_results_are_read_strictly(tmp_path: Path, expression: str, expected: Any) -> None:
+    file = write(tmp_path, f"def f(response): return {expression}\n")
+    result = grade(f"{file}:f", [make_rollout()])[0]
+    if isinstance(expected, str):
+        expected = Failure(kind=FailureKind.grader, message=expected, source="r")
+    assert result == expected
+    assert decode(encode(result)) == expected
+
+
+def test_plain_function_as_a_constraint(tmp_path: Path) -> None:
+    file = write(tmp_path, "def long(response): return len(response) / 10\n")
+    constraint = resolve_constraint(ConstraintSpec(plugin=f"{file}:long"), "here")
+    assert isinstance(constraint, Constraint)
+    results = Grader("constraint", constraint, "c").grade([make_rollout("a" * n) for n in (1, 6, 11)])
+    assert results[:2] == [Verdict(cost=0.1, violated=False), Verdict(cost=0.6, violated=True)]
+    assert isinstance(results[2], Failure)
+    assert results[2].message == "returned the cost 1.1, outside [0, 1]"
+
+
+@pytest.mark.parametrize("name", ["math.py", "code.py", "typing.py", "random.py"])
+def test_a_file_named_like_a_standard_module_works_and_shadows_nothing(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path, "import math, helper\ndef f(response): return math.sqrt(4.0) + helper.ONE\n", name)
+    write(tmp_path, "ONE = 1\n", "helper.py")
+    assert values(f"{file}:f", [make_rollout()]) == [3.0]
+    import math
+
+    assert "f" not in vars(math)
+
+
+def test_module_function_is_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "def f(response): return 1.0\n", "cwd_rewards_module.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p])
+    assert values("cwd_rewards_module:f", [make_rollout()]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "message"),
+    [
+        (
+            "def f(): return 1.0",
+            "f",
+            "f: it takes no response; expected f(response, reference, ...), a batch function "
+            "f(responses, ...), or a class with score(rollouts); got ()",
+        ),
+        (
+            "def f(prompts, completions): ...",
+            "f",
+            "f: the parameter 'completions' belongs to another library's reward functions; write the plugin "
+            "as 'trl:f' and it is used unchanged",
+        ),
+        ("f = 3", "f", "here: reward '{file}:f' is 3; expected a function or a class with score(rollouts)"),
+        (
+            "class C:\n    def judge(self, rollouts): ...",
+            "C",
+            "here: reward '{file}:C': the class C has no method score(rollouts). It has judge(): is it a "
+            "constraint?",
+        ),
+        (
+            "def reward(response): ...",
+            "rewrad",
+            "here: '{file}' has no 'rewrad'; did you mean 'reward'? (it has: reward)",
+        ),
+        (
+            "1 / 0",
+            "f",
+            "here: the plugin '{file}:f' cannot be loaded: importing '{file}' failed with ZeroDivisionError: "
+            "division by zero",
+        ),
+    ],
+)
+def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: str, message: str) -> None:
+    file = write(tmp_path, text + "\n")
+    with pytest.raises(PluginError) as caught:
+        resolve_reward(RewardSpec(plugin=f"{file}:{reference}"), "here")
+    assert str(caught.value) == message.format(file=file)
+
+
+def test_missing_file_and_module_are_said() -> None:
+    with pytest.raises(PluginError, match=r"the plugin file '.*nowhere\.py' does not exist"):
+        resolve_reward(RewardSpec(plugin="nowhere.py:f"), "here")
+    with pytest.raises(PluginError, match="importing 'no_such_package' failed with ModuleNotFoundError"):
+        resolve_reward(RewardSpec(plugin="no_such_package:f"), "here")
+
+
+def test_trl_functions_run_unchanged() -> None:
+    file = FOREIGN / "trl_rewards.py"
+    chat = [{"role": "user", "content": "2+2?"}]
+    rollouts = [make_rollout(t, row={"prompt": chat}) for t in ("<think>a</think><answer>4</answer>", "4")]
+    assert values(f"trl:{file}:format_reward", rollouts) == [1.0, 0.0]
+    rows = [{"solution": "4", "task_kind": "math"}, {"solution": "x", "task_kind": "code"}]
+    mine, other = values(f"trl:{file}:math_only", [make_rollout("4", row=row) for row in rows])
+    assert mine == 1.0
+    assert isinstance(other, NotApplicable)
+    late = make_rollout("abc")
+    late.policy_version = 7
+    assert values(f"trl:{file}:slow_judge", [late]) == [3.7]
+    assert values(f"trl:{file}:no_kwargs", [make_rollout("4", row=rows[0])]) == [1.0]
+
+
+def test_verl_functions_run_unchanged() -> None:
+    file = FOREIGN / "verl_rewards.py"
+    row = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}, "extra_info": {"index": 3}}
+    right, wrong = grade(
+        f"verl:{file}:compute_score", [make_rollout(t, row=row) for t in ("... #### 72", "#### 7")]
+    )
+    assert right == Score(value=1.0, components={"acc": 1.0}), "text beside the numbers is left out"
+    assert wrong.value == 0.0
+    other = grade(f"verl:{file}:compute_score", [make_rollout("x", row={**row, "data_source": "other"})])[0]
+    assert other.message == "raised NotImplementedError: other"
+    plain = {"reference": "72"}
+    arguments = {"arguments": {"bonus": 0.5}}
+    assert values(f"verl:{file}:plain", [make_rollout("it is 72", row=plain)], arguments) == [1.5]
+    assert grade(f"verl:{file}:judged", [make_rollout("x", row=row)])[0].components == {"index": 3.0}
+    lacking = grade(f"verl:{file}:plain", [make_rollout("x", row={"other": 1})])[0]
+    assert (lacking.kind, lacking.message) == (
+        FailureKind.data,
+        "raised DataError: the row has no column 'ground_truth' or 'reference' or 'answer' (columns: other)",
+    )
+
+
+def test_foreign_functions_of_the_wrong_signature_are_refused() -> None:
+    with pytest.raises(PluginError, match="is not a verl reward function"):
+        resolve_reward(RewardSpec(plugin=f"verl:{FOREIGN / 'trl_rewards.py'}:no_kwargs"), "here")
+    with pytest.raises(PluginError, match="has no parameter 'completions'"):
+        resolve_reward(RewardSpec(plugin=f"trl:{FOREIGN / 'verl_rewards.py'}:plain"), "here")
+    with pytest.raises(
+        PluginError, match=r"here: nothing follows 'trl'; expected 'trl:package\.module:function'"
+    ):
+        resolve_reward(RewardSpec(plugin="trl:"), "here")
+    with pytest.raises(PluginError, match="the prefix 'verl' is for rewards"):
+        resolve_constraint(ConstraintSpec(plugin="verl:x.py:f"), "here")
+
+
+def installed(package: str) -> bool:
+    return __import__("importlib.util").util.find_spec(package) is not None
+
+
+@pytest.mark.parametrize("package", ["reasoning_gym", "verifiers"])
+def test_a_foreign_package_that_is_missing_says_what_to_install(package: str) -> None:
+    if installed(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(MissingExtraError, match=f"pip install {package.replace('_', '-')}"):
+        resolve_reward(RewardSpec(plugin=f"{package}:anything"), "here")
+
+
+@pytest.mark.skipif(not installed("reasoning_gym"), reason="reasoning-gym is not installed")
+def test_every_reasoning_gym_verifier_accepts_its_own_answers() -> None:
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("leg_counting", size=1, seed=1)[0]
+    row = {"prompt": entry["question"], **entry}
+    texts = [f"So <answer>{entry['answer']}</answer>", entry["answer"], "no idea"]
+    scores = values("reasoning_gym:leg_counting", [make_rollout(t, row=row) for t in texts])
+    assert scores[:2] == [1.0, 1.0]
+    assert scores[2] < 1.0
+    with pytest.raises(PluginError, match="unknown reasoning-gym data set 'leg_countng'; did you mean"):
+        resolve_reward(RewardSpec(plugin="reasoning_gym:leg_countng"), "here")

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
+from multitask_rl.plugins import GROUPS, REWARDS, build_plugin, list_plugins, load_plugin
+
+
+def install(
+    folder: Path, distribution: str, entries: dict[str, str], module: str = "", text: str = ""
+) -> None:
+    """Write what a wheel leaves in site-packages."""
+    info = folder / f"{distribution.replace('-', '_')}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
+    lines = "\n".join(f"{name} = {value}" for name, value in entries.items())
+    (info / "entry_points.txt").write_text(f"[{REWARDS}]\n{lines}\n")
+    if module:
+        (folder / f"{module}.py").write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_listing_imports_no_plugin_and_nothing_heavy() -> None:
+    code = (
+        "import sys; from multitask_rl.plugins import list_plugins; assert list_plugins(); "
+        "bad = {'torch', 'ray', 'vllm', 'mlflow', 'transformers', 'multitask_rl_rewards'} "
+        "& set(sys.modules); "
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_bundled_plugin_is_listed_with_its_distribution() -> None:
+    infos = list_plugins(REWARDS)
+    assert {i.name for i in infos} >= {"exact_match", "math_answer", "code_evaluator", "rm_hf"}
+    assert all(i.distribution == "multitask-rl" and i.version for i in infos)
+    assert {i.group for i in list_plugins()} <= set(GROUPS)
+
+
+def test_unknown_group_names_the_groups() -> None:
+    with pytest.raises(PluginError, match=r"unknown plugin group 'rewards'; groups: multitask_rl\.tasks"):
+        list_plugins("rewards")
+
+
+def test_unknown_name_offers_close_ones_and_explains_reinstalling() -> None:
+    with pytest.raises(PluginError) as caught:
+        load_plugin(REWARDS, "exact_macth")
+    text = str(caught.value)
+    assert text.startswith("unknown reward 'exact_macth'. Did you mean 'exact_match'")
+    assert "Installed in group multitask_rl.rewards: " in text
+    assert text.endswith("is seen only after its distribution is installed again (pip install -e .).")
+
+
+def test_two_distributions_with_one_name_are_both_named(site: Path) -> None:
+    install(site, "first-dist", {"twice": "first:A"})
+    install(site, "second-dist", {"twice": "second:B"})
+    with pytest.raises(PluginError) as caught:
+        load_plugin(REWARDS, "twice")
+    assert str(caught.value) == (
+        "reward 'twice' is declared by 2 distributions: first-dist 1.2 (first:A); second-dist 1.2 "
+        "(second:B). Uninstall one, or name the object directly as 'module:object' instead of 'twice'."
+    )
+
+
+def test_one_distribution_found_twice_is_one(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site / "a", "same_dist", {"once": "once_plugin:f"}, "once_plugin", "f = len\n")
+    install(site / "b", "Same.Dist", {"once": "once_plugin:f"})
+    monkeypatch.syspath_prepend(str(site / "b"))
+    monkeypatch.syspath_prepend(str(site / "a"))
+    assert load_plugin(REWARDS, "once") is len
+
+
+def test_broken_import_names_everything(site: Path) -> None:
+    install(site, "broken-dist", {"broken": "broken_plugin:f"}, "broken_plugin", "import no_such_library\n")
+    with pytest.raises(PluginError) as caught:
+        load_plugin(REWARDS, "broken")
+    assert str(caught.value) == (
+        "reward 'broken' of broken-dist 1.2 cannot be loaded: importing 'broken_plugin:f' (group "
+        "multitask_rl.rewards) failed with ModuleNotFoundError: No module named 'no_such_library'"
+    )
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_missing_extra_keeps_its_own_words(site: Path) -> None:
+    text = (
+        "from multitask_rl.errors import MissingExtraError\nraise MissingExtraError(\"pip install 'x[y]'\")\n"
+    )
+    install(site, "extra-dist", {"extra": "extra_plugin:f"}, "extra_plugin", text)
+    with pytest.raises(MissingExtraError, match=r"^pip install 'x\[y\]'$"):
+        load_plugin(REWARDS, "extra")
+
+
+def test_wrong_shape_is_said(site: Path) -> None:
+    install(site, "shape-dist", {"shape": "shape_plugin:Shape"}, "shape_plugin", "class Shape: ...\n")
+    with pytest.raises(PluginError, match=r"has no 'score' and no 'traits': it does not fit the contract"):
+        load_plugin(REWARDS, "shape", expects=("score", "traits"))
+
+
+class Typed:
+    @dataclass(kw_only=True)
+    class Config:
+        timeout: float = 1.0
+        name: str = "x"
+
+        def __post_init__(self) -> None:
+            if self.timeout <= 0:
+                raise ValueError("timeout must be > 0")
+
+    def __init__(self, config: Typed.Config) -> None:
+        if config.name == "boom":
+            raise RuntimeError("no such model")
+        self.config = config
+
+
+class Plain:
+    pass
+
+
+def test_config_is_typed_by_the_plugin() -> None:
+    plugin = build_plugin(Typed, {"timeout": 3}, where="here")
+    assert plugin.config == Typed.Config(timeout=3.0)
+    assert isinstance(plugin.config.timeout, float)
+    assert isinstance(build_plugin(Plain, {}, where="here"), Plain)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"timeuot": 1},
+            r"tasks\.t\.config.*unknown key 'timeuot'; did you mean 'timeout'\? \(allowed: name, timeout\)",
+        ),
+        ({"timeout": "soon"}, r"tasks\.t\.config.*expected a number, got 'soon'"),
+        ({"timeout": -1}, r"tasks\.t\.config.*timeout must be > 0"),
+    ],
+)
+def test_wrong_config_says_where_and_what(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_plugin(Typed, config, where="tasks.t.config")
+
+
+def test_keys_for_a_plugin_without_config_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"here: .*Plain takes no configuration, got 'a'\. Remove the keys"):
+        build_plugin(Plain, {"a": 1}, where="here")
+
+
+def test_constructor_that_raises_is_a_plugin_error() -> None:
+    with pytest.raises(PluginError, match=r"here: .*Typed could not be built: RuntimeError: no such model"):
+        build_plugin(Typed, {"name": "boom"}, where="here")
