@@ -67,6 +67,7 @@ def examine() -> Iterator[Finding]:
     yield _vllm()
     yield from _known_conflicts()
     yield _devices()
+    yield from _sandbox()
     yield from _plugins()
 
 
@@ -130,6 +131,14 @@ def _devices() -> Finding:
 
     number = count_cuda_devices()
     return Finding("devices", "ok", f"{number} CUDA device(s)" if number else "cpu only")
+
+
+def _sandbox() -> Iterator[Finding]:
+    """Start a sandbox of every level for a moment and ask a program inside what it can do."""
+    from multitask_rl.sandbox.doctor import report
+
+    for layer, is_active, detail in report():
+        yield Finding(f"sandbox: {layer}", "ok" if is_active else "missing", detail)
 
 
 def _plugins() -> Iterator[Finding]:
