@@ -119,12 +119,14 @@ class Trainer:
         self.runs: dict[str, TaskRun] = build_task_runs(plan.specs, plan.algorithms, plan.rows, config, actor)
         self.critic.build(actor, [n for n in plan.trained if self.runs[n].algorithm.needs_critic])
 
-    def _bind_controllers(self) -> None:
+    def _bind_controllers(self, reward_ranges: Mapping[str, tuple[float, float]] | None = None) -> None:
         specs = self.plan.specs
+        trained = self.plan.trained
         self.scheduler.bind(
-            self.plan.trained,
-            targets={n: specs[n].target for n in self.plan.trained},
-            min_shares={n: specs[n].min_share for n in self.plan.trained},
+            trained,
+            targets={n: specs[n].target for n in trained},
+            min_shares={n: specs[n].min_share for n in trained},
+            reward_ranges={n: r for n, r in (reward_ranges or {}).items() if n in trained},
             seed=self.config.seed,
         )
         if self.guard is not None:
@@ -301,7 +303,8 @@ class Trainer:
         self._is_open = True
         config, plan = self.config, self.plan
         torch.manual_seed(config.seed)
-        self._bind_controllers()
+        torch.manual_seed(config.seed)
+        self._bind_controllers(self.scorer.reward_ranges())
         self.store = RunStore(plan.output_dir, config.checkpoint)
         self._engine = engine_factory(plan).build(
             self.actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
