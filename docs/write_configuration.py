@@ -26,7 +26,7 @@ _INTRODUCTION = """\
 Written by `make docs` from the dataclasses; change those, not this page. YAML files and the command line
 override the defaults given here, nothing else holds one:
 
-    multitask-rl train --config-dir configs +experiment=demo batch.group_size=4 tasks.math.weight=2
+    multitask-rl train --config-dir configs +experiment=math_code_safety tasks.math.weight=2
 """
 
 
