@@ -129,7 +129,7 @@ class NamespaceSandbox:
             except queue.Full:
                 continue
             if self._is_closed.is_set():
-                future.cancel()  # close() may have emptied the queue before this program came
+                _cancel(future)  # close() may have emptied the queue before this program came
             return future
         raise SandboxError("the sandbox is closed")
 
@@ -147,7 +147,7 @@ class NamespaceSandbox:
             while True:
                 item = self._queue.get_nowait()
                 if item is not None:
-                    item[1].cancel()
+                    _cancel(item[1])
         self._stop_workers()
 
     def _stop_workers(self) -> None:
@@ -210,6 +210,12 @@ class NamespaceSandbox:
             verdict=Verdict.infrastructure_error, message=problem, worker=worker.index, retries=_MAX_RETRIES
         )
         future.set_result(failed)
+
+
+def _cancel(future: Future[Outcome]) -> None:
+    """Cancel a future that no worker took, and tell those who wait for it."""
+    if future.cancel():
+        future.set_running_or_notify_cancel()
 
 
 class BubblewrapSandbox(NamespaceSandbox):

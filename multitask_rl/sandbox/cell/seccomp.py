@@ -50,6 +50,8 @@ _NAMES_A_PROCESS = [62, 200, 234, 302]
 """kill, tkill, tgkill, prlimit64"""
 _PRCTL_COMMANDS = [3, 15, 16, 21, 39]
 """Names and questions; not the signal at the parent's death, which ends a program whose sandbox died."""
+_CHANGES_METADATA = [90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452]
+"""chmod, chown, utime and their kin: Landlock has no say in them, so an owner could change his files."""
 _ZYGOTE_ONLY = [_MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNAL, _PIDFD_OPEN]
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: nothing that pushes input or changes a file's flags
 _IOCTL_COMMANDS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
@@ -125,6 +127,7 @@ def program_filter(own_pid: int | None = None) -> bytes:
     if own_pid is not None:
         blocks.update({number: _argument_in(0, [0, own_pid], _EPERM) for number in _NAMES_A_PROCESS})
         blocks[_PRCTL] = _argument_in(0, _PRCTL_COMMANDS, _EPERM)
+        blocks.update({number: [_ret(_EPERM)] for number in _CHANGES_METADATA})
     # layout: one test per number, allow, then the distinct blocks
     distinct: list[list[Instruction]] = []
     for block in blocks.values():

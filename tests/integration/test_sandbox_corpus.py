@@ -1,0 +1,96 @@
+"""Hostile programs: our own corpus always, the larger one where it lies beside the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.sandbox.corpus import load_manifest, main, run_corpus
+
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / "tests/fixtures/sandbox_corpus/manifest.json"
+ATTACKS = Path(os.environ.get("MULTITASK_RL_ATTACKS", ROOT.parent / "shared/attacks")) / "manifest.json"
+SYSTEM_PYTHON = Path("/usr/bin") / f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+needs_attacks = pytest.mark.skipif(not ATTACKS.exists(), reason=f"no corpus at {ATTACKS}")
+
+
+def different(findings):
+    return {finding.name: finding.problems for finding in findings if finding.problems}
+
+
+def test_the_own_corpus_ends_as_its_manifest_says():
+    findings = run_corpus(load_manifest(OWN), workers=2)
+    assert different(findings) == {}
+    assert len(findings) > 30
+
+
+def test_a_difference_is_printed_and_exits_with_1(tmp_path, capsys):
+    (tmp_path / "p.py").write_text("print('ESCAPED')")
+    (tmp_path / "manifest.json").write_text(
+        '{"default_limits": {}, "programs": [{"name": "p", "file": "p.py", "task": {"type": "script"},'
+        ' "expect": {"verdict_any_of": ["completed"], "stdout_must_not_contain": ["ESCAPED"]}}]}'
+    )
+    assert main([str(tmp_path / "manifest.json"), "--json", str(tmp_path / "out.json")]) == 1
+    assert "p: stdout holds 'ESCAPED'" in capsys.readouterr().out
+    assert '"name": "p"' in (tmp_path / "out.json").read_text()
+
+
+def test_a_missing_manifest_exits_with_2(tmp_path, capsys):
+    assert main([str(tmp_path / "none.json")]) == 2
+    assert "is not a corpus manifest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["bwrap", "landlock"])
+def test_nothing_of_the_own_corpus_escapes_a_weaker_level(level):
+    if level == "bwrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    findings = run_corpus(load_manifest(OWN), level=level, workers=2)
+    # no process namespace: getppid names a process, though none that can be signalled; no file can be written
+    known = {"escape_signals", "left_1_set", "resource_disk"} if level == "landlock" else set()
+    assert {n: p for n, p in different(findings).items() if n not in known} == {}
+    assert not any("ESCAPED" in finding.stdout for finding in findings)
+
+
+@needs_attacks
+@pytest.mark.realdata
+def test_the_attack_corpus_ends_as_its_manifest_says():
+    assert different(run_corpus(load_manifest(ATTACKS), workers=2)) == {}
+
+
+@needs_attacks
+@pytest.mark.realdata
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_attack_corpus_in_other_orders(seed):
+    assert different(run_corpus(load_manifest(ATTACKS), workers=2, seed=seed)) == {}
+
+
+@needs_attacks
+@pytest.mark.realdata
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
+def test_the_attack_corpus_as_an_ordinary_user(seed):
+    # the interpreter of this environment may lie under root's home; the system's is open to everybody
+    python = SYSTEM_PYTHON if SYSTEM_PYTHON.exists() else Path(sys.executable)
+    done = subprocess.run(
+        ["setpriv", "--reuid=1001", "--regid=1001", "--clear-groups", str(python)]
+        + ["-m", "multitask_rl.sandbox.corpus", str(ATTACKS), "--workers", "2", "--seed", str(seed)],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": f"{ROOT}:{sysconfig.get_path('purelib')}",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

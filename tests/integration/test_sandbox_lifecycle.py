@@ -1,0 +1,250 @@
+"""Crashes, cancellation and the end of a sandbox: nothing is lost and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.errors import SandboxError
+from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
+from multitask_rl.sandbox.host_checks import descendants
+from multitask_rl.sandbox.pool import NamespaceSandbox
+
+NAP = Program(source="import time\ntime.sleep(0.5)\nprint('done')", limits=Limits(wall_s=5))
+
+
+def wait_until(is_true, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_monitor_is_replaced_and_its_program_run_again():
+    with NamespaceSandbox(workers=1) as sandbox:
+        future = sandbox.submit(NAP)
+        wait_until(future.running)
+        time.sleep(0.1)
+        os.kill(sandbox.monitor_pids[0], signal.SIGKILL)
+        outcome = future.result(timeout=20)
+        assert (outcome.verdict, outcome.stdout, outcome.retries) == (Verdict.completed, b"done\n", 1)
+        assert sandbox.restarts == 1
+
+
+def test_a_killed_zygote_is_replaced_and_its_program_run_again():
+    with NamespaceSandbox(workers=1) as sandbox:
+        future = sandbox.submit(NAP)
+        wait_until(future.running)
+        time.sleep(0.1)
+        (monitor,) = sandbox.monitor_pids
+        zygote = min(descendants(monitor))
+        os.kill(zygote, signal.SIGKILL)
+        assert future.result(timeout=20).stdout == b"done\n"
+        assert sandbox.run(Program(source="print(1)")).stdout == b"1\n"
+
+
+def test_a_sandbox_that_keeps_dying_gives_an_outcome_without_score():
+    with NamespaceSandbox(workers=1) as sandbox:
+        future = sandbox.submit(NAP)
+        stop = threading.Event()
+
+        def kill_them_all():
+            while not stop.wait(0.05):
+                for pid in sandbox.monitor_pids:
+                    if pid and len(descendants(pid)) > 1:  # a program runs
+                        os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_them_all)
+        killer.start()
+        outcome = future.result(timeout=30)
+        stop.set()
+        killer.join()
+    assert outcome.verdict is Verdict.infrastructure_error
+    assert outcome.pass_fraction is None
+
+
+def test_close_leaves_no_process_and_no_descriptor():
+    before = set(os.listdir("/proc/self/fd"))
+    sandbox = NamespaceSandbox(workers=2)
+    family = {pid for monitor in sandbox.monitor_pids for pid in (monitor, *descendants(monitor))}
+    futures = [sandbox.submit(NAP) for _ in range(6)]
+    wait_until(lambda: any(f.running() for f in futures))
+    family |= {pid for monitor in sandbox.monitor_pids for pid in descendants(monitor)}
+    sandbox.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in family))
+    wait(futures, timeout=5)
+    assert all(f.cancelled() or f.result().verdict is Verdict.infrastructure_error for f in futures)
+    assert set(os.listdir("/proc/self/fd")) <= before
+    with pytest.raises(SandboxError, match="closed"):
+        sandbox.run(NAP)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_trainer_that_dies_takes_its_sandbox_along(how):
+    code = """
+import sys, time
+from multitask_rl.sandbox import Program
+from multitask_rl.sandbox.pool import NamespaceSandbox
+sandbox = NamespaceSandbox(workers=1)
+sandbox.submit(Program(source="while True: pass"))
+time.sleep(0.2)
+print(*sandbox.monitor_pids, flush=True)
+time.sleep(60)
+"""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert trainer.stdout is not None
+    monitor = int(trainer.stdout.readline())
+    family = {monitor, *descendants(monitor)}
+    assert len(family) >= 3
+    trainer.send_signal(how)
+    trainer.wait(timeout=20)
+    trainer.stdout.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in family))
+
+
+def test_a_cancelled_program_is_not_run():
+    with NamespaceSandbox(workers=1) as sandbox:
+        running = sandbox.submit(NAP)
+        waiting = sandbox.submit(Program(source="print(1)"))
+        assert waiting.cancel()
+        assert running.result().stdout == b"done\n"
+        assert sandbox.run(Program(source="print(2)")).stdout == b"2\n"
+
+
+def test_a_full_queue_holds_the_caller_back():
+    with NamespaceSandbox(workers=1, queue_size=2) as sandbox:
+        started = time.monotonic()
+        futures = [sandbox.submit(NAP) for _ in range(4)]
+        assert time.monotonic() - started > 0.3
+        assert [f.result().stdout for f in futures] == [b"done\n"] * 4
+
+
+def test_many_threads_get_their_own_outcomes():
+    found = {}
+    with NamespaceSandbox(workers=2) as sandbox:
+
+        def ask(number):
+            for turn in range(5):
+                program = Program(source=f"print({number * 100 + turn})")
+                found[number, turn] = int(sandbox.run(program).stdout)
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {(n, t): n * 100 + t for n in range(8) for t in range(5)}
+
+
+def test_a_forked_child_may_not_use_its_parents_sandbox():
+    with NamespaceSandbox(workers=1) as sandbox:
+        sandbox._owner += 1  # what a fork would change, without forking a test process that has threads
+        with pytest.raises(SandboxError, match="fork"):
+            sandbox.submit(NAP)
+        sandbox._owner -= 1
+
+
+def test_time_and_memory_are_measured_outside_the_program():
+    source = """
+import time, resource
+block = bytearray(60 << 20)
+for i in range(0, len(block), 4096): block[i] = 1
+end = time.process_time() + 0.3
+while time.process_time() < end: pass
+time.sleep(0.2)
+"""
+    with NamespaceSandbox(workers=1) as sandbox:
+        outcome = sandbox.run(Program(source=source))
+    assert outcome.peak_mb > 55
+    assert 0.25 < outcome.cpu_s < 2
+    assert outcome.wall_s > 0.45
+
+
+def test_a_program_that_times_out_in_one_test_keeps_what_it_earned():
+    source = "n = int(input())\nwhile n == 2: pass\nprint(n)"
+    tests = [StdioTest(stdin=f"{n}\n", stdout=f"{n}\n") for n in (1, 2, 3)]
+    limits = Limits(cpu_s=1, wall_s=2)
+    with NamespaceSandbox(workers=1) as sandbox:
+        outcome = sandbox.run(Program(source=source, task=StdioTask(tests=tests), limits=limits))
+        assert [t.verdict.value for t in outcome.tests] == ["passed", "timeout", "passed"]
+        hopeless = Program(source="while True: pass", task=StdioTask(tests=tests * 5), limits=limits)
+        started = time.monotonic()
+        outcome = sandbox.run(hopeless)
+        assert time.monotonic() - started < 2 * 1.5 + 2
+        assert outcome.verdict is Verdict.timeout
+        assert len(outcome.tests) == 15
+
+
+def test_every_byte_of_the_output_survives():
+    source = "import sys\nsys.stdout.buffer.write(bytes(range(256)))"
+    with NamespaceSandbox(workers=1) as sandbox:
+        outcome = sandbox.run(Program(source=source))
+    assert outcome.stdout == bytes(range(256))
+    assert not outcome.is_truncated
+
+
+def test_programs_of_one_worker_share_nothing():
+    leave = "open('/tmp/left', 'w').write('x')\nimport builtins, sys\nbuiltins.left = sys.left = 1"
+    look = "import os, builtins, sys\nprint(os.listdir('/tmp'), hasattr(builtins, 'left'), hasattr(sys, 'left'))"
+    with NamespaceSandbox(workers=1) as sandbox:
+        assert sandbox.run(Program(source=leave)).verdict is Verdict.completed
+        assert sandbox.run(Program(source=look)).stdout == b"[] False False\n"
+
+
+@pytest.mark.slow
+def test_ten_thousand_programs_leave_memory_and_descriptors_flat():
+    hostile = [
+        "import os\nwhile True: os.fork()",
+        "import os, signal\nos.kill(-1, signal.SIGKILL)",
+        "x = []\nwhile True: x.append(bytearray(1 << 20))",
+        "import os\nos.closerange(0, 100)\nos._exit(7)",
+        "import ctypes\nctypes.string_at(0)",
+    ]
+    check = AssertsTask(entry_point="f", asserts=["assert f(2) == 4"])
+    limits = Limits(cpu_s=1, wall_s=3, mem_mb=64)
+
+    def program(n):
+        if n % 20 == 0:
+            return Program(source=hostile[n // 20 % len(hostile)], limits=limits)
+        if n % 7 == 0:
+            return Program(source="def f(x): return x * 2", task=check)
+        return Program(source=f"print({n})")
+
+    with NamespaceSandbox(workers=2) as sandbox:
+        sandbox.map(program(n) for n in range(400))
+        family = [*sandbox.monitor_pids, *(min(descendants(pid)) for pid in sandbox.monitor_pids)]
+        before = [_memory_and_descriptors(pid) for pid in family]
+        for start in range(0, 10_000, 2_000):
+            outcomes = sandbox.map(program(n) for n in range(start, start + 2_000))
+            assert all(o.verdict is not Verdict.infrastructure_error for o in outcomes)
+            plain = [n for n in range(start, start + 2_000) if n % 20 and n % 7]
+            assert [outcomes[n - start].stdout for n in plain] == [b"%d\n" % n for n in plain]
+        after = [_memory_and_descriptors(pid) for pid in family]
+        assert sandbox.restarts == 0
+        assert all(len(descendants(pid)) <= 2 for pid in sandbox.monitor_pids)
+    for (memory, descriptors), (memory_after, descriptors_after) in zip(before, after, strict=True):
+        assert descriptors_after == descriptors
+        assert memory_after - memory < 5 << 10
+
+
+def _memory_and_descriptors(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(resident.split()[1]), len(os.listdir(f"/proc/{pid}/fd"))
