@@ -1,7 +1,7 @@
 """``train`` and ``eval``: the only place that knows Hydra.
 
-The schema is ``RunConfig``; YAML files (``--config-dir configs +experiment=NAME``) and the command line override
-it. Hydra's tree is turned into dataclasses once, here; nothing below sees it.
+The schema is ``RunConfig``; YAML files (``--config-dir configs +experiment=NAME``) and the command line
+override it. Hydra's tree is turned into dataclasses once, here; nothing below sees it.
 """
 
 from __future__ import annotations
