@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -131,6 +132,7 @@ def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
         "metric": evaluation.metric,
         "policy_version": evaluation.policy_version,
         "higher_is_better": evaluation.higher_is_better,
+        "prompts": evaluation.prompts,
         "mean": _plain(mean),
         "low": _plain(low),
         "high": _plain(high),
@@ -150,6 +152,7 @@ def _evaluation(run: TaskRun, scored: list[Scored], step: int, version: int) -> 
         step=step,
         policy_version=version,
         higher_is_better=spec.higher_is_better,
+        prompts=_hash_prompts(final),
         metrics=describe(scored, final),
     )
 
@@ -182,6 +185,13 @@ def describe(scored: Sequence[Scored], final: Sequence[Scored]) -> dict[str, flo
         numbers["violation_rate"] = [_violates(s) for s in first]
         numbers["served_violation_rate"] = [_violates(s) for s in final]
     return {name: math.fsum(v) / len(v) for name, v in numbers.items() if v}
+
+
+def _hash_prompts(scored: Sequence[Scored]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for s in scored:
+        digest.update(json.dumps([s.rollout.prompt.prompt_id, s.rollout.prompt.text]).encode())
+    return digest.hexdigest()
 
 
 def _violates(scored: Scored) -> bool:

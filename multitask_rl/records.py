@@ -243,6 +243,8 @@ class TaskEvaluation:
     step: int
     policy_version: int
     higher_is_better: bool = True
+    prompts: str = ""
+    """Hash of the prompts in their order: evaluations with the same one are paired."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further means (``violation_rate``, ``over_refusal``, ``length``...)."""
 
