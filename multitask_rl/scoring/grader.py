@@ -38,6 +38,8 @@ class Grader:
         self.traits: PluginTraits = getattr(plugin, "traits", UNDECLARED)
         self.one_by_one = bool(getattr(plugin, "one_by_one", False))
         """The plugin looks at each response alone: nothing is gained by larger calls."""
+        self.text_only = bool(getattr(plugin, "text_only", False))
+        """It reads no token ids."""
         self._plugin = plugin
         self._is_reward = kind == "reward"
         self._call = plugin.score if self._is_reward else plugin.judge

@@ -19,6 +19,7 @@ from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import Rollout
 from multitask_rl.scoring.channel import Channel, Progress
 from multitask_rl.scoring.grader import Result, decode
+from multitask_rl.scoring.wire import without_tokens
 from multitask_rl.scoring.worker import WorkerTask
 
 __all__ = ["START_LIMIT_S", "WorkerDiedError", "WorkerProcess"]
@@ -72,6 +73,7 @@ class WorkerProcess:
         self._calls = 0
         self.traits = PluginTraits()
         self.one_by_one = False
+        self._text_only = False
 
     @property
     def pid(self) -> int:
@@ -97,7 +99,7 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             raise self._died() from error
         if answer[0] == "ready":
-            self.traits, self.one_by_one = answer[1:]
+            self.traits, self.one_by_one, self._text_only = answer[1:]
             return
         self.kill()
         if answer[0] == "refused":
@@ -112,8 +114,9 @@ class WorkerProcess:
             WorkerDiedError: the process ended.
         """
         self._calls += 1
+        sent = without_tokens(rollouts) if self._text_only else rollouts
         try:
-            self._channel.send((self._calls, each, rollouts))
+            self._channel.send((self._calls, each, sent))
         except OSError as error:
             raise self._died() from error
 

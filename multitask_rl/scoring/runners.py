@@ -19,8 +19,9 @@ __all__ = ["LocalRunner", "ProcessRunner"]
 
 logger = logging.getLogger(__name__)
 
-START_ATTEMPTS = 20
-"""Processes that may die while starting before the plugin counts as unavailable."""
+START_CRASHES, START_KILLS = 3, 100
+"""Processes that may die while starting, by themselves or killed from outside, before the plugin counts as
+unavailable."""
 _OUTSIDE_SIGNALS = (9, 15)
 
 
@@ -164,7 +165,8 @@ class ProcessRunner(_Thread):
         return not self._closing.is_set()
 
     def _start_worker(self) -> WorkerProcess:
-        for _ in range(START_ATTEMPTS):
+        crashes, kills, reason = 0, 0, "was not started"
+        while crashes < START_CRASHES and kills < START_KILLS:
             worker = WorkerProcess(self._task)
             with self._lock:
                 self._worker = worker
@@ -175,15 +177,16 @@ class ProcessRunner(_Thread):
                 worker.wait_ready()
             except WorkerDiedError as error:
                 self._drop(worker)
-                reason = error.reason
                 if self.closed:
                     break
+                outside, reason = error.signal in _OUTSIDE_SIGNALS, error.reason
+                crashes, kills = crashes + (not outside), kills + outside
             except MultitaskRLError:
                 self._drop(worker)
                 raise
             else:
                 return worker
-        raise OSError(f"its worker process {reason} while starting, {START_ATTEMPTS} times in a row")
+        raise OSError(f"it {reason} while starting, {max(1, crashes + kills)} times in a row")
 
     def _drop(self, worker: WorkerProcess) -> None:
         with self._lock:

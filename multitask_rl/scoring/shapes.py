@@ -150,6 +150,8 @@ class FunctionPlugin:
         self.is_async = inspect.iscoroutinefunction(function)
         self.one_by_one = not self.signature.batch and not self.is_async
         """Whether a call with many rollouts is only a loop."""
+        self.text_only = not {"rollout", "rollouts"} & set(self.signature.names)
+        """It never sees token ids, so none need to be sent to it."""
         self._loop = EventLoop()
         self._bound = dict(config)
         reserved = {*_SPECIAL, *_BATCH, self.signature.response_parameter}

@@ -1,4 +1,4 @@
-"""A plugin distribution of somebody else: built as a wheel, installed into a fresh place, used by a run's pool."""
+"""A plugin distribution of somebody else: built as a wheel, installed into a fresh place, used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from multitask_rl.testing.scaffold import scaffold
 
 EXAMPLE = Path(__file__).parents[1] / "fixtures" / "example_plugin"
 
@@ -24,7 +26,10 @@ listed = [(i.name, i.distribution, i.version) for i in list_plugins(REWARDS) if 
 imported_by_listing = "multitask_rl_example" in sys.modules
 spec = TaskSpec(
     name="t",
-    rewards=[RewardSpec(plugin="vowels", config={"vowels": "a"}), RewardSpec(plugin="example_add", weight=2.0)],
+    rewards=[
+        RewardSpec(plugin="vowels", config={"vowels": "a"}),
+        RewardSpec(plugin="example_add", weight=2.0),
+    ],
     constraints=[ConstraintSpec(plugin="no_shouting")],
 )
 rollouts = [make_rollout(text, task="t", row={"a": 2, "b": 3}) for text in ("5", "abab", "NO")]
@@ -73,7 +78,6 @@ def test_a_foreign_distribution_is_found_checked_and_used(site: Path, tmp_path: 
 def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
     code = "import sys; from multitask_rl.plugins import main; sys.exit(main(sys.argv[1:]))"
     for arguments in (
-        ["vowels"],
         ["no_shouting"],
         ["example_add", "--row", '{"a": 2, "b": 3}', "--gold", "5"],
     ):
@@ -82,20 +86,24 @@ def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
         assert "works in a worker process" in report
 
 
+def test_a_reward_that_can_be_hacked_is_told_so(site: Path, tmp_path: Path) -> None:
+    code = (
+        "from multitask_rl.plugins import main; raise SystemExit(main(['check', 'vowels', '--gold', 'aa']))"
+    )
+    with pytest.raises(AssertionError, match="the full score: full score for: endless"):
+        run(sys.executable, "-c", code, path=site, cwd=tmp_path)
+
+
 def test_an_empty_directory_becomes_a_checked_reward_in_four_commands(tmp_path: Path) -> None:
     code = "import sys; from multitask_rl.plugins import main; sys.exit(main(sys.argv[1:]))"
-    for kind, name in (("reward", "my_reward"), ("constraint", "my_limit")):
-        run(sys.executable, "-c", code, "new", kind, name, cwd=tmp_path)
-        project, site = tmp_path / name, tmp_path / f"{name}_site"
-        pip = (
-            sys.executable,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "--no-deps",
-            "--no-index",
-        )
-        run(*pip, "--no-build-isolation", "--target", str(site), str(project))
-        assert "passed" in run(sys.executable, "-m", "pytest", "-q", "tests", path=site, cwd=project)
-        assert "all " in run(sys.executable, "-c", code, "check", name, path=site, cwd=tmp_path)
+    run(sys.executable, "-c", code, "new", "reward", "my_reward", cwd=tmp_path)
+    project, site = tmp_path / "my_reward", tmp_path / "site"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index")
+    run(*pip, "--no-build-isolation", "--target", str(site), str(project))
+    assert "passed" in run(sys.executable, "-m", "pytest", "-q", "tests", path=site, cwd=project)
+    assert "all " in run(sys.executable, "-c", code, "check", "my_reward", path=site, cwd=tmp_path)
+
+
+def test_a_new_constraint_passes_its_own_tests(tmp_path: Path) -> None:
+    project = scaffold("constraint", "my_limit", tmp_path)
+    assert "1 passed" in run(sys.executable, "-m", "pytest", "-q", "tests", path=project, cwd=project)

@@ -30,9 +30,9 @@ def write(folder: Path, body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "finding"),
     [
-        ("def f(response, reference): return 1 / len(response)", "hostile responses are graded without an error"),
+        ("def f(response, reference): return 1 / len(response)", "hostile responses are graded without"),
         (
-            "@with_traits(low=0, high=1)\ndef f(response, reference): return float(reference in 'x4' + response)",
+            "@with_traits(low=0, high=1)\ndef f(response, reference): return float('4' in 'x4' + response)",
             "non-answers earn less than the full score: full score for: empty",
         ),
         (
@@ -40,7 +40,7 @@ def write(folder: Path, body: str) -> str:
             "the gold answer earns the full score: 0.5, expected 1",
         ),
         (
-            "@with_traits()\ndef f(response, reference, seen=[]):\n    seen.append(1)\n    return float(len(seen))",
+            "@with_traits()\ndef f(response, reference, n=[]):\n    n.append(1)\n    return float(len(n))",
             "deterministic, as it declares",
         ),
         (
@@ -52,9 +52,9 @@ def write(folder: Path, body: str) -> str:
             "    return float(threading.current_thread() is threading.main_thread())",
             "the same from another thread",
         ),
-        ("@with_traits(needs=('absent',))\ndef f(response): return 1.0", "the gold answer earns the full score"),
+        ("@with_traits(needs=('absent',))\ndef f(response): return 1.0", "the gold answer earns"),
     ],
-)  # fmt: skip
+)
 def test_the_contract_suite_catches(tmp_path: Path, body: str, finding: str) -> None:
     with pytest.raises(AssertionError) as caught:
         assert_reward_contract(write(tmp_path, body), row=ROW, gold="4")
@@ -122,10 +122,10 @@ def test_scaffold_never_overwrites(tmp_path: Path) -> None:
 
 def test_fake_engine_depends_on_prompt_seed_and_weights_only() -> None:
     engine = FakeEngine()
-    request = GenerationRequest(prompt_ids=[5, 6], sampling=SamplingParams(max_new_tokens=9), seeds=[1, 2, 3])
+    request = GenerationRequest(prompt_ids=[5, 6], sampling=SamplingParams(max_new_tokens=9), seeds=range(8))
     first = engine.generate([request, request])
     assert first[0] == first[1] == engine.generate([request])[0]
-    assert len({tuple(g.response_ids) for g in first[0]}) == 3
+    assert len({tuple(g.response_ids) for g in first[0]}) > 4
     for generation in first[0]:
         assert len(generation.rollout_logprobs) == len(generation.response_ids) <= 9
         assert (generation.finish_reason == "stop") == (generation.response_ids[-1] == 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -341,16 +343,13 @@ def test_a_hundred_random_kills_lose_nothing_and_change_nothing(open_pool: Open)
 
     def kill_at_random() -> None:
         nonlocal kills
-        while not stop.is_set() and kills < 100:
-            for runner in next(iter(pool._lanes.values())).runners:
-                pid = runner.pid  # type: ignore[attr-defined]
-                if pid:
-                    try:
-                        os.kill(pid, signal.SIGKILL)
-                        kills += 1
-                    except ProcessLookupError:
-                        pass
-            stop.wait(0.02 + 0.12 * ((kills * 7919) % 13) / 13)
+        stream = random.Random(0)
+        while not stop.wait(stream.uniform(0.02, 0.18)) and kills < 100:
+            pid = stream.choice(next(iter(pool._lanes.values())).runners).pid  # type: ignore[attr-defined]
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
 
     killer = threading.Thread(target=kill_at_random)
     killer.start()
