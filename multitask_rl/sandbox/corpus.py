@@ -2,8 +2,8 @@
 
 Behind ``multitask-rl sandbox corpus MANIFEST``. The manifest's format: ``{default_limits, programs: [...]}``;
 a program has ``name, file, task, limits, expect`` and optionally ``sequence`` and ``order`` (programs of a
-sequence run in order on one worker), ``requires`` (packages), ``soft`` (``ESCAPED`` is no failure). After every
-program a trivial one must run normally on the same worker.
+sequence run in order on one worker), ``requires`` (packages), ``soft`` (``ESCAPED`` is no failure). After
+every program a trivial one must run normally on the same worker.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _compare(raw: dict[str, Any], outcome: Outcome, wall_s: float) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a corpus; print what differs. Return 0 when nothing does, 1 when something does, 2 for bad usage."""
+    """Run a corpus; print what differs. Return 0 when nothing does, 1 when something does, 2 for bad use."""
     parser = argparse.ArgumentParser(prog="multitask-rl sandbox corpus", description=__doc__)
     parser.add_argument("manifest", type=Path)
     parser.add_argument("--level", choices=LEVELS, help="isolation level (default: the strongest here)")

@@ -1,7 +1,7 @@
 """The built-in sandbox: a pool of cells behind one bounded queue.
 
-Threads of the trainer only carry messages: cells are started by exec of a clean interpreter (the trainer, torch
-and all, is never forked), verdicts are computed in the monitors.
+Threads of the trainer only carry messages: cells are started by exec of a clean interpreter (the trainer,
+torch and all, is never forked), verdicts are computed in the monitors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NamespaceSandbox:
 
     Args:
         workers: cells, each running one program at a time; more than there are cores gains nothing.
-        level: isolation to use (``namespaces``, ``bwrap``, ``landlock``); None = the strongest that works here.
+        level: isolation to use (``namespaces``, ``bwrap``, ``landlock``); None = the strongest that works.
         minimum_level: the weakest level that is acceptable when ``level`` is None.
         packages: third-party packages programs may import, preloaded when a program names them.
         queue_size: programs that may wait; ``submit`` blocks beyond that. 0 = 64 per worker.
@@ -65,7 +65,7 @@ class NamespaceSandbox:
 
     def _start_strongest(self, levels: list[str], workers: int, packages: Sequence[str]) -> str:
         """Start the workers at the first level that works; return it."""
-        problems = []
+        problems: list[str] = []
         for level in levels:
             error = self._start(workers, cell_config(packages, level))
             if error is None:

@@ -1,8 +1,8 @@
 """A client for servers that speak SandboxFusion's ``/run_code``, behind the same interface.
 
-The server runs one file per request and knows no tests, so only ``ScriptTask`` and ``StdioTask`` go there: the
-comparison happens here. Function tests would have to be appended to the program, which is the very thing this
-sandbox exists to avoid; they are refused. How well programs are isolated is the server's business.
+The server runs one file per request and knows no tests, so only ``ScriptTask`` and ``StdioTask`` go there:
+the comparison happens here. Function tests would have to be appended to the program, which is the very thing
+this sandbox exists to avoid; they are refused. How well programs are isolated is the server's business.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class HttpSandbox:
         check: bool = True,
     ) -> None:
         if concurrency < 1 or retries < 0:
-            raise ValueError(f"concurrency must be >= 1 and retries >= 0, got {concurrency!r} and {retries!r}")
+            raise ValueError(
+                f"concurrency must be >= 1 and retries >= 0, got {concurrency!r} and {retries!r}"
+            )
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url must start with http:// or https://, got {url!r}")
         self._url = url.rstrip("/")

@@ -1,4 +1,4 @@
-"""One monitor process as the trainer sees it: started by exec, spoken to over a socket, replaced when it dies."""
+"""One monitor process as the trainer sees it: started by exec, spoken to over a socket, replaced."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ assert_sandbox_contract(lambda: MySandbox(...))
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
@@ -74,10 +75,8 @@ def assert_sandbox_contract(open_sandbox: Callable[[], Sandbox], *, function_tas
             _check_refusal(sandbox)
         cancelled = sandbox.submit(Program(source="print(1)"))
         cancelled.cancel()
-        try:
+        with contextlib.suppress(CancelledError):
             cancelled.result(timeout=30)
-        except CancelledError:
-            pass
     try:
         sandbox.run(Program(source="print(1)"))
     except SandboxError:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,7 +23,7 @@ from multitask_rl.testing.sandbox import assert_sandbox_contract
 class RunCodeHandler(BaseHTTPRequestHandler):
     """Answers ``/run_code`` the way SandboxFusion does, with a plain subprocess."""
 
-    failures: list[int] = []
+    failures: ClassVar[list[int]] = []
     """Statuses to answer before anything works."""
     requests = 0
 
@@ -36,7 +36,7 @@ class RunCodeHandler(BaseHTTPRequestHandler):
         self._answer(200, self._run(body))
 
     def _run(self, body: dict[str, Any]) -> dict[str, Any]:
-        limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({body['memory_limit_MB'] << 20},) * 2)\n"
+        limit = f"import resource as r; r.setrlimit(r.RLIMIT_AS, ({body['memory_limit_MB'] << 20},) * 2)\n"
         source = f"{limit}exec(compile({body['code']!r}, 'main.py', 'exec'))"
         try:
             done = subprocess.run(
@@ -148,4 +148,5 @@ def test_all_callers_share_one_sandbox():
 def test_the_doctor_finds_the_layers_this_suite_runs_on():
     layers = {layer: is_active for layer, is_active, _ in report()}
     assert layers["level namespaces"]
-    assert all(layers[name] for name in ("system call filter", "no sockets", "own root directory", "no /proc"))
+    needed = ("system call filter", "no sockets", "own root directory", "no /proc")
+    assert all(layers[name] for name in needed)

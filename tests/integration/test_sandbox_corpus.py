@@ -82,8 +82,10 @@ def test_the_attack_corpus_as_an_ordinary_user(seed):
     # the interpreter of this environment may lie under root's home; the system's is open to everybody
     python = SYSTEM_PYTHON if SYSTEM_PYTHON.exists() else Path(sys.executable)
     done = subprocess.run(
-        ["setpriv", "--reuid=1001", "--regid=1001", "--clear-groups", str(python)]
-        + ["-m", "multitask_rl.sandbox.corpus", str(ATTACKS), "--workers", "2", "--seed", str(seed)],
+        [
+            *("setpriv", "--reuid=1001", "--regid=1001", "--clear-groups", str(python)),
+            *("-m", "multitask_rl.sandbox.corpus", str(ATTACKS), "--workers", "2", "--seed", str(seed)),
+        ],
         capture_output=True,
         text=True,
         cwd="/",

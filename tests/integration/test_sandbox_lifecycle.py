@@ -202,7 +202,9 @@ def test_every_byte_of_the_output_survives():
 
 def test_programs_of_one_worker_share_nothing():
     leave = "open('/tmp/left', 'w').write('x')\nimport builtins, sys\nbuiltins.left = sys.left = 1"
-    look = "import os, builtins, sys\nprint(os.listdir('/tmp'), hasattr(builtins, 'left'), hasattr(sys, 'left'))"
+    look = (
+        "import os, builtins, sys\nprint(os.listdir('/tmp'), hasattr(builtins, 'left'), hasattr(sys, 'left'))"
+    )
     with NamespaceSandbox(workers=1) as sandbox:
         assert sandbox.run(Program(source=leave)).verdict is Verdict.completed
         assert sandbox.run(Program(source=look)).stdout == b"[] False False\n"

@@ -180,7 +180,10 @@ def _exception(name: str, message: str) -> BaseException:
 
 
 def _builtin_base(kind: type) -> type:
-    return next(base for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+    for base in kind.__mro__:
+        if getattr(builtins, base.__name__, None) is base:
+            return base
+    return BaseException
 
 
 def _describe(error: BaseException) -> list[str]:

@@ -2,8 +2,8 @@
 
 Scalars and lists are JSON as they are; every other kind is an object with one key, its tag, so that decoding
 runs at the speed of the C scanner with one hook. Only exact builtin values come out: a subclass is encoded as
-the value of its base, and whatever is not a value becomes a *handle*, a name for an object that stays where it
-is. Decoding builds nothing but data: never pickle, never eval.
+the value of its base, and whatever is not a value becomes a *handle*, a name for an object that stays where
+it is. Decoding builds nothing but data: never pickle, never eval.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import collections
 import datetime
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -75,14 +75,14 @@ class Encoder:
         tag, content = writer(self, value, depth + 1)
         return content if tag is None else {tag: content}
 
-    def items(self, values: Any, depth: int) -> list[Any]:
+    def items(self, values: Iterable[Any], depth: int) -> list[Any]:
         """Return the encoded items; scalars are left to the JSON encoder."""
-        values = list(values)
-        if set(map(type, values)) <= _SCALARS and not any(
-            type(v) is int and v.bit_length() >= _PLAIN_INT_BITS for v in values
+        found = list(values)
+        if set(map(type, found)) <= _SCALARS and not any(
+            type(v) is int and v.bit_length() >= _PLAIN_INT_BITS for v in found
         ):
-            return values
-        return [self.encode(value, depth) for value in values]
+            return found
+        return [self.encode(value, depth) for value in found]
 
     def _encode_other(self, value: Any, depth: int) -> Any:
         if isinstance(value, type):
@@ -202,7 +202,7 @@ def _read_array(content: Any) -> Any:
 
 def _read_named(content: Any) -> Any:
     name, fields, values = content
-    return collections.namedtuple(name, fields)(*values)  # type: ignore[misc]
+    return collections.namedtuple(name, fields)(*values)
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

@@ -1,9 +1,9 @@
 """The tests' side of a function task: run the data set's own statements against a program elsewhere.
 
-The judge is the only process that knows the expected values. The program is represented by ``Remote`` objects:
-calling one asks the other process and brings back a plain value, or another ``Remote`` for what is no value. A
-``Remote`` never compares, has no length, no truth and no items unless the task is about operators: an object
-may not say of itself that it is equal.
+The judge is the only process that knows the expected values. The program is represented by ``Remote``
+objects: calling one asks the other process and brings back a plain value, or another ``Remote`` for what
+is no value. A ``Remote`` never compares, has no length, no truth and no items unless the task is about
+operators: an object may not say of itself that it is equal.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import sys
 import types
 import unittest
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from .channel import Channel, ChannelClosed
 from .codec import CodecError, Decoder, Encoder
 
 __all__ = ["Remote", "judge"]
 
+T = TypeVar("T")
+
 _MAX_ITEMS = 200_000
 _MESSAGE_LIMIT = 500
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _UNARY = ("bool", "len", "neg", "pos", "abs", "invert", "int", "float", "index", "complex", "round", "iter")
 _BINARY = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor", "lshift",
-    "rshift",
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor",
+    "lshift", "rshift",
 )  # fmt: skip
 _ITEMS = ("getitem", "setitem", "delitem", "contains", "reversed", "enter", "exit")
 
@@ -308,6 +310,7 @@ class Remote:
         object.__setattr__(self, "_kind", kind)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the object where it is."""
         return _peer(self).ask("call", _number(self), list(arguments), keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -341,7 +344,7 @@ def _number(remote: Remote) -> int:
     return number
 
 
-def _exact(value: Any, kind: type) -> Any:
+def _exact(value: Any, kind: type[T]) -> T:
     if type(value) is not kind:
         raise OpaqueError(f"the program's object gave {type(value).__name__} where {kind.__name__} belongs")
     return value

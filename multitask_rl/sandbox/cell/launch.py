@@ -1,8 +1,8 @@
 """Building a cell: namespaces, a root of a few read-only directories, and a clean interpreter inside.
 
 The monitor clones a child into new namespaces and writes its user map; the child builds a root on a tmpfs,
-moves into it and executes the zygote. Nothing of the trainer's memory, environment, descriptors or directories
-comes along. As root the cell's user is an unprivileged one outside (root's limits do not bind);
+moves into it and executes the zygote. Nothing of the trainer's memory, environment, descriptors or
+directories comes along. As root the cell's user is an unprivileged one outside (root's limits do not bind);
 otherwise it is the user who started it.
 """
 
@@ -106,7 +106,7 @@ def launch(layout: Layout, control: socket.socket, level: str = "namespaces") ->
 
 
 def _start(flags: int, enter: Callable[[], _Command], prepare: Callable[[int], None] | None) -> int:
-    """Clone; in the child run ``enter`` and execute what it returns; report a failure of either as OSError."""
+    """Clone; in the child run ``enter`` and execute what it returns; a failure of either is an OSError."""
     go_read, go_write = os.pipe()
     error_read, error_write = os.pipe()
     pid = linux.clone(flags)
@@ -136,7 +136,7 @@ def _start(flags: int, enter: Callable[[], _Command], prepare: Callable[[int], N
 
 
 def outside_id(offset: int = 0) -> int:
-    """Return an id for this process's cell that owns nothing here; the caller's own where only that is possible.
+    """Return an id for this process's cell that owns nothing here; the caller's own where there is no other.
 
     Root's user is exempt from limits on processes and from file permissions, so it must not be the cell's.
     """
@@ -237,7 +237,7 @@ def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
 
 
 def _enter_bwrap(layout: Layout, control: socket.socket) -> _Command:
-    """Return the command that lets bubblewrap build the cell; inside, every program gets its own namespaces."""
+    """Return the command that lets bubblewrap build the cell; programs still get their own namespaces."""
     code = str(Path(__file__).parent)
     _become_outsider([*(source for source, _ in layout.binds()), __file__])
     control_copy = _take_null_and_copy(control)

@@ -161,8 +161,8 @@ def keep_capabilities_over_exec(capabilities: list[int]) -> None:
 def tid_address() -> int:
     """Return where glibc keeps this thread's id, or 0 when it is not where this glibc puts it.
 
-    A raw ``clone`` leaves the parent's id there; ``raise`` and ``abort`` of the child would use it. In glibc's
-    thread descriptor the id stands 16 bytes before the head of the robust list; checked against ``gettid``.
+    A raw ``clone`` leaves the parent's id there; ``raise`` and ``abort`` of the child would use it. In
+    glibc's thread descriptor the id stands 16 bytes before the head of the robust list; ``gettid`` confirms.
     """
     head, length = ctypes.c_void_p(), ctypes.c_size_t()
     result = raw_syscall(
@@ -237,7 +237,7 @@ def prepare_parent_death_signal(signal: int) -> tuple[Any, ...]:
 
 
 def own_first_page(start: int, length: int, *, is_code: bool) -> None:
-    """Write the first byte of a private file mapping as it is, so that the page becomes this process's own."""
+    """Write the first byte of a private file mapping as it is, so that the page becomes our own."""
     protection = _PROT_READ | (_PROT_EXEC if is_code else 0)
     syscall(_NR_MPROTECT, start, length, protection | _PROT_WRITE)
     ctypes.memmove(start, ctypes.string_at(start, 1), 1)

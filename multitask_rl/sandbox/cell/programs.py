@@ -1,9 +1,9 @@
 """The last steps of a program's own process: confine it, run it, leave.
 
 Written for few touched pages rather than for beauty: after a fork every page that is written to, if only by a
-reference count, is copied, and those copies are most of what an execution costs. Hence system calls prepared as
-argument tuples, one loop, and a warm-up that runs all of this in the zygote with harmless arguments, so that
-the interpreter's caches are filled before the fork.
+reference count, is copied, and those copies are most of what an execution costs. Hence system calls prepared
+as argument tuples, one loop, and a warm-up that runs all of this in the zygote with harmless arguments, so
+that the interpreter's caches are filled before the fork.
 """
 
 from __future__ import annotations
@@ -98,9 +98,6 @@ def enter(
     _run(source, mode, leave)
 
 
-
-
-
 def _run(source: bytes, mode: int, leave: Callable[[int], Any]) -> None:
     """Run, flush and leave; whatever the program did to the interpreter, this does not return."""
     status = 1
@@ -147,15 +144,12 @@ def _run_script(source: bytes) -> int:
         if len(threading._active) > 1:  # type: ignore[attr-defined]
             threading._shutdown()  # type: ignore[attr-defined]
     except BaseException:  # noqa: BLE001 - the program's threads and patches
-        pass
-    try:
-        atexit._run_exitfuncs()
-    except BaseException:  # noqa: BLE001 - the program's exit functions
-        pass
-    try:
-        names.clear()
-    except BaseException:  # noqa: BLE001 - the program's finalizers
-        pass
+        status = status or 1
+    for step in (atexit._run_exitfuncs, names.clear):
+        try:
+            step()
+        except BaseException:  # noqa: BLE001 - exit functions and finalizers are the program's; as Python does
+            continue
     return status
 
 
@@ -173,7 +167,7 @@ def _exit_status(code: object) -> int:
 
 def _show_error() -> None:
     try:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     except BaseException:  # noqa: BLE001 - hook and exception are the program's
         return
 

@@ -29,15 +29,16 @@ _LAST_KNOWN = 462
 
 _FILES = [
     *range(0, 9), *range(17, 23), 32, 33, 40, *range(74, 94), 94, 95, 137, 138, 187,
-    191, 192, 193, 194, 195, 196, 217, 221, 235, 257, 258, *range(260, 270), 275, 276, 277, 280, 285, 295, 296,
-    316, 326, 327, 328, 332, 436, 437, 439, 452,
+    191, 192, 193, 194, 195, 196, 217, 221, 235, 257, 258, *range(260, 270), 275, 276, 277, 280, 285, 295,
+    296, 316, 326, 327, 328, 332, 436, 437, 439, 452,
 ]  # fmt: skip
 _MEMORY = [9, 10, 11, 12, 25, 26, 27, 28, 324]
 _SIGNALS = [13, 14, 15, 34, 62, 127, 128, 130, 131, 200, 234]
 _TIME = [35, 36, 37, 38, 96, 100, 201, 228, 229, 230, 283, 286, 287]
 _PROCESS = [
     24, 39, 60, 61, 63, 97, 98, 99, 102, 104, 107, 108, 110, 111, 112, 115, 118, 120, 121, 124, 125, 126, 140,
-    143, 145, 146, 147, 148, 157, 158, 160, 186, 202, 204, 218, 219, 231, 247, 273, 274, 302, 309, 318, 334, 449,
+    143, 145, 146, 147, 148, 157, 158, 160, 186, 202, 204, 218, 219, 231, 247, 273, 274, 302, 309, 318, 334,
+    449,
 ]  # fmt: skip
 _WAITING = [7, 23, 213, 232, 233, 270, 271, 281, 284, 290, 291, 292, 293, 441]
 # no socket(): a pair is connected to itself only (asyncio needs one)
@@ -53,7 +54,7 @@ _PRCTL_COMMANDS = [3, 15, 16, 21, 39]
 _CHANGES_METADATA = [90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452]
 """chmod, chown, utime and their kin: Landlock has no say in them, so an owner could change his files."""
 _ZYGOTE_ONLY = [_MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNAL, _PIDFD_OPEN]
-# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: nothing that pushes input or changes a file's flags
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: nothing that pushes input or sets file flags
 _IOCTL_COMMANDS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
 # duplicate, descriptor and status flags, POSIX and OFD locks, pipe sizes, get seals; no leases, no signals
 _FCNTL_COMMANDS = [0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034]
@@ -146,7 +147,9 @@ def prepare(code: bytes) -> tuple[Any, ...]:
     Needs ``no_new_privs`` or CAP_SYS_ADMIN when it is made.
     """
     block = ctypes.create_string_buffer(code, len(code))
-    program = ctypes.create_string_buffer(struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block)), 16)
+    program = ctypes.create_string_buffer(
+        struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block)), 16
+    )
     _kept_alive.append(block)
     return prepare_call(_SECCOMP, _SET_MODE_FILTER, 0, program)
 

@@ -140,13 +140,16 @@ def of_function(
     load, message, count, reported = _read_lines(lines, job["num_tests"])
     cause, reason = _why_it_ended(program, judge, limits)
     if load != "passed":
-        verdict = (
-            cause if load in ("gone", "") and cause else load if load not in ("gone", "") else "runtime_error"
-        )
+        verdict = load if load not in ("gone", "") else cause or "runtime_error"
         why = reason or message or "the program's process ended while it was loaded"
         return verdict, why, [[verdict, why, 0.0, 0.0]] * count
-    missing = [cause or "failed", reason or "the program's process ended before this test", 0.0, 0.0]
-    tests = [[*reported[i], 0.0, 0.0] if i in reported else missing for i in range(count)]
+    missing: list[Any] = [
+        cause or "failed",
+        reason or "the program's process ended before this test",
+        0.0,
+        0.0,
+    ]
+    tests: list[list[Any]] = [[*reported[i], 0.0, 0.0] if i in reported else missing for i in range(count)]
     wrong = [test for test in tests if test[0] != "passed"]
     if not wrong:
         return "passed", "", tests

@@ -31,10 +31,10 @@ from .wire import LIMITS, OP_SPAWN, OP_VARIANT, SPAWN, pack_exit, unpack_kill
 __all__ = ["main"]
 
 _PRELOAD = (
-    "abc array bisect builtins calendar cmath collections collections.abc contextlib copy dataclasses datetime "
-    "decimal enum fractions functools hashlib heapq inspect io itertools json logging math numbers operator queue "
-    "random re statistics string struct textwrap threading time traceback types typing unicodedata warnings "
-    "bisect asyncio unittest"
+    "abc array asyncio bisect builtins calendar cmath collections collections.abc contextlib copy "
+    "dataclasses datetime decimal enum fractions functools hashlib heapq inspect io itertools json logging math numbers "
+    "operator queue random re statistics string struct textwrap threading time traceback types typing "
+    "unicodedata unittest warnings"
 )
 _SETTLED_PROCESSES = 8
 """Processes of the cell that are not this program's: zygotes and the other half of a function task."""
@@ -139,8 +139,8 @@ class Zygote:
     def _own_text(self) -> None:
         """Make the kernel copy the page tables of shared libraries on a fork.
 
-        It does so only for mappings that hold a page of our own; otherwise every program faults in the code of
-        the interpreter again. So each mapping gets one: the byte that is there is written once more.
+        It does so only for mappings that hold a page of our own; otherwise every program faults in the code
+        of the interpreter again. So each mapping gets one: the byte that is there is written once more.
         """
         if self._proc < 0:
             return

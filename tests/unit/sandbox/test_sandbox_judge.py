@@ -1,0 +1,133 @@
+"""Judge and program face to face over a socket pair, both in threads of this process."""
+
+import json
+import os
+import socket
+import threading
+
+from multitask_rl.sandbox import AssertsTask, Program, UnittestTask
+from multitask_rl.sandbox.cell import candidate, judge
+from multitask_rl.sandbox.jobs import to_job
+
+
+def judged(source, task):
+    """Return the lines of the judge after the first, as (index, verdict, message)."""
+    ours, theirs = socket.socketpair()
+    job, _ = to_job(Program(source=source, task=task))
+    results_read, results = os.pipe()
+    program = threading.Thread(target=candidate.serve, args=(theirs.fileno(), source.encode()))
+    program.start()
+    judge.judge(ours.fileno(), results, json.dumps(job["judge"]).encode())
+    ours.close()
+    program.join(timeout=10)
+    theirs.close()
+    os.close(results)
+    with os.fdopen(results_read) as lines:
+        return [tuple(json.loads(line)) for line in lines][1:]
+
+
+def verdicts(source, *asserts, setup="", allow_dunder=False):
+    task = AssertsTask(entry_point="f", asserts=asserts, setup=setup, allow_dunder=allow_dunder)
+    return [verdict for _, verdict, _ in judged(source, task)]
+
+
+def test_each_statement_gets_its_own_verdict():
+    source = "def f(x):\n    return 1 // x"
+    assert verdicts(source, "assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0") == [
+        "passed",
+        "failed",
+        "runtime_error",
+    ]
+
+
+def test_arguments_changed_in_place_are_changed_for_the_tests_too():
+    source = "def f(a, d):\n    a.sort()\n    d['n'] = len(a)"
+    test = "a, d = [2, 1], {}\nassert f(a, d) is None\nassert a == [1, 2] and d == {'n': 2}"
+    assert verdicts(source, test) == ["passed"]
+
+
+def test_functions_cross_in_both_directions():
+    source = "def f(g):\n    return lambda x: g(x) + 1"
+    assert verdicts(source, "assert f(lambda x: x * 2)(5) == 11") == ["passed"]
+    assert verdicts("def f(k): return k(3)", "assert f(str) == '3'") == ["passed"]
+
+
+def test_an_error_in_a_callback_reaches_the_program():
+    source = "def f(g):\n    try: return g(0)\n    except ZeroDivisionError: return 'caught'"
+    assert verdicts(source, "assert f(lambda x: 1 / x) == 'caught'") == ["passed"]
+
+
+def test_an_object_of_the_program_does_not_judge_itself():
+    source = (
+        "class Yes:\n"
+        "    def __eq__(s, o): return True\n"
+        "    def __bool__(s): return True\n"
+        "    def __len__(s): return 3\n"
+        "    def __contains__(s, o): return True\n"
+        "    def __getattr__(s, n): return lambda *a: True\n"
+        "def f(x): return Yes()"
+    )
+    claims = ("f(1) == 1", "f(1)", "len(f(1)) == 3", "1 in f(1)", "f(1) != 1")
+    tests = [f"assert {claim}" for claim in claims]
+    assert verdicts(source, *tests) == ["runtime_error"] * 5
+
+
+def test_operators_count_where_the_task_is_about_them():
+    source = (
+        "class f:\n"
+        "    def __init__(s, v): s.v = v\n"
+        "    def __eq__(s, o): return s.v == o.v\n"
+        "    def __len__(s): return s.v"
+    )
+    tests = ("assert f(1) == f(1)", "assert f(1) != f(2)", "assert len(f(2)) == 2", "assert f(1)")
+    assert verdicts(source, *tests, allow_dunder=True) == ["passed"] * 4
+
+
+def test_a_builtin_name_of_the_program_is_not_lent_to_the_tests():
+    source = "def len(x): return 2\ndef f(x): return 'abc'"
+    assert verdicts(source, "assert len(f(1)) == 2") == ["failed"]
+
+
+def test_the_programs_own_exceptions_can_be_caught():
+    source = "class Full(Exception): pass\ndef f():\n    raise Full('now')"
+    test = "try:\n    f()\nexcept Full as e:\n    assert str(e) == 'now'\nelse:\n    assert False"
+    assert verdicts(source, test) == ["passed"]
+
+
+def test_leaving_and_interrupting_are_errors_not_ends():
+    for what in ("SystemExit(0)", "KeyboardInterrupt()", "GeneratorExit()"):
+        source = f"def f():\n    raise {what}"
+        assert verdicts(source, "assert f() == 1", "assert True") == ["runtime_error", "passed"]
+
+
+def test_instances_are_recognised_by_their_class():
+    source = "class Node:\n    pass\ndef f(): return Node()"
+    tests = ("assert isinstance(f(), Node)", "assert not isinstance(3, Node)")
+    assert verdicts(source, *tests) == ["passed"] * 2
+
+
+def test_a_program_that_does_not_load_reports_why():
+    ours, theirs = socket.socketpair()
+    candidate.serve(theirs.fileno(), b"def f(:")
+    peer = judge.Peer(judge.Channel(ours.fileno()), allow_dunder=False)
+    verdict, message = peer.await_load()
+    assert (verdict, message[:11]) == ("compile_error", "SyntaxError")
+    ours.close()
+    theirs.close()
+
+
+def test_skipped_and_expected_failures_do_not_pass():
+    code = """
+import unittest
+class T(unittest.TestCase):
+    def test_a(self): self.assertEqual(f(1), 1)
+    @unittest.skip("x")
+    def test_b(self): pass
+    @unittest.expectedFailure
+    def test_c(self): self.assertEqual(f(1), 2)
+    def test_d(self):
+        with self.subTest(): self.assertEqual(f(1), 2)
+"""
+    lines = judged("def f(x): return x", UnittestTask(entry_point="f", test_code=code))
+    assert lines[0][:2] == ("count", "4")
+    assert [verdict for _, verdict, _ in lines[1:]] == ["passed", "failed", "failed", "failed"]

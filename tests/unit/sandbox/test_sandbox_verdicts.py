@@ -1,0 +1,105 @@
+"""From exit statuses and texts to verdicts."""
+
+import json
+
+import pytest
+
+from multitask_rl.sandbox.cell.verdicts import Execution, of_execution, of_function, of_stdio_test, same_text
+from multitask_rl.sandbox.cell.wire import Exit
+
+LIMITS = {"cpu_s": 2, "wall_s": 4, "mem_mb": 64, "stdout_bytes": 100}
+
+
+def ended(status=0, *, stdout=b"", stderr=b"", cpu_s=0.1, timed_out=False, failure="", is_killed_by_us=False):
+    return Execution(
+        exit=Exit(1, status, 0.2, cpu_s, 0, 0.0, timed_out, failure),
+        stdout=stdout[:100],
+        stderr=stderr,
+        stderr_end=stderr,
+        stdout_length=len(stdout),
+        stderr_length=len(stderr),
+        is_full=False,
+        is_killed_by_us=is_killed_by_us,
+    )
+
+
+@pytest.mark.parametrize(
+    ("execution", "verdict"),
+    [
+        (ended(), "ok"),
+        (ended(1 << 8), "runtime_error"),
+        (ended(1 << 8, stderr=b"Traceback\nMemoryError\n"), "memory_limit"),
+        (ended(77 << 8, stderr=b"SyntaxError: x"), "compile_error"),
+        (ended(77 << 8, stdout=b"x"), "runtime_error"),
+        (ended(11), "runtime_error"),
+        (ended(31), "violation"),
+        (ended(9, cpu_s=1.9), "timeout"),
+        (ended(9, cpu_s=0.1), "killed"),
+        (ended(9, timed_out=True), "timeout"),
+        (ended(stdout=b"x" * 101), "output_limit"),
+        (ended(1 << 8, failure="clone: no memory"), "infrastructure_error"),
+    ],
+)
+def test_an_end_has_one_verdict(execution, verdict):
+    assert of_execution(execution, LIMITS)[0] == verdict
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "tolerance", "is_same"),
+    [
+        (b"1 2 \n3\n\n", b"1 2\n3", None, True),
+        (b"1\n2", b"1\n2\n3", None, False),
+        (b"1\n2\n3", b"1\n2", None, False),
+        (b"", b"1", None, False),
+        (b" 1", b"1", None, False),
+        (b"1\r2", b"1\n2", None, False),
+        (b"0.333333", b"0.3333334", None, False),
+        (b"0.333333", b"0.3333334", 1e-5, True),
+        (b"nan", b"1.0", 1e9, False),
+        (b"inf", b"1e400", 1e-6, False),
+        (b"\xff", "�".encode(), None, False),
+    ],
+)
+def test_texts_are_compared_whole(actual, expected, tolerance, is_same):
+    assert same_text(actual, expected, tolerance) is is_same
+
+
+def test_the_right_text_and_a_failing_end_is_no_pass():
+    assert of_stdio_test(ended(stdout=b"4\n"), LIMITS, b"4", None)[0] == "passed"
+    assert of_stdio_test(ended(1 << 8, stdout=b"4\n"), LIMITS, b"4", None)[0] == "runtime_error"
+
+
+def judge_lines(*lines):
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+JOB = {"num_tests": 3, "limits": LIMITS}
+LOADED = ["load", "passed", ""]
+
+
+def test_tests_after_a_death_are_failed_not_missing():
+    lines = judge_lines(LOADED, [0, "passed", ""], ["load", "gone", "ended"])
+    verdict, _, tests = of_function(JOB, lines, ended().exit, ended(0))
+    assert [test[0] for test in tests] == ["passed", "runtime_error", "runtime_error"]
+    assert verdict == "runtime_error"
+
+
+def test_a_time_out_is_named_when_tests_are_missing():
+    lines = judge_lines(LOADED, [0, "passed", ""], [1, "failed", ""])
+    verdict, _, tests = of_function(JOB, lines, ended().exit, ended(9, timed_out=True))
+    assert verdict == "timeout"
+    assert [test[0] for test in tests] == ["passed", "failed", "timeout"]
+
+
+def test_a_cut_line_of_the_judge_does_not_count():
+    lines = judge_lines(LOADED, [0, "passed", ""]) + b'[1, "passed"'
+    _, _, tests = of_function(JOB, lines, ended(9).exit, ended(9, is_killed_by_us=True))
+    assert tests[0][0] == "passed"
+    assert all(test[0] != "passed" for test in tests[1:])
+
+
+def test_nothing_reported_is_nothing_passed():
+    verdict, _, tests = of_function(JOB, b"", ended().exit, ended(9, is_killed_by_us=True))
+    assert verdict != "passed"
+    assert len(tests) == 3
+    assert all(test[0] != "passed" for test in tests)
