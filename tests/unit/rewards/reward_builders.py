@@ -32,9 +32,11 @@ WORDS = [
 
 def save_tokenizer(directory: Path, words: list[str] | None = None, chat_template: str | None = None) -> Any:
     """Save a word-level tokenizer with <pad>, <unk>, <eos>; return it."""
+    import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    torch.set_num_threads(1)  # every tiny model passes here; threads that wait for a busy core cost 100 times
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", "<eos>", *(words or WORDS)])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
