@@ -130,7 +130,7 @@ def build_task_runs(
     runs: dict[str, TaskRun] = {}
     for name, spec in specs.items():
         algorithm, (train_rows, eval_rows) = algorithms[name], rows[name]
-        sampling = spec.sampling or run_sampling(config)
+        sampling = spec.sampling_params(run_sampling(config))
         lagrangian = [c for c in spec.constraints if c.mode == "lagrangian"]
         run = TaskRun(
             spec=spec,

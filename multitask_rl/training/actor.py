@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,6 +172,11 @@ def load_actor(config: ModelConfig, device: str = "") -> Actor:
         raise ConfigError(
             "model.name_or_path is empty; give the directory or Hugging Face id of a causal language model, "
             "e.g. model.name_or_path=Qwen/Qwen2.5-0.5B"
+        )
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigError(
+            f"model.name_or_path {name!r} is no directory on this machine and cannot be a Hugging Face id "
+            "(owner/name); check the path"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _DTYPES.get(config.dtype) or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
