@@ -1,4 +1,4 @@
-"""The pages on rewards: files are written, Python runs, commands are executed, in order, as a reader would."""
+"""The pages on rewards: files are written, Python runs, commands are executed, in order."""
 
 from __future__ import annotations
 

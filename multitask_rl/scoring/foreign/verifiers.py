@@ -1,78 +1,113 @@
-"""Rubrics of installed single-turn ``verifiers`` environments: ``verifiers:<environment id>``."""
+"""The scoring of installed ``verifiers`` tasksets: ``verifiers:<taskset id>`` (verifiers >= 0.4, its v1 API).
+
+Single-turn: the response is the one assistant message of a trace whose prompt is the task's. Rewards that
+need a runtime (a container the agent worked in) have none to look at and are refused, not skipped.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multitask_rl.errors import MissingExtraError, PluginError
-from multitask_rl.records import Failure, FailureKind, Rollout
-from multitask_rl.scoring.foreign.base import ForeignReward
+from multitask_rl.errors import DataError, MissingExtraError, PluginError
+from multitask_rl.records import Rollout
+from multitask_rl.scoring.foreign.base import ForeignReward, awaited
 from multitask_rl.scoring.results import failure_of
 
 __all__ = ["VerifiersReward"]
 
 
 class VerifiersReward(ForeignReward):
-    """The rubric of an installed single-turn ``verifiers`` environment."""
+    """The weighted rewards of a taskset; its metrics and single rewards are components."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Arguments of the environment."""
+        """The taskset and how a row finds its task."""
 
-        arguments: dict[str, Any] = field(default_factory=dict)
-        """Keyword arguments of the environment's ``load_environment``."""
+        taskset: dict[str, Any] = field(default_factory=dict)
+        """Keys of the taskset's own configuration."""
+        column: str = "idx"
+        """Column that holds the task's ``idx`` or ``id``; a row without it is matched by its prompt."""
 
     def __init__(self, config: VerifiersReward.Config) -> None:
         super().__init__()
+        self.config = config
         try:
-            library = importlib.import_module("verifiers")
+            self._library = importlib.import_module("verifiers.v1")
+            loaders = importlib.import_module("verifiers.v1.utils.loaders")
         except ImportError as error:
             raise MissingExtraError(
-                f"{self.where}: 'verifiers:{self.target}' needs the package verifiers: pip install verifiers"
+                f"{self.where}: 'verifiers:{self.target}' needs the package verifiers, version 0.4 or later: "
+                "pip install 'verifiers>=0.4'"
             ) from error
         try:
-            self._rubric = library.load_environment(self.target, **config.arguments).rubric
+            typed = loaders.taskset_config_type(self.target)(id=self.target, **config.taskset)
+            taskset = loaders.taskset_class(self.target)(typed)
+            if not taskset.bounded:
+                raise ValueError("it has no end; only tasksets with a fixed list of tasks can be scored")
+            tasks = list(taskset)
         except Exception as error:
             raise PluginError(
-                f"{self.where}: the verifiers environment {self.target!r} cannot be loaded: "
+                f"{self.where}: the verifiers taskset {self.target!r} cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        self._refuse_runtime(tasks)
+        self._by_key = {key: task for task in tasks for key in (task.data.idx, task.data.id)}
+        self._by_key.pop(None, None)
+        self._by_prompt = {task.data.prompt_text: task for task in tasks}
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Any]:
-        """Return the rubric's weighted reward per rollout, its functions as components."""
-        results = self._loop.run(self._all(rollouts))
-        return list(results)
+        """Return the weighted reward per rollout, with rewards and metrics as components."""
+        return [self._typed(rollout) for rollout in rollouts]
 
-    async def _all(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        return [await self._one(rollout) for rollout in rollouts]
-
-    async def _one(self, rollout: Rollout) -> Any:
-        state = _verifiers_state(rollout)
+    def _typed(self, rollout: Rollout) -> Any:
         try:
-            await self._rubric.score_rollout(state)
+            return self._loop.run(awaited(self._score(rollout)))
         except Exception as error:  # noqa: BLE001 - the boundary where a plugin's error becomes data
-            return failure_of(error, self.target)
-        if state.get("reward") is None:
-            return Failure(kind=FailureKind.grader, message="the rubric set no reward", source=self.target)
-        metrics = state.get("metrics") or {}
-        return {"score": state["reward"], **{k: v for k, v in metrics.items() if v is not None}}
+            return failure_of(error.__cause__ or error, self.target)
 
+    async def _score(self, rollout: Rollout) -> dict[str, Any]:
+        library, task = self._library, self._task(rollout.row)
+        prompt = library.MessageNode(message=library.UserMessage(content=task.data.prompt_text))
+        answer = library.AssistantMessage(content=rollout.response)
+        trace = library.Trace(
+            task=library.TraceTask(type=type(task).__name__, data=task.data),
+            agent=library.AgentInfo(config=library.AgentConfig()),
+            nodes=[prompt, library.MessageNode(message=answer, parent=0, sampled=True)],
+            is_completed=True,
+            ok=True,
+        )
+        await task.score(trace)
+        parts = {name: r.score for name, r in trace.rewards.items() if r is not None}
+        parts.update({name: value for name, value in trace.metrics.items() if value is not None})
+        parts.pop("score", None)
+        return {"score": trace.reward, **parts}
 
-def _verifiers_state(rollout: Rollout) -> dict[str, Any]:
-    row = rollout.row
-    prompt = row.get("prompt", rollout.prompt.text)
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    return {
-        "prompt": messages,
-        "completion": [{"role": "assistant", "content": rollout.response}],
-        "answer": row.get("answer", row.get("reference", "")),
-        "info": row.get("info", {}),
-        "task": row.get("task", rollout.task),
-        "input": dict(row),
-        "example_id": rollout.prompt.draw,
-        "trajectory": [],
-        "timing": {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0},
-    }
+    def _task(self, row: Mapping[str, Any]) -> Any:
+        if self.config.column in row:
+            key = row[self.config.column]
+            if key in self._by_key:
+                return self._by_key[key]
+            raise DataError(
+                f"the taskset {self.target!r} has no task {key!r} (column {self.config.column!r})"
+            )
+        task = self._by_prompt.get(row["prompt"]) if isinstance(row.get("prompt"), str) else None
+        if task is None:
+            raise DataError(
+                f"the row has no column {self.config.column!r}, and its prompt is none of the taskset's "
+                f"(columns: {', '.join(map(str, row)) or 'none'})"
+            )
+        return task
+
+    def _refuse_runtime(self, tasks: Sequence[Any]) -> None:
+        for kind in {type(task): task for task in tasks}.values():
+            for hook in kind.hooks("reward"):
+                parameter = inspect.signature(hook).parameters.get("runtime")
+                if parameter is not None and parameter.default is parameter.empty:
+                    raise PluginError(
+                        f"{self.where}: the reward {hook.__name__!r} of the verifiers taskset "
+                        f"{self.target!r} needs a runtime; only rewards of the response alone can be used"
+                    )

@@ -259,7 +259,7 @@ def installed(package: str) -> bool:
 def test_a_foreign_package_that_is_missing_says_what_to_install(package: str) -> None:
     if installed(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(MissingExtraError, match=f"pip install {package.replace('_', '-')}"):
+    with pytest.raises(MissingExtraError, match=f"pip install '?{package.replace('_', '-')}"):
         resolve_reward(RewardSpec(plugin=f"{package}:anything"), "here")
 
 
@@ -275,3 +275,47 @@ def test_every_reasoning_gym_verifier_accepts_its_own_answers() -> None:
     assert scores[2] < 1.0
     with pytest.raises(PluginError, match="unknown reasoning-gym data set 'leg_countng'; did you mean"):
         resolve_reward(RewardSpec(plugin="reasoning_gym:leg_countng"), "here")
+
+
+@pytest.mark.skipif(not installed("verifiers"), reason="verifiers is not installed")
+def test_a_verifiers_taskset_scores_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOREIGN))
+    rollouts = [
+        make_rollout("It is 4", row={"idx": 2}),
+        make_rollout("5", row={"idx": 2}),
+        make_rollout("8", row={"prompt": "4+4?"}),
+        make_rollout("8", row={"idx": 77}),
+    ]
+    results = grade("verifiers:sums_taskset", rollouts, {"taskset": {"size": 5}})
+    assert results[0] == Score(value=2.0, components={"correct": 1.0, "length": 7.0})
+    assert [r.value for r in results[1:3]] == [0.0, 2.0]
+    assert results[3].kind is FailureKind.data
+    with pytest.raises(PluginError, match="the verifiers taskset 'no_such_taskset' cannot be loaded"):
+        resolve_reward(RewardSpec(plugin="verifiers:no_such_taskset"), "here")
+
+
+METRIC = """
+import datasets
+import evaluate
+
+TEXT = datasets.Value("string")
+
+class Same(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": TEXT, "references": TEXT})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        same = [a == b for a, b in zip(predictions, references)]
+        return {"same": sum(same) / len(same), "n": len(same)}
+"""
+
+
+@pytest.mark.skipif(not installed("evaluate"), reason="evaluate is not installed")
+def test_a_metric_of_evaluate_scores_response_by_response(tmp_path: Path) -> None:
+    script = write(tmp_path, METRIC, "same.py")
+    rows = [make_rollout(text, row={"reference": "4"}) for text in ("4", "5")]
+    results = grade(f"evaluate:{script}", rows)
+    assert results == [Score(value=v, components={"n": 1.0}) for v in (1.0, 0.0)]
+    with pytest.raises(PluginError, match=r"the metric 'nowhere/metric\.py' cannot be loaded"):
+        resolve_reward(RewardSpec(plugin="evaluate:nowhere/metric.py"), "here")
