@@ -180,10 +180,8 @@ def _exception(name: str, message: str) -> BaseException:
 
 
 def _builtin_base(kind: type) -> type:
-    for base in kind.__mro__:
-        if getattr(builtins, base.__name__, None) is base:
-            return base
-    return BaseException
+    found: list[type] = [base for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
+    return found[0]
 
 
 def _describe(error: BaseException) -> list[str]:

@@ -32,9 +32,9 @@ __all__ = ["main"]
 
 _PRELOAD = (
     "abc array asyncio bisect builtins calendar cmath collections collections.abc contextlib copy "
-    "dataclasses datetime decimal enum fractions functools hashlib heapq inspect io itertools json logging math numbers "
-    "operator queue random re statistics string struct textwrap threading time traceback types typing "
-    "unicodedata unittest warnings"
+    "dataclasses datetime decimal enum fractions functools hashlib heapq inspect io itertools json "
+    "logging math numbers operator queue random re statistics string struct textwrap threading time "
+    "traceback types typing unicodedata unittest warnings"
 )
 _SETTLED_PROCESSES = 8
 """Processes of the cell that are not this program's: zygotes and the other half of a function task."""

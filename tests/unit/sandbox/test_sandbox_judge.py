@@ -7,6 +7,8 @@ import threading
 
 from multitask_rl.sandbox import AssertsTask, Program, UnittestTask
 from multitask_rl.sandbox.cell import candidate, judge
+from multitask_rl.sandbox.cell.channel import Channel
+from multitask_rl.sandbox.cell.peer import Peer
 from multitask_rl.sandbox.jobs import to_job
 
 
@@ -109,7 +111,7 @@ def test_instances_are_recognised_by_their_class():
 def test_a_program_that_does_not_load_reports_why():
     ours, theirs = socket.socketpair()
     candidate.serve(theirs.fileno(), b"def f(:")
-    peer = judge.Peer(judge.Channel(ours.fileno()), allow_dunder=False)
+    peer = Peer(Channel(ours.fileno()), allow_dunder=False)
     verdict, message = peer.await_load()
     assert (verdict, message[:11]) == ("compile_error", "SyntaxError")
     ours.close()

@@ -1,0 +1,293 @@
+"""The judge's conversation with the program, and what its objects look like to the tests."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from .channel import Channel, ChannelClosed
+from .codec import CodecError, Decoder, Encoder
+
+__all__ = ["MESSAGE_LIMIT", "CandidateGone", "OpaqueError", "Peer", "Remote", "text_of"]
+
+T = TypeVar("T")
+
+_MAX_ITEMS = 200_000
+MESSAGE_LIMIT = 500
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_UNARY = ("bool", "len", "neg", "pos", "abs", "invert", "int", "float", "index", "complex", "round", "iter")
+_BINARY = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+_ITEMS = ("getitem", "setitem", "delitem", "contains", "reversed", "enter", "exit")
+
+
+class CandidateGone(Exception):
+    """The program's process ended, or stopped speaking the protocol."""
+
+
+class OpaqueError(TypeError):
+    """The tests asked an object of the program to judge itself."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an exception says, at most ``MESSAGE_LIMIT`` characters of it."""
+    try:
+        return str(error)[:MESSAGE_LIMIT]
+    except BaseException:  # noqa: BLE001 - a message must not end the judge
+        return ""
+
+
+class Peer:
+    """The conversation with the program's process."""
+
+    def __init__(self, channel: Channel, *, allow_dunder: bool) -> None:
+        self._channel = channel
+        self.allow_dunder = allow_dunder
+        self._encoder = Encoder(self._to_handle)
+        self._decoder = Decoder(self._from_handle)
+        self._lent: list[Any] = []
+        self._exceptions: dict[str, type[Exception]] = {}
+
+    def await_load(self) -> tuple[str, str]:
+        """Return how loading the program went."""
+        match self._receive():
+            case ["ready"]:
+                return "passed", ""
+            case ["compile", str(base), str(name), str(message)]:
+                return "compile_error", f"{name or base}: {message}"
+            case ["load", str(base), str(name), str(message)]:
+                verdict = "memory_limit" if base == "MemoryError" else "runtime_error"
+                return verdict, f"{name or base}: {message}"
+        raise CandidateGone("it does not speak the protocol")
+
+    def names(self, wanted: list[str]) -> dict[str, Any]:
+        """Return what the program defines of these names."""
+        found = self.ask("kinds", wanted)
+        names: dict[str, Any] = {}
+        for name, entry in found.items() if type(found) is dict else ():
+            role, base, value = entry
+            if role == "exception":
+                value = self._exception_class(name, base)
+                self._exceptions[name] = value
+            if name in wanted:
+                names[name] = value
+        return names
+
+    def ask(self, operation: str, *arguments: Any) -> Any:
+        """Make a request and return the value; an exception of the program is raised here as a builtin one.
+
+        Raises:
+            CandidateGone: the process ended or answers nonsense.
+        """
+        self._send([operation, *map(self._encoder.encode, arguments)])
+        while True:
+            match self._receive():
+                case ["ok", value, list(changed)]:
+                    for position, now in changed:
+                        _copy_back(arguments[1][position], now)
+                    return value
+                case ["error", str(base), str(name), str(message)]:
+                    raise self._exception(base, name, message)
+                case ["callback", int(number), list(positional), dict(keywords)]:
+                    self._serve_callback(number, positional, keywords)
+                case _:
+                    raise CandidateGone("it does not speak the protocol")
+
+    def _serve_callback(self, number: int, positional: list[Any], keywords: dict[str, Any]) -> None:
+        if not 0 <= number < len(self._lent):
+            raise CandidateGone("it does not speak the protocol")
+        try:
+            answer = ["return", self._encoder.encode(self._lent[number](*positional, **keywords))]
+            self._encoder.dumps(answer)
+        except CandidateGone:
+            raise
+        except Exception as error:  # noqa: BLE001 - a function of the tests, called with the program's values
+            base = next(b for b in type(error).__mro__ if getattr(builtins, b.__name__, None) is b)
+            answer = ["raise", base.__name__, text_of(error)]
+        self._send(answer)
+
+    def _send(self, message: list[Any]) -> None:
+        try:
+            self._channel.send(self._encoder.dumps(message).encode())
+        except ChannelClosed as error:
+            raise CandidateGone("the program's process ended") from error
+
+    def _receive(self) -> Any:
+        try:
+            return self._decoder.loads(self._channel.receive())
+        except ChannelClosed as error:
+            raise CandidateGone("the program's process ended") from error
+        except CodecError as error:
+            raise CandidateGone(f"it does not speak the protocol: {error}") from error
+
+    def _exception_class(self, name: str, base: str) -> type[Exception]:
+        kind = getattr(builtins, base, None)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            kind = Exception
+        return type(name, (kind,), {})
+
+    def _exception(self, base: str, name: str, message: str) -> Exception:
+        kind = self._exceptions.get(name) or getattr(builtins, base, None)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            return RuntimeError(f"{name}: {message}")  # SystemExit and the like end nothing here
+        try:
+            error = kind(message)
+        except Exception:  # noqa: BLE001 - UnicodeDecodeError wants five arguments
+            return RuntimeError(f"{name}: {message}")
+        error.from_candidate = True  # type: ignore[attr-defined]
+        return error
+
+    def _to_handle(self, value: Any) -> tuple[str, Any]:
+        if isinstance(value, Remote):
+            return "h", object.__getattribute__(value, "_number")
+        if not callable(value):
+            raise CodecError(f"the tests pass a {type(value).__name__}, which no program elsewhere can use")
+        self._lent.append(value)
+        return "j", len(self._lent) - 1
+
+    def _from_handle(self, tag: str, content: Any) -> Any:
+        if tag == "j":
+            return self._lent[content]
+        number, role, name = content
+        if type(number) is not int:
+            raise CodecError("a handle without a number")
+        if role == "coroutine":
+            return self._awaitable(number)
+        if role == "iterator":
+            return RemoteIterator(self, number, str(name))
+        return (RemoteOperators if self.allow_dunder else Remote)(self, number, str(name))
+
+    async def _awaitable(self, number: int) -> Any:
+        return self.ask("await", number)
+
+
+def _copy_back(mine: Any, now: Any) -> None:
+    """Repeat on the tests' object what the program did to its copy."""
+    if type(mine) is not type(now):
+        raise CandidateGone("it does not speak the protocol")
+    if isinstance(mine, (list, bytearray)):
+        mine[:] = now
+    else:
+        mine.clear()
+        (mine.extend if hasattr(mine, "extend") else mine.update)(now)
+
+
+class Remote:
+    """An object of the program. Calls and attributes go there; it has no say in comparisons."""
+
+    def __init__(self, peer: Peer, number: int, kind: str) -> None:
+        object.__setattr__(self, "_peer", peer)
+        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_kind", kind)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the object where it is."""
+        return _peer(self).ask("call", _number(self), list(arguments), keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return _peer(self).ask("attr", _number(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _peer(self).ask("set", _number(self), name, value)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        if not isinstance(instance, Remote):
+            return False
+        return _peer(self).ask("isinstance", _number(instance), _number(self)) is True
+
+    def __repr__(self) -> str:
+        return _exact(_peer(self).ask("operator", _number(self), "__repr__", []), str)
+
+    def __str__(self) -> str:
+        return _exact(_peer(self).ask("operator", _number(self), "__str__", []), str)
+
+    def __hash__(self) -> int:
+        return _number(self)
+
+
+def _peer(remote: Remote) -> Peer:
+    peer: Peer = object.__getattribute__(remote, "_peer")
+    return peer
+
+
+def _number(remote: Remote) -> int:
+    number: int = object.__getattribute__(remote, "_number")
+    return number
+
+
+def _exact(value: Any, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise OpaqueError(f"the program's object gave {type(value).__name__} where {kind.__name__} belongs")
+    return value
+
+
+class RemoteIterator(Remote):
+    """An iterator of the program, read in growing batches and never beyond ``_MAX_ITEMS``."""
+
+    def __init__(self, peer: Peer, number: int, kind: str) -> None:
+        super().__init__(peer, number, kind)
+        object.__setattr__(self, "_items", self._read())
+
+    def _read(self) -> Iterator[Any]:
+        batch, total = 8, 0
+        while True:
+            items = _exact(_peer(self).ask("next", _number(self), batch), list)
+            yield from items
+            total += len(items)
+            if len(items) < batch:
+                return
+            if total >= _MAX_ITEMS:
+                raise OpaqueError(f"an iterator of more than {_MAX_ITEMS} items")
+            batch = min(batch * 2, 4096)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(object.__getattribute__(self, "_items"))
+
+
+class RemoteOperators(Remote):
+    """An object of a program whose operators are under test (``allow_dunder``)."""
+
+
+def _forbid(name: str) -> Callable[..., Any]:
+    def refuse(self: Remote, *_: Any) -> Any:
+        kind = object.__getattribute__(self, "_kind")
+        raise OpaqueError(f"{name} of the program's {kind!r} object: it may not judge itself")
+
+    return refuse
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def ask(self: Remote, *arguments: Any) -> Any:
+        try:
+            value = _peer(self).ask("operator", _number(self), name, list(arguments))
+        except AttributeError:
+            return NotImplemented  # the class lacks it: Python tries the other side, then raises TypeError
+        return _exact(value, bool) if name == "__contains__" else value
+
+    return ask
+
+
+def _has_bool(self: Remote) -> bool:
+    for name, kind in (("__bool__", bool), ("__len__", int)):
+        try:
+            return bool(_exact(_peer(self).ask("operator", _number(self), name, []), kind))
+        except AttributeError:
+            continue
+    return True
+
+
+def _install_operators() -> None:
+    plain = [f"__{name}__" for name in (*_COMPARISONS, *_UNARY, *_ITEMS, *_BINARY)]
+    for name in plain + [f"__r{name}__" for name in _BINARY]:
+        setattr(Remote, name, _forbid(name))
+        setattr(RemoteOperators, name, _forward(name))
+    RemoteOperators.__bool__ = _has_bool  # type: ignore[attr-defined]
+
+
+_install_operators()
