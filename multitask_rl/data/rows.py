@@ -134,6 +134,13 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
         spec.dataset_config,
         where=f"{spec.source}: tasks.{spec.name}.dataset_config",
     )
+    kept_apart = tuple(getattr(task, "evaluation_splits", ()))
+    if spec.split in kept_apart and not spec.evaluation_only:
+        raise DataError(
+            f"{spec.source or 'tasks'}: task {spec.name!r} asks to train on split {spec.split!r} of {name!r}, "
+            f"which is kept for evaluation ({', '.join(kept_apart)}); train on another split, or set "
+            "evaluation_only: true"
+        )
     splits: dict[str, Rows] = {}
     for split in [spec.eval_split] if spec.eval_split else EVAL_SPLITS:
         if split != spec.split and (rows := task.rows(split)):

@@ -213,7 +213,7 @@ def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(
         (
             {"model": ModelConfig(name_or_path="no/such/dir")},
             ConfigError,
-            "neither a directory on this machine",
+            "no directory on this machine",
         ),
         ({"output_dir": "/proc/version/out"}, ConfigError, "cannot be written"),
         ({"device_map": {"actor": "cuda:7"}}, ConfigError, "cuda:7"),

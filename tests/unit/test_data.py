@@ -364,3 +364,20 @@ def test_dataloader_refuses_what_does_not_fit(tmp_path: Path) -> None:
         get_dataloader(path, batch_size=0)
     with pytest.raises(DataError, match=r"100 rows .* no 'task'"):
         get_dataloader(write_jsonl(tmp_path / "untagged.jsonl", ROWS))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "settings"),
+    [("gsm8k", {"split": "test"}), ("humaneval", {"split": "test", "evaluation_only": False})],
+)
+def test_the_test_rows_of_a_benchmark_can_never_be_drawn_for_training(plugin, settings, tmp_path):
+    row = {"id": 1, "prompt": "p", "reference": "1", "split": "test", "tests": ["assert f() == 1"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"entry_point": "f", "task": plugin}) + "\n")
+    spec = TaskSpec(
+        name="t",
+        dataset=f"plugin:{plugin}",
+        dataset_config={"source": str(tmp_path / "rows.jsonl")},
+        **settings,
+    )
+    with pytest.raises(DataError, match="kept for evaluation"):
+        load_rows(spec, "train")
