@@ -137,7 +137,7 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
     kept_apart = tuple(getattr(task, "evaluation_splits", ()))
     if spec.split in kept_apart and not spec.evaluation_only:
         raise DataError(
-            f"{spec.source or 'tasks'}: task {spec.name!r} asks to train on split {spec.split!r} of {name!r}, "
+            f"{spec.source or 'tasks'}: task {spec.name!r} would train on split {spec.split!r} of {name!r}, "
             f"which is kept for evaluation ({', '.join(kept_apart)}); train on another split, or set "
             "evaluation_only: true"
         )
