@@ -30,6 +30,7 @@ __all__ = [
     "TestResult",
     "UnittestTask",
     "Verdict",
+    "exported_names",
     "imported_modules",
 ]
 
@@ -156,7 +157,7 @@ class AssertsTask:
     @property
     def exported(self) -> tuple[str, ...]:
         """Names the tests take from the program, the entry point first."""
-        return _exported(self.entry_point, self.exports, [self.setup, *self.asserts])
+        return exported_names(self.entry_point, self.exports, [self.setup, *self.asserts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +187,7 @@ class UnittestTask:
     @property
     def exported(self) -> tuple[str, ...]:
         """Names the tests take from the program, the entry point first."""
-        return _exported(self.entry_point, self.exports, [self.test_code])
+        return exported_names(self.entry_point, self.exports, [self.test_code])
 
 
 Task = ScriptTask | StdioTask | AssertsTask | UnittestTask
@@ -316,7 +317,10 @@ def _check_names(entry_point: str, exports: Sequence[str] | None) -> None:
             raise ValueError(f"{name!r} is not a name a program can define")
 
 
-def _exported(entry_point: str, exports: Sequence[str] | None, sources: Sequence[str]) -> tuple[str, ...]:
+def exported_names(
+    entry_point: str, exports: Sequence[str] | None, sources: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the names that ``sources`` take from a program, the entry point first."""
     names = _free_names(sources) if exports is None else exports
     return tuple(dict.fromkeys([entry_point, *names]))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -15,8 +17,10 @@ from multitask_rl.sandbox.base import (
     TestResult,
     UnittestTask,
     Verdict,
+    exported_names,
     imported_modules,
 )
+from multitask_rl.sandbox.cell.codec import CodecError, Encoder
 
 __all__ = ["outcome_of", "to_job"]
 
@@ -34,11 +38,14 @@ def to_job(program: Program) -> tuple[dict[str, Any], list[bytes]]:
             for test in tests:
                 blobs += [_to_bytes(test.stdin), _to_bytes(test.stdout)]
         case AssertsTask() as task:
-            header.update(kind="asserts", num_tests=len(task.asserts))
-            header["judge"] = _judge(task, task.setup, list(task.asserts))
+            asserts = tuple(task.asserts)
+            header.update(kind="asserts", num_tests=len(asserts))
+            blobs.append(_judge_blob("asserts", task, task.setup, asserts))
+            if not task.setup.strip() and not task.allow_dunder:
+                header["literals"] = _literal_tests(task.entry_point, asserts)
         case UnittestTask() as task:
             header.update(kind="unittest", num_tests=_count_methods(task.test_code))
-            header["judge"] = _judge(task, "", [task.test_code])
+            blobs.append(_judge_blob("unittest", task, "", (task.test_code,)))
     return header, blobs
 
 
@@ -72,18 +79,73 @@ def _to_bytes(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
 
 
-def _judge(task: AssertsTask | UnittestTask, setup: str, tests: list[str]) -> dict[str, Any]:
-    return {
-        "kind": "unittest" if isinstance(task, UnittestTask) else "asserts",
-        "entry_point": task.entry_point,
-        "exports": list(task.exported),
-        "modules": imported_modules([setup, *tests], task.exported),
+def _judge_blob(kind: str, task: AssertsTask | UnittestTask, setup: str, tests: tuple[str, ...]) -> bytes:
+    exports = None if task.exports is None else tuple(task.exports)
+    return _judge_task(kind, task.entry_point, exports, setup, tests, task.allow_dunder)
+
+
+@functools.lru_cache(maxsize=1024)
+def _judge_task(
+    kind: str,
+    entry_point: str,
+    exports: tuple[str, ...] | None,
+    setup: str,
+    tests: tuple[str, ...],
+    allow_dunder: bool,
+) -> bytes:
+    """Return what the judge reads; remembered, since all answers to one prompt have the same tests."""
+    exported = exported_names(entry_point, exports, [setup, *tests])
+    task = {
+        "kind": kind,
+        "entry_point": entry_point,
+        "exports": exported,
+        "modules": imported_modules([setup, *tests], exported),
         "setup": setup,
         "tests": tests,
-        "allow_dunder": task.allow_dunder,
+        "allow_dunder": allow_dunder,
     }
+    return json.dumps(task).encode()
 
 
+@functools.lru_cache(maxsize=1024)
+def _literal_tests(entry_point: str, tests: tuple[str, ...]) -> list[list[Any]] | None:
+    """Return the tests as ``cell.literals`` wants them; None unless all are ``assert f(literals) == literal``."""
+    found = [_literal_test(entry_point, test) for test in tests]
+    return None if None in found else [test for test in found if test is not None]
+
+
+def _literal_test(entry_point: str, test: str) -> list[Any] | None:
+    match ast.parse(test.strip()).body:
+        case [
+            ast.Assert(
+                test=ast.Compare(
+                    left=ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords),
+                    ops=[ast.Eq() | ast.Is() as operator],
+                    comparators=[expected],
+                )
+            )
+        ] if name == entry_point:
+            try:
+                wanted = ast.literal_eval(expected)
+                if isinstance(operator, ast.Is) and not (wanted is None or isinstance(wanted, bool)):
+                    return None  # identity of other literals is the interpreter's choice
+                given = [ast.literal_eval(argument) for argument in arguments]
+                named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords}
+                if None in named:
+                    return None
+                encode = Encoder(_no_handle).encode
+                word = "is" if isinstance(operator, ast.Is) else "=="
+                return [name, encode(given), encode(named), word, encode(wanted)]
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                return None
+    return None
+
+
+def _no_handle(value: Any) -> tuple[str, Any]:
+    raise CodecError(f"{type(value).__name__} is no literal")
+
+
+@functools.lru_cache(maxsize=1024)
 def _count_methods(code: str) -> int:
     classes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ClassDef)]
     return sum(isinstance(m, ast.FunctionDef) and m.name.startswith("test") for c in classes for m in c.body)

@@ -6,6 +6,7 @@ kernel counted, what was written, and the judge's lines; nothing a program says 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from . import linux, verdicts
+from .channel import Channel
 from .frames import receive_frame, send_frame
 from .launch import Layout, become_nobody, launch
+from .literals import NeedsJudgeError, judge_literals
 from .verdicts import Execution
 from .wire import Exit, Mode, Spawn, pack_kill, pack_spawn, pack_variant, unpack_exit
 
@@ -29,6 +32,9 @@ _GRACE_S = 5.0
 _KEPT_OUTPUT = 1 << 16
 _JUDGE_EXTRA_S = 1
 _JUDGE_MEM_MB = 512
+_LAST_BREATH_S = 0.5
+_MAX_LINES = 1 << 24
+_NO_JUDGE = Exit(0, 0, 0.0, 0.0, 0, 0.0, False, "")
 _LOST_TIME_FACTOR = 1.5
 _F_ADD_SEALS, _ALL_SEALS = 1033, 15
 
@@ -147,39 +153,78 @@ class Monitor:
         ]
 
     def _run_function(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        source = blobs[0]
-        limits = job["limits"]
-        tests_text = json.dumps(job["judge"]).encode()
+        source, tests_text = blobs
         zygote = self._zygote_for(source + tests_text)
-        ours, theirs = socket.socketpair()
-        with _Memory(source) as code, _Memory(tests_text) as tests, _Memory() as results:
-            with _Memory() as stdout, _Memory() as stderr:
-                program = self._spawn(
-                    zygote, Mode.candidate, limits, len(source), [code, stdout, stderr, theirs.fileno()]
-                )
-                judge = self._spawn(
-                    zygote,
-                    Mode.judge,
-                    _judge_limits(limits),
-                    len(tests_text),
-                    [tests, ours.fileno(), results],
-                    has_output=False,
-                )
-                ours.close()
-                theirs.close()
-                judge_exit = self._wait(zygote, judge, limits["wall_s"] + _JUDGE_EXTRA_S)
-                program_died = program in zygote.exits
-                if not program_died:
-                    zygote.control.send(pack_kill(program))
-                program_exit = self._wait(zygote, program, limits["wall_s"])
-                execution = _collect(program_exit, stdout, stderr, limits)
-            lines = os.pread(results, 1 << 24, 0)
-        execution.is_killed_by_us = not program_died
+        with _Memory(source) as code:
+            lines, judge_exit, execution = b"", _NO_JUDGE, None
+            if job.get("literals"):
+                lines, execution = self._ask_literals(job, code, len(source), zygote)
+            if execution is None:
+                lines, judge_exit, execution = self._ask_judge(job, code, len(source), tests_text, zygote)
         verdict, message, outcomes = verdicts.of_function(job, lines, judge_exit, execution)
         return verdicts.result(verdict, message, outcomes, [execution]), [
             execution.stdout[:_KEPT_OUTPUT],
             execution.stderr[:_KEPT_OUTPUT],
         ]
+
+    def _ask_judge(
+        self, job: dict[str, Any], code: int, source_bytes: int, tests_text: bytes, zygote: _Zygote
+    ) -> tuple[bytes, Exit, Execution]:
+        """Let program and judge talk; return the judge's lines and both ends."""
+        limits = job["limits"]
+        ours, theirs = socket.socketpair()
+        with _Memory(tests_text) as tests, _Memory() as results, _Memory() as stdout, _Memory() as stderr:
+            descriptors = [code, stdout, stderr, theirs.fileno()]
+            program = self._spawn(zygote, Mode.candidate, limits, source_bytes, descriptors)
+            given = [tests, ours.fileno(), results]
+            judge_limits = _judge_limits(limits)
+            judge = self._spawn(zygote, Mode.judge, judge_limits, len(tests_text), given, has_output=False)
+            ours.close()
+            theirs.close()
+            judge_exit = self._wait(zygote, judge, judge_limits["wall_s"])
+            lines = os.pread(results, _MAX_LINES, 0)
+            execution = self._end(zygote, program, limits, stdout, stderr, is_gone=b'"gone"' in lines)
+        return lines, judge_exit, execution
+
+    def _ask_literals(
+        self, job: dict[str, Any], code: int, source_bytes: int, zygote: _Zygote
+    ) -> tuple[bytes, Execution | None]:
+        """Ask the program here; return lines as the judge's, and no execution when the judge is needed."""
+        limits = job["limits"]
+        ours, theirs = socket.socketpair()
+        with ours, _Memory() as stdout, _Memory() as stderr:
+            descriptors = [code, stdout, stderr, theirs.fileno()]
+            program = self._spawn(zygote, Mode.candidate, limits, source_bytes, descriptors)
+            theirs.close()
+            try:
+                lines = judge_literals(Channel(ours.fileno()), job["literals"])
+            except NeedsJudgeError:
+                self._end(zygote, program, limits, stdout, stderr, is_gone=False)
+                return b"", None
+            is_gone = lines[-1][:2] == ["load", "gone"]
+            execution = self._end(zygote, program, limits, stdout, stderr, is_gone=is_gone)
+        return b"".join(json.dumps(line).encode() + b"\n" for line in lines), execution
+
+    def _end(
+        self,
+        zygote: _Zygote,
+        program: int,
+        limits: dict[str, Any],
+        stdout: int,
+        stderr: int,
+        *,
+        is_gone: bool,
+    ) -> Execution:
+        """End a program whose tests are over; one that is gone is given a moment to end by itself."""
+        if is_gone and program not in zygote.exits:
+            with contextlib.suppress(TimeoutError):
+                self._receive_exit(zygote, _LAST_BREATH_S)
+        is_killed_by_us = program not in zygote.exits
+        if is_killed_by_us:
+            zygote.control.send(pack_kill(program))
+        execution = _collect(self._wait(zygote, program, limits["wall_s"]), stdout, stderr, limits)
+        execution.is_killed_by_us = is_killed_by_us
+        return execution
 
     def _execute(
         self, limits: dict[str, Any], code: int, source_bytes: int, stdin: bytes, zygote: _Zygote
@@ -239,14 +284,17 @@ class Monitor:
         """
         deadline = time.monotonic() + 2 * wall_s + _GRACE_S
         while identity not in zygote.exits:
-            zygote.control.settimeout(max(0.01, deadline - time.monotonic()))
-            data = zygote.control.recv(4096)
-            if not data:
-                raise EOFError("the zygote ended")
-            ended = unpack_exit(data)
-            zygote.exits[ended.identity] = ended
-        zygote.control.settimeout(_GRACE_S)
+            self._receive_exit(zygote, max(0.01, deadline - time.monotonic()))
         return zygote.exits.pop(identity)
+
+    def _receive_exit(self, zygote: _Zygote, patience_s: float) -> None:
+        zygote.control.settimeout(patience_s)
+        data = zygote.control.recv(4096)
+        zygote.control.settimeout(_GRACE_S)
+        if not data:
+            raise EOFError("the zygote ended")
+        ended = unpack_exit(data)
+        zygote.exits[ended.identity] = ended
 
     def _zygote_for(self, text: bytes) -> _Zygote:
         """Return the zygote that has the modules the text names; made when first needed."""

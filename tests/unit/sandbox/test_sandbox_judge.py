@@ -15,11 +15,11 @@ from multitask_rl.sandbox.jobs import to_job
 def judged(source, task):
     """Return the lines of the judge after the first, as (index, verdict, message)."""
     ours, theirs = socket.socketpair()
-    job, _ = to_job(Program(source=source, task=task))
+    _, (_, tests) = to_job(Program(source=source, task=task))
     results_read, results = os.pipe()
     program = threading.Thread(target=candidate.serve, args=(theirs.fileno(), source.encode()))
     program.start()
-    judge.judge(ours.fileno(), results, json.dumps(job["judge"]).encode())
+    judge.judge(ours.fileno(), results, tests)
     ours.close()
     program.join(timeout=10)
     theirs.close()

@@ -1,0 +1,88 @@
+"""Asserts of the simplest shape, ``assert f(literals) == literal``, judged without a second process.
+
+The monitor asks the program for the values and compares plain data itself. It has no limits of its own, so it
+decodes small answers only; for a larger one the whole task goes to the judge. The verdicts are the judge's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .channel import Channel, ChannelClosed
+from .codec import CodecError, Decoder
+
+__all__ = ["NeedsJudgeError", "judge_literals"]
+
+_MAX_ANSWER = 1 << 14
+_MESSAGE_LIMIT = 500
+
+
+class NeedsJudgeError(Exception):
+    """An answer too large to be looked at here."""
+
+
+class _Opaque:
+    """An object of the program: equal to nothing, not even by mistake."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("an object of the program may not judge itself")
+
+    __hash__ = object.__hash__
+
+
+def judge_literals(channel: Channel, tests: list[list[Any]]) -> list[list[Any]]:
+    """Return the lines the judge would write: the first says how loading went, then one per test.
+
+    Args:
+        channel: the program's process.
+        tests: each ``[entry_point, encoded arguments, encoded keywords, operator, encoded expectation]``.
+
+    Raises:
+        NeedsJudgeError: an answer is too large.
+    """
+    decoder = Decoder(lambda tag, content: _Opaque())
+    lines: list[list[Any]] = []
+    try:
+        lines.append(_load_line(_receive(channel, decoder)))
+        if lines[0][1] != "passed":
+            return lines
+        for index, (name, arguments, keywords, operator, expected) in enumerate(tests):
+            channel.send(json.dumps(["call", name, arguments, keywords]).encode())
+            answer = _receive(channel, decoder)
+            lines.append([index, *_verdict(answer, operator, decoder.loads(json.dumps(expected)))])
+    except (ChannelClosed, CodecError) as error:
+        lines.append(["load", "gone", str(error)])
+    return lines
+
+
+def _receive(channel: Channel, decoder: Decoder) -> Any:
+    data = channel.receive()
+    if len(data) > _MAX_ANSWER:
+        raise NeedsJudgeError
+    return decoder.loads(data)
+
+
+def _load_line(answer: Any) -> list[Any]:
+    match answer:
+        case ["ready"]:
+            return ["load", "passed", ""]
+        case ["compile", str(), str(name), str(message)]:
+            return ["load", "compile_error", f"{name}: {message}"[:_MESSAGE_LIMIT]]
+        case ["load", str(base), str(name), str(message)]:
+            verdict = "memory_limit" if base == "MemoryError" else "runtime_error"
+            return ["load", verdict, f"{name}: {message}"[:_MESSAGE_LIMIT]]
+    raise CodecError("it does not speak the protocol")
+
+
+def _verdict(answer: Any, operator: str, expected: Any) -> tuple[str, str]:
+    match answer:
+        case ["ok", value, list()]:
+            try:
+                is_right = value is expected if operator == "is" else bool(value == expected)
+            except Exception as error:  # noqa: BLE001 - the value is the program's; the judge would stop here too
+                return "runtime_error", f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT]
+            return ("passed", "") if is_right else ("failed", "AssertionError: ")
+        case ["error", str(), str(name), str(message)]:
+            return "runtime_error", f"{name}: {message}"[:_MESSAGE_LIMIT]
+    raise CodecError("it does not speak the protocol")
