@@ -109,7 +109,7 @@ def _judge_task(
 
 @functools.lru_cache(maxsize=1024)
 def _literal_tests(entry_point: str, tests: tuple[str, ...]) -> list[list[Any]] | None:
-    """Return the tests as ``cell.literals`` wants them; None unless all are ``assert f(literals) == literal``."""
+    """Return the tests as ``cell.literals`` takes them; None unless all are of its shape."""
     found = [_literal_test(entry_point, test) for test in tests]
     return None if None in found else [test for test in found if test is not None]
 
