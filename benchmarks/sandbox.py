@@ -247,6 +247,37 @@ def _report(cases: list[Case]) -> dict[str, dict[str, float]]:
     return table
 
 
+def _slow_down(rounds: int) -> None:
+    """Print how much a training step with torch takes longer while one worker is kept busy beside it."""
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
+    batch = torch.randn(64, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step_s() -> float:
+        started = time.perf_counter()
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return time.perf_counter() - started
+
+    alone: list[float] = []
+    beside: list[float] = []
+    with NamespaceSandbox(workers=1) as sandbox:
+        for _ in range(3 * rounds):
+            alone.append(min(step_s() for _ in range(5)))
+            futures = [sandbox.submit(Program(source=_TRIVIAL)) for _ in range(60)]
+            beside.append(min(step_s() for _ in range(5)))
+            for future in futures:
+                future.result()
+    middle = len(alone) // 2
+    ratio = sorted(beside)[middle] / sorted(alone)[middle] - 1
+    print(f"training step beside a busy sandbox: {100 * ratio:+.1f}% (median)")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -263,6 +294,8 @@ def main() -> None:
             for case in chosen:
                 case.measure(arguments.seconds)
         table = _report(chosen)
+    if not arguments.only:
+        _slow_down(arguments.rounds)
     if arguments.json_file is not None:
         arguments.json_file.write_text(json.dumps(table, indent=1))
 

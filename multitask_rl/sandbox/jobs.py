@@ -10,6 +10,7 @@ from typing import Any
 
 from multitask_rl.sandbox.base import (
     AssertsTask,
+    Limits,
     Outcome,
     Program,
     ScriptTask,
@@ -27,7 +28,7 @@ __all__ = ["outcome_of", "to_job"]
 
 def to_job(program: Program) -> tuple[dict[str, Any], list[bytes]]:
     """Return header and byte strings of the message that runs ``program``."""
-    header: dict[str, Any] = {"limits": asdict(program.limits)}
+    header: dict[str, Any] = {"limits": _limits(program.limits)}
     blobs = [_to_bytes(program.source)]
     match program.task:
         case ScriptTask(stdin=stdin):
@@ -73,6 +74,11 @@ def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int, retries:
         worker=worker,
         retries=retries,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _limits(limits: Limits) -> dict[str, Any]:
+    return asdict(limits)
 
 
 def _to_bytes(text: str | bytes) -> bytes:
