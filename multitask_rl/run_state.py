@@ -74,17 +74,23 @@ class RunStore:
             reference.save_pretrained(directory, safe_serialization=True)
         return reference
 
-    def resume(self, trainer: Trainer) -> str | None:
-        """Restore the checkpoint found, if any; return the trackers' identity in it."""
+    def resume(self, trainer: Trainer, *, track: bool = True) -> str | None:
+        """Restore the checkpoint found, if any; return the trackers' identity in it.
+
+        Args:
+            trainer: what is restored.
+            track: the run goes on: what it recorded after the checkpoint is cut off.
+        """
         if self._found is None:
             return None
         restore(trainer, self._found)
         if trainer.guard is not None and self._found.state["guard"]:
-            trainer.guard.load_state_dict(self._found.state["guard"])
+            trainer.guard.load_state_dict(self._found.state["guard"], _renames(trainer))
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
         run_id = self._found.state["run_id"]
         self._found = None
-        cut_after_step(self._output_dir / "evaluations.jsonl", trainer.step)
+        if track:
+            cut_after_step(self._output_dir / "evaluations.jsonl", trainer.step)
         return None if run_id is None else str(run_id)
 
     def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:
@@ -114,7 +120,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     those that are gone are dropped.
     """
     state, tensors = checkpoint.state, checkpoint.tensors
-    names = {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
+    names = _renames(trainer)
     trainer.actor.load_weights(checkpoint.actor_dir)
     prefix = "critic/"
     critic = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -131,6 +137,11 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.scheduler.load_state_dict(state["scheduler"], names)
     trainer.restore_counters(state["counters"])
     _restore_random(state["random"], tensors)
+
+
+def _renames(trainer: Trainer) -> dict[str, str]:
+    """Former name -> name of the tasks that were renamed."""
+    return {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

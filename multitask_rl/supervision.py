@@ -34,7 +34,8 @@ class Supervisor:
         self._trainer = trainer
         self._guard = guard
         self._evaluator = evaluator
-        self._num_confirmations = 0
+        self.num_confirmations = 0
+        """Confirmations since the start; each samples with seeds of its own, also after a rollback."""
         self.evaluated_at = -1
         """Step of the last evaluation."""
         self.saved_at = -1
@@ -116,8 +117,8 @@ class Supervisor:
         judged-good checkpoint both are the weights as they are: nothing can be confirmed.
         """
         trainer = self._trainer
-        self._num_confirmations += 1
-        purpose = f"confirmation/{trainer.step}/{self._num_confirmations}"
+        self.num_confirmations += 1
+        purpose = f"confirmation/{trainer.step}/{self.num_confirmations}"
 
         def evaluate() -> TaskEvaluation:
             return self._evaluator.evaluate(trainer.step, tasks=[task], purpose=purpose)[task]
@@ -147,6 +148,7 @@ class Supervisor:
             )
             trainer.note([Event(step=trainer.step, source="guard", kind="warn", reason=reason)])
             return False
+        num_confirmations = self.num_confirmations
         cursors = {n: run.stream.state_dict() for n, run in trainer.runs.items() if run.stream is not None}
         restore(trainer, trainer.store.checkpoints.load(trainer.store.checkpoints.path(target.step)))
         if decision.adjustments.skip_data:
@@ -156,6 +158,7 @@ class Supervisor:
                     stream.load_state_dict(cursor)
         trainer.store.checkpoints.forget_after(target.step)
         self.evaluated_at = self.saved_at = target.step
+        self.num_confirmations = num_confirmations
         trainer.push_weights()
         trainer.note(guard.rolled_back(target, step=target.step))
         return True

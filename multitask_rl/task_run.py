@@ -54,6 +54,7 @@ class TaskRun:
         return {
             "algorithm": self.algorithm.state_dict(),
             "kl": self.kl.state_dict(),
+            "kl_reported": self.kl_reported,
             "multiplier": self.multiplier.state_dict() if self.multiplier else None,
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
@@ -63,6 +64,7 @@ class TaskRun:
         """Restore ``state_dict``; parts the task had not then start fresh."""
         self.algorithm.load_state_dict(state["algorithm"])
         self.kl.load_state_dict(state["kl"])
+        self.kl_reported = state.get("kl_reported", self.kl_reported)
         if self.multiplier and state["multiplier"]:
             self.multiplier.load_state_dict(state["multiplier"])
         if self.stream and state["stream"]:

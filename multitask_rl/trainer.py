@@ -7,19 +7,20 @@ Everything the loop decides comes from objects whose state is data, so a checkpo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from multitask_rl.assembly import build_guard, build_scheduler, build_scorer, engine_factory
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import GuardStop, TrainingError
+from multitask_rl.errors import GuardStop, MultitaskRLError, TrainingError
 from multitask_rl.evaluation import Evaluator
 from multitask_rl.flow import DataFlow, Stage
 from multitask_rl.guard.safety_guard import SafetyGuard
@@ -40,7 +41,7 @@ from multitask_rl.training.optimizer import schedule_factor
 from multitask_rl.training.runner import ModelRunner
 
 if TYPE_CHECKING:
-    from multitask_rl.data import TaskDataLoader
+    from multitask_rl.data import PromptStream, TaskDataLoader
 
 __all__ = ["Trainer"]
 
@@ -80,7 +81,8 @@ class Trainer:
         self._prepare(plan_run(config, dataloader))
         if dataloader is not None and dataloader.given_weights:
             self.scheduler = build_scheduler(config, dataloader.weights)
-        self._take(actor, critic)
+        with self._closing_on_error():
+            self._take(actor, critic)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Trainer:
@@ -89,12 +91,8 @@ class Trainer:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         trainer._prepare(plan_run(config))
-        try:
-            actor = load_actor(config.model, trainer.plan.devices.get("actor", ""))
-            trainer._take(actor, None)
-        except BaseException:
-            trainer.scorer.close()
-            raise
+        with trainer._closing_on_error():
+            trainer._take(load_actor(config.model, trainer.plan.devices.get("actor", "")), None)
         return trainer
 
     def _prepare(self, plan: RunPlan) -> None:
@@ -104,7 +102,9 @@ class Trainer:
         self.guard = build_guard(plan.config)
         self._bind_controllers()
         self.scorer = build_scorer(plan)
-        self.scorer.start()
+        self._engine: Any = None
+        with self._closing_on_error():
+            self.scorer.start()
         self.step = 0
         self.history: list[tuple[int, dict[str, TaskEvaluation]]] = []
         self.events: list[Event] = []
@@ -179,6 +179,7 @@ class Trainer:
         self._open()
         first = self.step
         if first >= self.config.max_steps:
+            self._close("finished")
             raise TrainingError(
                 f"the run in {self.config.output_dir} already made its {first} steps; raise max_steps to go "
                 "on, or choose another output_dir for a new run"
@@ -213,8 +214,9 @@ class Trainer:
         began = time.perf_counter()
         self.flow.seconds.clear()
         weights = self.scheduler.weights()
-        quotas = self.scheduler.quotas(self.config.batch.prompts_per_step, self.step)
-        drawn, kept = self._refill.collect(quotas, self._experience)
+        with self._keeping_what_was_learnt():
+            quotas = self.scheduler.quotas(self.config.batch.prompts_per_step, self.step)
+            drawn, kept = self._refill.collect(quotas, self._experience)
         credited = self.flow(kept, start="advantages")
         report = StepReport(step=self.step, quotas=quotas, drawn=drawn, kept=kept)
         per_task = self._learn(credited, report)
@@ -226,6 +228,28 @@ class Trainer:
         self.trackers.log_metrics(step_numbers(report, stats, self.runs), self.step)
         self.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
         return report
+
+    @contextlib.contextmanager
+    def _keeping_what_was_learnt(self) -> Iterator[None]:
+        """If sampling or scoring fails or is interrupted, save the state as it was before the step."""
+        scheduler = self.scheduler.state_dict()
+        cursors = {n: (s.state_dict(), self.runs[n].num_overlong) for n, s in self._streams().items()}
+        try:
+            yield
+        except BaseException:
+            self.scheduler.load_state_dict(scheduler)
+            for name, stream in self._streams().items():
+                cursor, self.runs[name].num_overlong = cursors[name]
+                stream.load_state_dict(cursor)
+            try:
+                if self._supervisor.saved_at != self.step:
+                    self._supervisor.save(None)
+            except MultitaskRLError as error:
+                logger.error("the run fails and its last checkpoint cannot be written: %s", error)
+            raise
+
+    def _streams(self) -> dict[str, PromptStream]:
+        return {n: run.stream for n, run in self.runs.items() if run.stream is not None}
 
     def _experience(self, counts: Mapping[str, int]) -> list[Scored]:
         """Draw prompts and pass them through the flow up to their scores."""
@@ -281,6 +305,8 @@ class Trainer:
             "step": self.step,
             "policy_version": self.actor.policy_version,
             "evaluated_at": self._supervisor.evaluated_at,
+            "num_confirmations": self._supervisor.num_confirmations,
+            "bad_updates": self.learner.bad_updates,
         }
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
@@ -288,6 +314,8 @@ class Trainer:
         self.step = self._supervisor.saved_at = counters["step"]
         self.actor.policy_version = counters["policy_version"]
         self._supervisor.evaluated_at = counters["evaluated_at"]
+        self._supervisor.num_confirmations = counters.get("num_confirmations", 0)
+        self.learner.bad_updates = counters.get("bad_updates", 0)
 
     @property
     def run_id(self) -> str | None:
@@ -301,8 +329,11 @@ class Trainer:
         if self._is_open:
             return
         self._is_open = True
+        with self._closing_on_error():
+            self._build(track=track)
+
+    def _build(self, *, track: bool) -> None:
         config, plan = self.config, self.plan
-        torch.manual_seed(config.seed)
         torch.manual_seed(config.seed)
         self._bind_controllers(self.scorer.reward_ranges())
         self.store = RunStore(plan.output_dir, config.checkpoint)
@@ -319,16 +350,10 @@ class Trainer:
         )
         self.flow = self._build_flow()
         self._refill = Refill(self.runs, config.batch.refill_rounds)
-        self._evaluator = Evaluator(
-            self.actor,
-            self._engine,
-            self.scorer,
-            self.runs,
-            seed=config.seed,
-            temperature=config.eval.temperature,
-        )
+        parts = (self.actor, self._engine, self.scorer, self.runs)
+        self._evaluator = Evaluator(*parts, seed=config.seed, temperature=config.eval.temperature)
         self._supervisor = Supervisor(self, self.guard, self._evaluator)
-        run_id = self.store.resume(self)
+        run_id = self.store.resume(self, track=track)
         self.push_weights()
         self._open_trackers(run_id, track=track)
 
@@ -354,7 +379,19 @@ class Trainer:
             logger.info("%s", self.plan.describe())
 
     def _close(self, status: str) -> None:
-        self.trackers.finish(status)
-        self.flow.close()
-        self._engine.close()
-        self.scorer.close()
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self.scorer.close)
+            last_first.callback(self._engine.close)
+            last_first.callback(self.flow.close)
+            last_first.callback(self.trackers.finish, status)
+
+    @contextlib.contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """End the reward workers and the engine, if any, when opening fails: nobody else would."""
+        try:
+            yield
+        except BaseException:
+            self.scorer.close()
+            if self._engine is not None:
+                self._engine.close()
+            raise

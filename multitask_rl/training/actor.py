@@ -79,6 +79,24 @@ class Actor:
         return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
 
     @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Put the model into the mode of an update: as it samples, but with gradient checkpointing.
+
+        Dropout stays off, for the update must see the distribution that was sampled (many architectures,
+        GPT-2 among them, come with dropout on); the adapters' own dropout is on where it was asked for.
+        """
+        self.model.eval()
+        layers = [m for m in self.model.modules() if getattr(m, "gradient_checkpointing", False)]
+        dropouts = [m for n, m in self.model.named_modules() if n.rpartition(".")[0].endswith("lora_dropout")]
+        for module in (*layers, *dropouts):
+            # the module alone: ``train()`` would switch on the dropout inside it
+            module.training = True
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    @contextlib.contextmanager
     def reference_policy(self, reference: PreTrainedModel | None) -> Iterator[PreTrainedModel]:
         """Yield the model that scores the reference: ``reference``, or this one with adapters off."""
         if reference is not None:

@@ -44,8 +44,7 @@ class Critic(nn.Module):
 
             self.trunk = copy.deepcopy(actor.model).to(self.device).requires_grad_(True)
         for task in tasks:
-            # ModuleDict keys may hold no dot and must not shadow its methods
-            key = self._keys.setdefault(task, f"task_{task.replace('.', '_dot_')}")
+            key = self._keys.setdefault(task, _key(task))
             if key not in self.heads:
                 head = nn.Linear(actor.hidden_size, 1, dtype=torch.float32)
                 nn.init.zeros_(head.weight)
@@ -75,13 +74,16 @@ class Critic(nn.Module):
         return values
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps."""
-        return {name: value.detach() for name, value in self.state_dict().items()}
+        """Return what a checkpoint keeps; of tied weights of the trunk one name."""
+        kept: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
+        for name, value in self.state_dict().items():
+            kept.setdefault((value.data_ptr(), value.shape), (name, value.detach()))
+        return dict(kept.values())
 
     def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``tensors``; heads of tasks that are new keep their start, ``renamed`` maps old to new."""
         own = self.state_dict()
-        renames = {f"heads.task_{old}.": f"heads.task_{new}." for old, new in (renamed or {}).items()}
+        renames = {f"heads.{_key(old)}.": f"heads.{_key(new)}." for old, new in (renamed or {}).items()}
         with torch.no_grad():
             for name, value in tensors.items():
                 target = name
@@ -90,3 +92,8 @@ class Critic(nn.Module):
                         target = new + name[len(old) :]
                 if target in own:
                     own[target].copy_(value)
+
+
+def _key(task: str) -> str:
+    """Name of a task's head: ``ModuleDict`` keys may hold no dot and must not shadow its methods."""
+    return f"task_{task.replace('.', '_dot_')}"

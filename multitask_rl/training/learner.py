@@ -55,7 +55,8 @@ class Learner:
         self.optimizer = ActorCriticOptimizer(
             runner.actor.trainable_parameters(), critic, config.optimizer, config.critic
         )
-        self._bad_updates = 0
+        self.bad_updates = 0
+        """Updates in a row that were not applied; part of the checkpoint."""
 
     def update(
         self,
@@ -79,18 +80,17 @@ class Learner:
         report = UpdateReport()
         means = TokenMeans()
         norms: list[dict[str, float]] = []
-        self._runner.actor.model.train()
-        for epoch in range(self._config.batch.num_epochs):
-            for minibatch in self._minibatches(credited, step, epoch):
-                applied = self._apply(minibatch, shares, learning_rate_factor, means)
-                if applied is None:
-                    report.num_skipped_updates += 1
-                    self._count_bad_update()
-                else:
-                    self._bad_updates = 0
-                    norms.append(applied)
-        self._runner.actor.model.eval()
-        for key in ("grad_norm", "critic_grad_norm"):
+        with self._runner.actor.learning():
+            for epoch in range(self._config.batch.num_epochs):
+                for minibatch in self._minibatches(credited, step, epoch):
+                    applied = self._apply(minibatch, shares, learning_rate_factor, means)
+                    if applied is None:
+                        report.num_skipped_updates += 1
+                        self._count_bad_update()
+                    else:
+                        self.bad_updates = 0
+                        norms.append(applied)
+        for key in ("loss", "grad_norm", "critic_grad_norm"):
             found = [n[key] for n in norms if key in n]
             if found:
                 report.metrics[key] = sum(found) / len(found)
@@ -127,11 +127,14 @@ class Learner:
         self.optimizer.zero_grad()
         batches = self._runner.cut([c.sample for c, _ in active])
         means.add_padding(padding_share(batches), sum(b.input_ids.numel() for b in batches))
+        total = 0.0
         for batch in batches:
             loss = self._loss(batch.to(self._runner.actor.device), active, means)
+            total += float(loss.detach())
             if loss.requires_grad:
                 torch.autograd.backward(loss)
-        return self.optimizer.step(factor)
+        norms = self.optimizer.step(factor)
+        return None if norms is None else {"loss": total, **norms}
 
     def _token_weights(self, minibatch: list[CreditedSample], shares: Mapping[str, float]) -> list[float]:
         """Return the factor of each sample's token losses: share * loss_weight / denominator."""
@@ -209,10 +212,10 @@ class Learner:
         )
 
     def _count_bad_update(self) -> None:
-        self._bad_updates += 1
-        if self._bad_updates >= MAX_BAD_UPDATES:
+        self.bad_updates += 1
+        if self.bad_updates >= MAX_BAD_UPDATES:
             raise TrainingError(
-                f"the gradient was not finite {self._bad_updates} updates in a row (none was applied); lower "
+                f"the gradient was not finite {self.bad_updates} updates in a row (none was applied); lower "
                 "optimizer.learning_rate, or look for rewards without bounds in metrics.jsonl. The last "
                 "checkpoint is intact."
             )

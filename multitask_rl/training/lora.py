@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.run import LoraConfig
 from multitask_rl.errors import MissingExtraError
+from multitask_rl.seeding import derive_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,12 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(model, settings)
+    import torch
+
+    # adapters start at random: the same ones in every run, whatever was drawn before
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(0, "lora"))
+        return peft.get_peft_model(model, settings)
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor]:
