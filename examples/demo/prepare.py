@@ -27,12 +27,12 @@ from multitask_rl_tasks.suite.warm_start import save_actor
 
 __all__ = ["Prepared", "prepare"]
 
-QUANTILES = 3
+QUANTILES = 5
 """Reward levels of the ``code`` task, as in ``tasks.yaml``."""
 ACTOR = WarmStartSettings(
     tasks={
         "arithmetic": WarmTask(share=3.0, corruption=0.5),
-        "code": WarmTask(share=2.5, corruption=0.6, control_levels=QUANTILES, control_signal=0.35),
+        "code": WarmTask(share=2.5, corruption=0.7, control_levels=QUANTILES, control_signal=0.5),
         "preference": WarmTask(share=0.4, corruption=0.0),
         "safe": WarmTask(share=1.0, corruption=0.35),
     },

@@ -23,8 +23,8 @@ Split = Literal["train", "heldout"]
 HELD_OUT_BUCKETS = 51
 """Of 256: one prompt in five is held out."""
 
-MAX_DRAWS_PER_ROW = 400
-"""A task whose prompts run out is an error, not an endless loop."""
+MAX_FRUITLESS_DRAWS = 3000
+"""Draws in a row without a new prompt after which a task counts as exhausted: no endless loop."""
 
 
 class SuiteTask(ABC):
@@ -75,14 +75,16 @@ def build_rows(task: SuiteTask, *, seed: int, split: Split, num_rows: int) -> li
         DataError: the split has fewer different prompts than asked for.
     """
     rows: dict[str, Row] = {}
-    for draws, row in enumerate(iterate_rows(task, seed=seed, split=split)):
+    fruitless = 0
+    for row in iterate_rows(task, seed=seed, split=split):
         if len(rows) == num_rows:
             break
-        if draws >= MAX_DRAWS_PER_ROW * num_rows:
+        if fruitless == MAX_FRUITLESS_DRAWS:
             raise DataError(
-                f"task {task.name!r} of the suite has no {num_rows} different prompts in its {split} split "
-                f"({len(rows)} found in {draws} draws); ask for fewer rows"
+                f"task {task.name!r} of the suite has no {num_rows} different prompts in its {split} split: "
+                f"{len(rows)} found, none new in {fruitless} draws; ask for fewer rows"
             )
+        fruitless = fruitless + 1 if row["prompt"] in rows else 0
         rows.setdefault(row["prompt"], row)
     return list(rows.values())
 

@@ -100,7 +100,7 @@ def warm_start(settings: WarmStartSettings) -> tuple[Any, Any, dict[str, Any]]:
             group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
         logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
