@@ -16,11 +16,15 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights, load_tasks
 from multitask_rl.config.template import parse_template
 from multitask_rl.data import load_rows, row_id
+from multitask_rl.data.readers import GeneratedRows
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.scoring.adapt import PluginSource, find_plugin
 
 __all__ = ["main"]
+
+_SHOWN = 4
+"""Rows looked at of a generator, whose rows all have the same columns."""
 
 
 def main(arguments: list[str]) -> int:
@@ -95,7 +99,7 @@ def _check_data(spec: TaskSpec, needs: set[str]) -> str:
     for split in ["eval"] if spec.evaluation_only else list(counts):
         rows = load_rows(spec, split)
         counts[split] = len(rows)
-        for row in rows:
+        for row in rows[:_SHOWN] if isinstance(rows, GeneratedRows) else rows:
             missing = sorted(column for column in columns if row.get(column) is None)
             if missing:
                 raise DataError(

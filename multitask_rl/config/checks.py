@@ -12,12 +12,13 @@ from multitask_rl.config.build import suggest
 from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.task import ConstraintSpec, TaskSpec
 from multitask_rl.config.template import parse_template
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.plugins import list_plugins
 
 __all__ = [
     "DATA_SUFFIXES",
     "FOREIGN_PREFIXES",
+    "GENERATOR_PREFIX",
     "check_entry_point",
     "check_task",
     "check_tasks",
@@ -28,6 +29,8 @@ RESERVED_NAMES = ("all", "macro", "worst", "global")
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")
 """Reward functions of other libraries; ``scoring.adapt`` reads what follows the prefix."""
+GENERATOR_PREFIX = "reasoning_gym:"
+"""Data sets that a program makes, with their own verifier."""
 CONSTRAINT_MODES = ("reject", "penalty", "lagrangian")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -90,8 +93,8 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         _check_dataset(where.at(key), getattr(spec, key))
     if need_data and not spec.dataset:
         raise ConfigError(
-            f"{where.at('dataset')}: task {spec.name!r} has no data set; give a path, a Hugging Face id or "
-            f"plugin:<task>, or pass a dataloader in Python"
+            f"{where.at('dataset')}: task {spec.name!r} has no data set; give a path, a Hugging Face id, "
+            f"plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python"
         )
 
 
@@ -208,6 +211,12 @@ def _check_dataset(where: Where, dataset: str) -> None:
         return
     if dataset.startswith("plugin:"):
         check_entry_point(where, "multitask_rl.tasks", dataset.removeprefix("plugin:"))
+    elif dataset.startswith(GENERATOR_PREFIX):
+        if not _is_installed("reasoning_gym"):
+            raise MissingExtraError(
+                f"{where}: {dataset!r} needs the package reasoning-gym: "
+                "pip install 'multitask-rl[reasoning-gym]'"
+            )
     elif is_data_path(dataset):
         if not Path(dataset).expanduser().is_file():
             beside = Path(where.file).parent if where.line > 0 else Path()
@@ -220,8 +229,15 @@ def _check_dataset(where: Where, dataset: str) -> None:
     elif not _HUB_ID.fullmatch(dataset):
         raise ConfigError(
             f"{where}: {dataset!r} is neither a path ({', '.join(DATA_SUFFIXES)}), a Hugging Face id "
-            f"(owner/name) nor plugin:<task>"
+            f"(owner/name), plugin:<task> nor reasoning_gym:<generator>"
         )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # blocked: sys.modules holds None
+        return False
 
 
 def _one_of(where: Where, value: str, allowed: tuple[str, ...]) -> None:

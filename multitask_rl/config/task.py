@@ -75,10 +75,11 @@ class TaskSpec:
     type: str = "grpo"
     """Algorithm: an entry point of ``multitask_rl.algorithms``."""
     dataset: str = ""
-    """Path (.jsonl, .jsonl.gz, .json, .parquet), Hugging Face id, ``plugin:<task plugin>``; empty = given in
-    Python."""
+    """Path (.jsonl, .jsonl.gz, .json, .parquet), Hugging Face id, ``plugin:<task plugin>``,
+    ``reasoning_gym:<generator>``; empty = given in Python."""
     dataset_config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the task plugin's ``Config``, or keywords of ``datasets.load_dataset`` (Hugging Face id)."""
+    """Keys of the task plugin's ``Config``, keywords of ``datasets.load_dataset`` (Hugging Face id), or the
+    generator's keys and ``size`` (reasoning-gym)."""
     split: str = "train"
     """Split to train on; rows with another ``split`` column are left out."""
     eval_dataset: str = ""

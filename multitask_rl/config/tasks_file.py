@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from multitask_rl.config.build import build_dataclass, check_keys, suggest
-from multitask_rl.config.checks import check_entry_point, check_task, check_tasks
+from multitask_rl.config.checks import GENERATOR_PREFIX, check_entry_point, check_task, check_tasks
 from multitask_rl.config.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
@@ -32,6 +32,7 @@ _SHORT_FORMS = {
     "reward_model": ("reward_config", "rewards"),
     "constraint_model": ("constraint_config", "constraints"),
 }
+_ANSWER_IN_TAGS = "{question}\n\nGive the final answer between <answer> and </answer>."
 _SPEC_KEYS = {f for f in TaskSpec.__dataclass_fields__ if f not in ("name", "source", "sampling_keys")}
 _TASK_KEYS = _SPEC_KEYS | {"reward_model", "reward_config", "constraint_model", "constraint_config"}
 _DEFINING = {"type", "dataset", "rewards", "reward_model", "constraints", "constraint_model"}
@@ -211,6 +212,8 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
 def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> Mapping[str, Any]:
     """Put the task plugin's own settings under the keys the file gives."""
     dataset = raw.get("dataset")
+    if isinstance(dataset, str) and dataset.startswith(GENERATOR_PREFIX):
+        return _with_verifier(raw, dataset)
     if not isinstance(dataset, str) or not dataset.startswith("plugin:"):
         return raw
     name = dataset.removeprefix("plugin:")
@@ -219,6 +222,17 @@ def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> Mapping[str, 
     task = build_plugin(load_plugin(TASKS, name, expects=["settings", "rows"]), config, where=str(where))
     given = {long for short, (_, long) in _SHORT_FORMS.items() if short in raw}
     return {**{k: v for k, v in task.settings().items() if k not in given}, **raw}
+
+
+def _with_verifier(raw: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:
+    """Let a generator's own verifier judge, where the task names no reward, and say where it looks."""
+    values = dict(raw)
+    if not {"rewards", "reward_model"} & set(raw):
+        config = raw.get("dataset_config") or {}
+        own = {k: v for k, v in config.items() if k not in ("size", "seed")} if config else {}
+        values["rewards"] = [{"plugin": dataset, "config": {"dataset": own}}]
+        values.setdefault("prompt", _ANSWER_IN_TAGS)
+    return values
 
 
 def _expand_short_forms(raw: Mapping[str, Any], where: Where) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, overload
 
 from multitask_rl.errors import DataError
 
-__all__ = ["Row", "RowView", "Rows", "read_dataset_dict", "read_file"]
+__all__ = ["GeneratedRows", "Row", "RowView", "Rows", "read_dataset_dict", "read_file"]
 
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
@@ -50,6 +50,10 @@ class RowView(_Lazy):
     def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
         chosen = array("Q", indices)
         super().__init__(len(chosen), lambda i: rows[chosen[i]])
+
+
+class GeneratedRows(_Lazy):
+    """Rows that a program makes: all have the same columns, and making one may be slow."""
 
 
 def read_file(path: str | Path) -> Rows:

@@ -12,9 +12,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from multitask_rl.config.checks import is_data_path
+from multitask_rl.config.checks import GENERATOR_PREFIX, is_data_path
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import Row, Rows, RowView, read_dataset_dict, read_file
+from multitask_rl.data.reasoning_gym import generate_rows
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
@@ -108,6 +109,8 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
     """Return the task's rows by split."""
     if dataset.startswith("plugin:"):
         return _read_plugin(spec, dataset.removeprefix("plugin:"))
+    if dataset.startswith(GENERATOR_PREFIX):
+        return generate_rows(spec, dataset.removeprefix(GENERATOR_PREFIX))
     if not is_data_path(dataset):
         whole = read_dataset_dict(dataset, spec.dataset_config)
     else:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multitask_rl.config.build import suggest
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import MissingExtraError, PluginError
+from multitask_rl.data.reasoning_gym import create_generator, entry_of
 from multitask_rl.records import Rollout
 from multitask_rl.scoring.foreign.base import ForeignReward
 
@@ -35,20 +33,7 @@ class ReasoningGymReward(ForeignReward):
     def __init__(self, config: ReasoningGymReward.Config) -> None:
         super().__init__()
         self.config = config
-        try:
-            library = importlib.import_module("reasoning_gym")
-        except ImportError as error:
-            raise MissingExtraError(
-                f"{self.where}: 'reasoning_gym:{self.target}' needs the package reasoning-gym: "
-                "pip install reasoning-gym"
-            ) from error
-        known = library.factory.DATASETS
-        if self.target not in known:
-            raise PluginError(
-                f"{self.where}: unknown reasoning-gym data set {self.target!r}{suggest(self.target, known)} "
-                f"({len(known)} are installed)"
-            )
-        self._dataset = library.create_dataset(self.target, **{"size": 1, "seed": 0, **config.dataset})
+        self._dataset = create_generator(self.target, {"size": 1, "seed": 0, **config.dataset}, self.where)
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Any]:
         """Return the verifier's score in [0, 1] per rollout."""
@@ -56,7 +41,7 @@ class ReasoningGymReward(ForeignReward):
 
     def _one(self, rollout: Rollout) -> float:
         answer = _last_tag(rollout.response, self.config.answer_tag)
-        return float(self._dataset.score_answer(answer=answer.strip() or None, entry=dict(rollout.row)))
+        return float(self._dataset.score_answer(answer=answer.strip() or None, entry=entry_of(rollout.row)))
 
 
 def _last_tag(text: str, tag: str) -> str:

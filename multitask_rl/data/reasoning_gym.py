@@ -1,0 +1,139 @@
+"""Rows of reasoning-gym generators: ``dataset: reasoning_gym:<name>``, prompts and verifier in one line.
+
+Training rows and evaluation rows are made from seeds derived apart, so that neither is a shift of the other;
+neither depends on the run's seed, so that numbers of different runs compare. A small generator can draw one
+question on both sides (there are few ways to flip two coins): what is asked twice is not known beforehand.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from multitask_rl.config.build import build_dataclass, suggest
+from multitask_rl.config.checks import GENERATOR_PREFIX
+from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.data.readers import GeneratedRows, Row, Rows
+from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
+from multitask_rl.seeding import derive_seed
+
+__all__ = ["create_generator", "entry_of", "generate_rows"]
+
+_SIZE = 1000
+_LITERAL = "metadata_literal"
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Makes row ``index`` of one split."""
+
+    name: str
+    split: str
+    generator: Any
+
+    def __call__(self, index: int) -> Row:
+        entry = self.generator[index]
+        question, metadata = str(entry["question"]), _plain(entry["metadata"])
+        return {
+            "id": f"{self.name}-{self.split}-{index}",
+            "prompt": question,
+            "question": question,
+            # Some puzzles have no answer of their own: whatever solves them is right.
+            "answer": "" if entry["answer"] is None else str(entry["answer"]),
+            "metadata": json.loads(json.dumps(metadata, default=str)),
+            # JSON turns tuples into lists and numbers as keys into text; some verifiers compare with ==.
+            _LITERAL: repr(metadata),
+        }
+
+
+def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
+    """Return the rows of generator ``name`` by split: ``train`` and ``test``.
+
+    Args:
+        spec: its ``dataset_config`` holds the generator's own keys, ``size`` (training rows, default 1000; a
+            tenth as many are held out; all are evaluated on if the task is evaluation_only) and ``seed``.
+        name: what follows the prefix.
+
+    Returns:
+        Rows made when asked for, with the columns ``id``, ``prompt``, ``question``, ``answer``, ``metadata``
+        and ``metadata_literal`` (see ``entry_of``); all of them JSON.
+
+    Raises:
+        MissingExtraError: reasoning-gym is not installed.
+        PluginError: there is no such generator.
+        ConfigError: keys or values the generator does not know.
+    """
+    where = f"{spec.source or 'tasks'}: tasks.{spec.name}.dataset_config"
+    given = dict(spec.dataset_config)
+    size, seed = given.pop("size", _SIZE), given.pop("seed", 0)
+    for key, value, low in (("size", size, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ConfigError(f"{where}.{key}: expected a whole number >= {low}, got {value!r}")
+    sizes = {"train": size, "test": size if spec.evaluation_only else max(1, size // 10)}
+    splits: dict[str, Rows] = {}
+    for split, count in sizes.items():
+        # numpy's generators take 32 bits, and generators add the row's number to their seed.
+        start = derive_seed(seed, "reasoning_gym", name, split) % 2**31
+        generator = create_generator(name, {**given, "size": count, "seed": start}, where)
+        splits[split] = GeneratedRows(count, _Rows(name, split, generator))
+    return splits
+
+
+def create_generator(name: str, config: Mapping[str, Any], where: str) -> Any:
+    """Return the reasoning-gym data set ``name``.
+
+    Raises:
+        MissingExtraError: reasoning-gym is not installed.
+        PluginError: there is no such data set.
+        ConfigError: keys or values it does not know.
+    """
+    try:
+        library = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{where}: '{GENERATOR_PREFIX}{name}' needs the package reasoning-gym: "
+            "pip install 'multitask-rl[reasoning-gym]'"
+        ) from error
+    known = library.factory.DATASETS
+    if name not in known:
+        raise PluginError(
+            f"{where}: unknown reasoning-gym data set {name!r}{suggest(name, known)} "
+            f"({len(known)} are installed)"
+        )
+    kind, config_class = known[name]
+    built = build_dataclass(config_class, config, Where(path=(where,)))
+    try:
+        if hasattr(built, "validate"):
+            built.validate()
+        return kind(config=built)
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{where}: {GENERATOR_PREFIX}{name}: {error}") from error
+
+
+def entry_of(row: Row) -> dict[str, Any]:
+    """Return the generator's own entry of a row: ``metadata`` with its tuples and numbers as keys again.
+
+    Raises:
+        ValueError: ``metadata_literal`` is no Python literal.
+    """
+    entry = dict(row)
+    literal = entry.pop(_LITERAL, None)
+    if isinstance(literal, str):
+        entry["metadata"] = ast.literal_eval(literal)
+    return entry
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` without numpy scalars and subclasses of text, whose ``repr`` is no literal."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(_plain(item) for item in value)
+    if isinstance(value, str):
+        return str(value)
+    return value.item() if hasattr(value, "item") else value
