@@ -45,16 +45,25 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor]:
-    """Return the weights of the base model with the adapters merged in; the model is left as it was."""
-    model.merge_adapter()
-    try:
-        return {
-            name.replace("base_model.model.", "").replace(".base_layer", ""): value.detach().clone()
-            for name, value in model.state_dict().items()
-            if "lora_" not in name
-        }
-    finally:
-        model.unmerge_adapter()
+    """Return the weights of the base model with the adapters merged in; the model is not touched.
+
+    ``merge_adapter`` and ``unmerge_adapter`` would leave ``(w + d) - d`` behind: rounding that adds up, step
+    by step, in weights that no checkpoint holds and that are the reference policy.
+    """
+    import torch
+
+    merged = {
+        name.replace("base_model.model.", "").replace(".base_layer", ""): value.detach().clone()
+        for name, value in model.state_dict().items()
+        if "lora_" not in name
+    }
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer"):
+                own = merged[f"{name.removeprefix('base_model.model.')}.weight"]
+                for adapter in module.active_adapters:
+                    own += module.get_delta_weight(adapter).to(own)
+    return merged
 
 
 def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,19 @@ from multitask_rl.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
 
-from model_builders import build_actor
+from model_builders import VOCABULARY, build_actor, build_tokenizer
+
+__all__ = [
+    "TASKS",
+    "VOCABULARY",
+    "build_actor",
+    "build_tokenizer",
+    "lines",
+    "run_config",
+    "train",
+    "weights_hash",
+    "write_run",
+]
 
 REWARDS = """
 def starts_right(response, reference):

@@ -1,0 +1,267 @@
+"""Whole runs in every variant of model, critic, batch and constraint: they train, and resume bitwise."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from run_builders import (
+    TASKS,
+    VOCABULARY,
+    build_actor,
+    build_tokenizer,
+    run_config,
+    train,
+    weights_hash,
+    write_run,
+)
+
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    CriticConfig,
+    EvalConfig,
+    GuardConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    SchedulerConfig,
+)
+from multitask_rl.errors import EngineError, RewardError
+from multitask_rl.run_state import restore
+from multitask_rl.trainer import Trainer
+
+BATCH = {"prompts_per_step": 12, "group_size": 4}
+NO_CONTROL_TOKENS = TASKS.split("  quark:")[0] + "  clean:" + TASKS.split("  clean:")[1]
+CONSTRAINTS = """
+tasks:
+  copy:
+    type: grpo
+    dataset: copy.jsonl
+    rewards: [rewards.py:starts_right]
+    constraints: [{plugin: rewards.py:has_no_digit, mode: penalty, weight: 0.5}]
+  digit:
+    type: ppo
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: rewards.py:has_no_digit, mode: lagrangian, limit: 0.1}]
+  held:
+    {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right], evaluation_only: true}
+"""
+ONE = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
+
+
+def save_gpt2(directory):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(VOCABULARY),
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+
+
+def save_with_chat_template(directory):
+    actor = build_actor()
+    actor.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }};{% endfor %}>"
+    actor.save(directory)
+
+
+def settings(directory, **changes):
+    model = {"name_or_path": str(directory / "actor"), **changes.pop("model", {})}
+    return {"eval": EvalConfig(every=2, num_prompts=4), "model": ModelConfig(**model), **changes}
+
+
+def numbers(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {k: v for row in rows for k, v in row.items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize(
+    ("tasks", "save", "changes"),
+    [
+        (TASKS, None, {"critic": CriticConfig(trunk="separate")}),
+        (TASKS, None, {"batch": BatchConfig(**BATCH, num_minibatches=2, num_epochs=2)}),
+        (TASKS, None, {"batch": BatchConfig(**BATCH, layout="packed")}),
+        (TASKS, None, {"model": {"gradient_checkpointing": True}}),
+        (TASKS, None, {"model": {"autocast": True}}),
+        (TASKS, None, {"rollout": RolloutConfig(max_new_tokens=6, stop=["a", "1"])}),
+        (TASKS, save_gpt2, {"batch": BatchConfig(**BATCH, layout="packed")}),
+        (TASKS, save_with_chat_template, {}),
+        (NO_CONTROL_TOKENS, None, {"model": {"lora": LoraConfig(rank=4)}}),
+        (
+            NO_CONTROL_TOKENS,
+            None,
+            {
+                "model": {"lora": LoraConfig(rank=4), "gradient_checkpointing": True},
+                "critic": CriticConfig(trunk="separate"),
+            },
+        ),
+        (CONSTRAINTS, None, {}),
+    ],
+    ids=[
+        "separate-critic",
+        "minibatches",
+        "packed",
+        "checkpointing",
+        "autocast",
+        "stop",
+        "gpt2",
+        "chat",
+        "lora",
+        "lora-separate",
+        "constraints",
+    ],
+)
+def test_the_variant_trains_and_resumes_bitwise(tmp_path, tasks, save, changes):
+    if save is not None:
+        save(tmp_path / "actor")
+    write_run(tmp_path, tasks)
+    whole = train(run_config(tmp_path, "whole", 3, **settings(tmp_path, **changes)))
+    train(run_config(tmp_path, "parts", 2, **settings(tmp_path, **changes)))
+    torch.manual_seed(99)  # what was drawn before a run has no influence on it
+    resumed = train(run_config(tmp_path, "parts", 3, **settings(tmp_path, **changes)))
+    assert weights_hash(resumed) == weights_hash(whole)
+    found = numbers(tmp_path / "whole")
+    assert math.isfinite(found["train/loss"])
+    assert found["train/grad_norm"] > 0
+    tolerance = 0.05 if changes.get("model", {}).get("autocast") else 1e-4
+    assert found["task/copy/mismatch_max"] < tolerance
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_adapters_are_the_same_in_every_run_and_alone_are_trained(tmp_path):
+    write_run(tmp_path, ONE)
+    changes = settings(tmp_path, model={"lora": LoraConfig(rank=4)})
+    first = train(run_config(tmp_path, "a", 2, **changes))
+    torch.manual_seed(99)
+    assert weights_hash(train(run_config(tmp_path, "b", 2, **changes))) == weights_hash(first)
+    start = build_actor().model.state_dict()
+    merged = first.actor.state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged[name], start[name])
+    base = first.actor.model.get_base_model().state_dict()
+    assert torch.equal(base["model.layers.0.self_attn.q_proj.base_layer.weight"], start[name])
+
+
+def test_a_tasks_scale_and_shift_of_rewards_change_no_weight(tmp_path):
+    """Group normalisation, no KL, static weights: x100 + 7 gives the same updates."""
+    write_run(tmp_path, TASKS)
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write(
+            "\n\ndef scaled(response, reference):\n    return 100 * starts_right(response, reference) + 7\n"
+        )
+    plain = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
+    plain += "  digit: {type: grpo, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}\n"
+    static = {"scheduler": SchedulerConfig(policy="static"), "guard": GuardConfig(enabled=False)}
+    (tmp_path / "tasks.yaml").write_text(plain)
+    first = train(run_config(tmp_path, "plain", 4, **static))
+    (tmp_path / "tasks.yaml").write_text(plain.replace("starts_right", "scaled", 1))
+    second = train(run_config(tmp_path, "scaled", 4, **static))
+    start = build_actor().model.state_dict()
+    moved = 0.0
+    for (name, one), other in zip(
+        first.actor.model.named_parameters(), second.actor.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+        moved = max(moved, float((one.detach() - start[name]).abs().max()))
+    assert moved > 1e-3
+
+
+def test_one_task_trains_bitwise_as_alone_beside_tasks_that_get_no_prompts(tmp_path):
+    write_run(tmp_path, ONE)
+    config = {"scheduler": SchedulerConfig(policy="static"), "guard": GuardConfig(enabled=False)}
+    alone = train(run_config(tmp_path, "alone", 3, **config))
+    held = (
+        "  held: {type: ppo, dataset: digit.jsonl, rewards: [rewards.py:is_short], evaluation_only: true}\n"
+    )
+    (tmp_path / "tasks.yaml").write_text(ONE + held)
+    assert weights_hash(train(run_config(tmp_path, "held", 3, **config))) == weights_hash(alone)
+    zero = "  zero: {type: grpo, dataset: digit.jsonl, rewards: [rewards.py:is_short], weight: 0}\n"
+    (tmp_path / "tasks.yaml").write_text(ONE.replace("copy: {", "copy: {weight: 1, ") + zero)
+    with_zero = train(run_config(tmp_path, "zero", 3, **config))
+    assert with_zero.runs["zero"].stream.draw == 0
+    assert weights_hash(with_zero) == weights_hash(alone)
+
+
+def test_going_back_and_changing_nothing_replays_the_same_trajectory(tmp_path):
+    write_run(tmp_path)
+    config = run_config(tmp_path, "out", 4, checkpoint=CheckpointConfig(every=2, keep=9))
+    trainer = Trainer.from_config(config)
+    trainer.train()
+    expected, at_end = weights_hash(trainer), trainer.scheduler.weights()
+    resumed = Trainer.from_config(config)
+    resumed._open()
+    restore(resumed, resumed.store.checkpoints.load(resumed.store.checkpoints.path(2)))
+    resumed.push_weights()
+    for _ in range(2):
+        resumed.train_step()
+    resumed._close("finished")
+    assert weights_hash(resumed) == expected
+    assert resumed.scheduler.weights() == at_end
+
+
+def test_the_share_requested_is_the_quota_exactly(tmp_path):
+    write_run(tmp_path)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 4))
+    reports = [trainer.train_step() for _ in range(2)]
+    trainer._close("finished")
+    rows = [json.loads(x) for x in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    for report, row in zip(reports, rows, strict=True):
+        assert sum(report.quotas.values()) == 12
+        for name, count in report.quotas.items():
+            assert row[f"task/{name}/share_requested"] == count / 12
+
+
+def test_workers_end_when_the_engine_cannot_be_built(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 2))
+    closed = []
+    close = trainer.scorer.close
+    monkeypatch.setattr(trainer.scorer, "close", lambda: (closed.append(True), close()))
+
+    def build(*_, **__):
+        raise EngineError("no room")
+
+    monkeypatch.setattr(trainer.plan.engine_class, "build", build)
+    with pytest.raises(EngineError, match="no room"):
+        trainer.train()
+    assert closed
+
+
+def test_an_error_while_scoring_loses_no_step_and_the_resumed_run_is_the_uninterrupted_one(tmp_path):
+    write_run(tmp_path)
+    rare = {"checkpoint": CheckpointConfig(every=100)}
+    whole = train(run_config(tmp_path, "whole", 4, **rare))
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 4, **rare))
+    score = trainer.scorer.score
+
+    def fail_late(rollouts):
+        if trainer.step == 3:
+            raise RewardError("the grader is gone")
+        return score(rollouts)
+
+    trainer.scorer.score = fail_late
+    with pytest.raises(RewardError):
+        trainer.train()
+    assert trainer.store.checkpoints.newest().state["counters"]["step"] == 3
+    assert weights_hash(train(run_config(tmp_path, "out", 4, **rare))) == weights_hash(whole)
+
+
+def test_evaluating_a_run_cuts_nothing_off_its_records(tmp_path):
+    write_run(tmp_path, ONE)
+    train(run_config(tmp_path, "out", 4))
+    shutil.rmtree(tmp_path / "out/checkpoints/step_00000004")
+    before = (tmp_path / "out/evaluations.jsonl").read_text()
+    Trainer.from_config(run_config(tmp_path, "out", 4)).evaluate()
+    assert (tmp_path / "out/evaluations.jsonl").read_text() == before
