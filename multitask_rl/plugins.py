@@ -211,13 +211,3 @@ def _kind(group: str) -> str:
 
 def _label(cls: Any) -> str:
     return f"{getattr(cls, '__module__', '?')}.{getattr(cls, '__qualname__', repr(cls))}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``plugins list | check | new`` and return the exit code.
-
-    The commands stand above this module (the check runs the whole reward pool), hence the import by name.
-    """
-    commands = importlib.import_module("multitask_rl.testing.plugin_commands")
-    code: int = commands.main(list(sys.argv[1:] if argv is None else argv))
-    return code

@@ -25,12 +25,15 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("multitask_rl.cli.train:evaluate", "evaluate a run's newest checkpoint on held-out prompts"),
     "tasks": ("multitask_rl.cli.tasks:main", "validate FILE | show FILE: check or print a tasks file"),
     "plugins": (
-        "multitask_rl.plugins:main",
+        "multitask_rl.testing.plugin_commands:main",
         "list | check NAME | new NAME: installed plugins, their contract",
     ),
     "compare": ("multitask_rl.comparison:main_compare", "RUN RUN...: per-task differences with intervals"),
     "report": ("multitask_rl.comparison:main_report", "RUN: what happened in one run"),
-    "rescore": ("multitask_rl.cli.rescore:main", "RUN: score the stored rollouts again, without a model"),
+    "rescore": (
+        "multitask_rl.cli.rescore:main",
+        "RUN [--reward NAME]: score the stored rollouts again, without a model",
+    ),
     "sandbox corpus": ("multitask_rl.sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
     "doctor": ("multitask_rl.cli.doctor:main", "what is installed, what works, what mends the rest"),
 }

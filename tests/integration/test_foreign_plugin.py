@@ -76,7 +76,7 @@ def test_a_foreign_distribution_is_found_checked_and_used(site: Path, tmp_path: 
 
 
 def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
-    code = "import sys; from multitask_rl.plugins import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from multitask_rl.testing.plugin_commands import main; sys.exit(main(sys.argv[1:]))"
     for arguments in (
         ["no_shouting"],
         ["example_add", "--row", '{"a": 2, "b": 3}', "--gold", "5"],
@@ -88,14 +88,15 @@ def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
 
 def test_a_reward_that_can_be_hacked_is_told_so(site: Path, tmp_path: Path) -> None:
     code = (
-        "from multitask_rl.plugins import main; raise SystemExit(main(['check', 'vowels', '--gold', 'aa']))"
+        "from multitask_rl.testing.plugin_commands import main; "
+        "raise SystemExit(main(['check', 'vowels', '--gold', 'aa']))"
     )
     with pytest.raises(AssertionError, match="the full score: full score for: endless"):
         run(sys.executable, "-c", code, path=site, cwd=tmp_path)
 
 
 def test_an_empty_directory_becomes_a_checked_reward_in_four_commands(tmp_path: Path) -> None:
-    code = "import sys; from multitask_rl.plugins import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from multitask_rl.testing.plugin_commands import main; sys.exit(main(sys.argv[1:]))"
     run(sys.executable, "-c", code, "new", "reward", "my_reward", cwd=tmp_path)
     project, site = tmp_path / "my_reward", tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index")

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.errors import ConfigError
-from multitask_rl.plugins import REWARDS, list_plugins, main
+from multitask_rl.plugins import REWARDS, list_plugins
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.testing import FakeEngine, assert_constraint_contract, assert_reward_contract
 from multitask_rl.testing.check import check_plugin
 from multitask_rl.testing.listing import describe
+from multitask_rl.testing.plugin_commands import main
 from multitask_rl.testing.scaffold import scaffold
 
 HEAD = (
