@@ -1,7 +1,7 @@
-"""``rescore RUN``: score a run's stored rollouts again with its rewards as they are now, without the actor.
+"""``rescore RUN``: score a run's stored rollouts again, without the actor, and say how far the scores agree.
 
-For changing a reward: what would it have said of the answers the run gave? Rewards are compared one by one,
-before weights and penalties.
+Without ``--reward``: the run's own rewards as they are now (a new version of a plugin). With it: another
+reward, for every task of the run. Rewards are compared one by one, before weights and penalties.
 """
 
 from __future__ import annotations
@@ -9,61 +9,115 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
-from multitask_rl.config.build import build_dataclass
+from multitask_rl.cli.agreement import agreement
+from multitask_rl.config.build import build_dataclass, suggest
 from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.run import ScoringConfig
-from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import ConfigError, DataError
-from multitask_rl.records import Score, Scored
+from multitask_rl.records import Failure, Score, Scored
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
 
 __all__ = ["main"]
 
 _CHUNK = 256
+_WHOLE = "reward"
+"""Stands for the task's whole reward, as in ``primary_metric``."""
+
+Pairs: TypeAlias = dict[str, list[tuple[float, float, bool]]]
+"""``task/reward`` -> (before, now, failed now) of each response; NaN where there is no value."""
 
 
 def main(arguments: list[str]) -> int:
-    """Score again, print old and new means per task and reward, and write the new records if asked."""
-    parser = argparse.ArgumentParser(prog="multitask-rl rescore", description=__doc__)
-    parser.add_argument("run", type=Path, help="output directory of the run")
-    parser.add_argument("--tasks", help="tasks file to score with (default: the run's tasks)")
-    parser.add_argument("--output", type=Path, help="write the new records here, as JSON lines")
-    options = parser.parse_args(arguments)
+    """Score again, print means and agreement per task and reward, and write the new records if asked."""
+    options = _parser().parse_args(arguments)
     config = _run_config(options.run)
     specs = load_tasks(options.tasks) if options.tasks else _tasks_of(options.run, config)
     lines = list(_stored(options.run / "rollouts.jsonl"))
+    specs = _selected(specs, lines, options)
     kept = [line for line in lines if line["task"] in specs]
-    if not kept:
-        stored = ", ".join(sorted({str(line["task"]) for line in lines}))
-        raise DataError(
-            f"{options.run}: no rollout of the tasks {', '.join(specs)} is stored "
-            f"(stored: {stored or 'none'})"
-        )
-    scoring = build_dataclass(
-        ScoringConfig, config.get("scoring") or {}, Where(str(options.run), ("scoring",))
-    )
-    needed = {name: specs[name] for name in dict.fromkeys(line["task"] for line in kept)}
-    pool = RewardPool(needed, scoring, seed=int(config.get("seed") or 0), devices={})
-    pool.start()
-    try:
-        scored = [s for chunk in _chunks(kept) for s in pool.score([rollout_from_dict(x) for x in chunk])]
-    finally:
-        pool.close()
+    scored = _score(specs, kept, config, str(options.run))
     if options.output is not None:
         text = "".join(dump_line(scored_to_dict(s, x["step"])) for s, x in zip(scored, kept, strict=True))
         options.output.write_text(text, encoding="utf-8")
-    print(_table(kept, scored))
+    pairs = _pairs(kept, scored, options.against)
+    print(f"{_means(pairs)}\n\n{_agreements(pairs, options.threshold)}")
+    _print_failures(scored)
     if len(kept) < len(lines):
-        print(f"{len(lines) - len(kept)} rollouts of tasks that are not in the tasks file were left out")
+        print(f"{len(lines) - len(kept)} rollouts of other tasks were left out")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="multitask-rl rescore", description=__doc__)
+    parser.add_argument("run", type=Path, help="output directory of the run")
+    parser.add_argument("--reward", help="score with this reward: a name, file.py:function, trl:..., ...")
+    parser.add_argument("--config", type=json.loads, default=None, help="its configuration, as JSON")
+    parser.add_argument(
+        "--against", default="", help=f"old reward to compare with (default: same name, else {_WHOLE!r})"
+    )
+    parser.add_argument("--task", action="append", help="only this task; may be given several times")
+    parser.add_argument("--threshold", type=float, help="from which value on a response counts as high")
+    parser.add_argument("--tasks", help="tasks file to score with (default: the run's tasks)")
+    parser.add_argument("--output", type=Path, help="write the new records here, as JSON lines")
+    return parser
+
+
+def _selected(
+    specs: Mapping[str, TaskSpec], lines: Sequence[Mapping[str, Any]], options: argparse.Namespace
+) -> dict[str, TaskSpec]:
+    """Return the tasks to score, with the rewards to score by and no constraints: none is asked."""
+    for name in options.task or ():
+        if name not in specs:
+            raise ConfigError(
+                f"--task: unknown task {name!r}{suggest(name, specs)} (tasks: {', '.join(specs)})"
+            )
+    wanted = list(options.task or specs)
+    stored = dict.fromkeys(str(line["task"]) for line in lines)
+    chosen = {
+        name: _with_reward(specs[name], options.reward, options.config)
+        for name in stored
+        if name in wanted and (specs[name].rewards or options.reward)
+    }
+    if not chosen:
+        raise DataError(
+            f"{options.run}: no rollout of the tasks {', '.join(wanted)} is stored "
+            f"(stored: {', '.join(sorted(stored)) or 'none'})"
+        )
+    return {name: replace(spec, constraints=[]) for name, spec in chosen.items()}
+
+
+def _with_reward(spec: TaskSpec, reward: str | None, config: Mapping[str, Any] | None) -> TaskSpec:
+    """Put ``reward`` in the place of the task's rewards; one the task has keeps its configuration."""
+    if reward is None:
+        return spec
+    own = next((r for r in spec.rewards if reward in (r.name, r.plugin)), None)
+    chosen = own or RewardSpec(plugin=reward, name=reward.rsplit(":", 1)[-1].replace(".", "_"))
+    chosen = replace(chosen, weight=1.0, config=chosen.config if config is None else config)
+    return replace(spec, rewards=[chosen], source="--reward")
+
+
+def _score(
+    specs: Mapping[str, TaskSpec], lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any], run: str
+) -> list[Scored]:
+    scoring = build_dataclass(ScoringConfig, config.get("scoring") or {}, Where(run, ("scoring",)))
+    # a reward on trial may fail on everything: that is a finding, not a reason to stop
+    scoring = replace(scoring, max_failure_rate=1.0)
+    pool = RewardPool(specs, scoring, seed=int(config.get("seed") or 0), devices={})
+    pool.start()
+    try:
+        return [s for chunk in _chunks(lines) for s in pool.score([rollout_from_dict(x) for x in chunk])]
+    finally:
+        pool.close()
 
 
 def _run_config(run: Path) -> dict[str, Any]:
@@ -98,30 +152,78 @@ def _stored(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _chunks(lines: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
+def _chunks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
     for begin in range(0, len(lines), _CHUNK):
         yield lines[begin : begin + _CHUNK]
 
 
-def _table(old: Sequence[dict[str, Any]], new: Sequence[Scored]) -> str:
-    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+def _pairs(old: Sequence[Mapping[str, Any]], new: Sequence[Scored], against: str) -> Pairs:
+    """Pair what was scored with what is scored now.
+
+    Raises:
+        ConfigError: no stored rollout has a reward ``against``.
+    """
+    known = {name for line in old for name in line["breakdown"]} | {_WHOLE}
+    if against and against not in known:
+        raise ConfigError(
+            f"--against: the run stored no reward {against!r}{suggest(against, known)} "
+            f"(stored: {', '.join(sorted(known))})"
+        )
+    pairs: Pairs = {}
     for before, after in zip(old, new, strict=True):
         for name, result in after.breakdown.items():
-            was = before["breakdown"].get(name, {}).get("value")
+            other = against or (name if name in before["breakdown"] else _WHOLE)
+            was = before["reward"] if other == _WHOLE else before["breakdown"].get(other, {}).get("value")
             now = result.value if isinstance(result, Score) else math.nan
-            pairs.setdefault((before["task"], name), []).append((math.nan if was is None else was, now))
-    width = max(4, *(len(f"{task}/{name}") for task, name in pairs))
-    lines = [f"{'reward':<{width}}  {'n':>6} {'before':>9} {'now':>9} {'changed':>8} {'failed now':>10}"]
-    for (task, name), values in pairs.items():
-        both = [(a, b) for a, b in values if math.isfinite(a) and math.isfinite(b)]
-        changed = sum(not math.isclose(a, b, abs_tol=1e-9) for a, b in both)
-        failed = sum(not math.isfinite(b) for _, b in values)
-        means = [_mean([pair[i] for pair in values]) for i in (0, 1)]
-        lines.append(
-            f"{f'{task}/{name}':<{width}}  {len(values):>6} {means[0]:>9.4f} {means[1]:>9.4f} "
-            f"{changed:>8} {failed:>10}"
-        )
-    return "\n".join(lines)
+            label = f"{before['task']}/{name}" + ("" if other == name else f" : {other}")
+            pair = (math.nan if was is None else float(was), now, isinstance(result, Failure))
+            pairs.setdefault(label, []).append(pair)
+    return pairs
+
+
+def _means(pairs: Pairs) -> str:
+    rows: list[Sequence[str]] = [("reward", "n", "before", "now", "changed", "failed now")]
+    for label, values in pairs.items():
+        changed = sum(not math.isclose(a, b, abs_tol=1e-9) for a, b in _both(values))
+        means = (f"{_mean([v[i] for v in values]):.4f}" for i in (0, 1))
+        rows.append((label, f"{len(values)}", *means, f"{changed}", f"{sum(v[2] for v in values)}"))
+    return _aligned(rows)
+
+
+def _agreements(pairs: Pairs, threshold: float | None) -> str:
+    """Say how far old and new agree; "high" is from the border on."""
+    header = ("agreement", "n", "pearson", "spearman", "both high", "only before", "only now", "both low")
+    rows: list[Sequence[str]] = [(*header, "high from")]
+    for label, values in pairs.items():
+        both = _both(values)
+        found = agreement([a for a, _ in both], [b for _, b in both], threshold=threshold)
+        counts = (found.both_high, found.only_before, found.only_now, found.both_low)
+        borders = " / ".join(f"{b:g}" for b in dict.fromkeys(found.borders))
+        correlations = (f"{r:.3f}" if math.isfinite(r) else "-" for r in (found.pearson, found.spearman))
+        rows.append((label, f"{found.count}", *correlations, *map(str, counts), borders))
+    return _aligned(rows)
+
+
+def _print_failures(scored: Sequence[Scored]) -> None:
+    """Print the first failure of each reward, so that a column of failures is explained."""
+    shown: set[str] = set()
+    for record in scored:
+        for name, result in record.breakdown.items():
+            if isinstance(result, Failure) and name not in shown:
+                shown.add(name)
+                print(f"first failure of {name}: {result.kind.name}: {result.message}")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def _both(values: Sequence[tuple[float, float, bool]]) -> list[tuple[float, float]]:
+    return [(a, b) for a, b, _ in values if math.isfinite(a) and math.isfinite(b)]
 
 
 def _mean(values: Sequence[float]) -> float:
