@@ -131,8 +131,9 @@ class BatchConfig:
     """Passes over the step's samples."""
     tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward."""
-    layout: str = "bucketed"
-    """``bucketed`` (sorted by length, right-padded) or ``packed`` (no padding, positions reset)."""
+    layout: str = "auto"
+    """``shared`` (a group's prompt is computed once), ``bucketed`` (sorted by length, right-padded), ``packed``
+    (no padding, positions reset), or ``auto``: ``shared`` where the model can, else ``bucketed``."""
     refill_rounds: int = 1
     """Extra rounds of prompts for tasks whose groups gave no gradient; 0 = off."""
 
@@ -142,7 +143,7 @@ class BatchConfig:
             _at_least(f"batch.{key}", getattr(self, key), 1)
         _at_least("batch.tokens_per_microbatch", self.tokens_per_microbatch, 1)
         _at_least("batch.refill_rounds", self.refill_rounds, 0)
-        _one_of("batch.layout", self.layout, ("bucketed", "packed"))
+        _one_of("batch.layout", self.layout, ("auto", "shared", "bucketed", "packed"))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.sampling import keep_top
 from multitask_rl.training.microbatch import MicroBatch
+from multitask_rl.training.shared_prompt import shared_logits
 
 __all__ = ["TokenOutputs", "forward_tokens", "response_hidden", "response_logits"]
 
@@ -32,6 +33,8 @@ class TokenOutputs:
 
 def response_logits(model: Any, batch: MicroBatch, *, want_hidden: bool) -> tuple[Tensor, Tensor | None]:
     """Return the logits [N, V] that predict the response tokens, and the hidden states [N, H] if wanted."""
+    if batch.shared:
+        return shared_logits(model, batch.shared, want_hidden=want_hidden)
     first = int(batch.column.min())
     packed = batch.input_ids.shape[0] == 1 and bool((batch.position_ids[0] == 0).sum() > 1)
     # one packed row: exactly the columns that predict; padded rows: all columns from the first that does

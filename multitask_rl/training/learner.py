@@ -126,7 +126,7 @@ class Learner:
         active = [(c, w) for c, w in zip(minibatch, weights, strict=True) if c.has_gradient]
         self.optimizer.zero_grad()
         batches = self._runner.cut([c.sample for c, _ in active])
-        means.add_padding(padding_share(batches), sum(b.input_ids.numel() for b in batches))
+        means.add_padding(padding_share(batches), sum(b.num_cells for b in batches))
         total = 0.0
         for batch in batches:
             loss = self._loss(batch.to(self._runner.actor.device), active, means)

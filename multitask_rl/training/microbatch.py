@@ -1,4 +1,4 @@
-"""Cutting samples into micro-batches of bounded size: sorted by length, or packed without padding.
+"""Cutting samples into micro-batches of bounded size: with shared prompts, sorted by length, or packed.
 
 Axes: ``B`` samples of the micro-batch, ``S`` its width (prompt + response), ``N`` its response tokens.
 """
@@ -6,14 +6,21 @@ Axes: ``B`` samples of the micro-batch, ``S`` its width (prompt + response), ``N
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from multitask_rl.errors import TrainingError
+from multitask_rl.training.shared_prompt import SharedPart, cut_by_length, cut_prompts, make_part
 
 __all__ = ["MicroBatch", "build_microbatches", "make_microbatch", "padding_share"]
+
+
+MAX_PADDING = 0.04
+"""Share of a padded micro-batch that may be padding once it is large enough."""
+MIN_CELLS = 2048
+"""Tokens from which a micro-batch pays for its own forward."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,7 +42,15 @@ class MicroBatch:
     sequence: Tensor
     """[N] which sample each token belongs to: 0 .. B - 1."""
     num_tokens: int
-    """Prompt and response tokens, padding left out."""
+    """Tokens computed, padding left out."""
+    shared: list[SharedPart] = field(default_factory=list)
+    """Layout ``shared``: what to compute instead of ``input_ids``, which is then empty (as are
+    ``position_ids``, ``row`` and ``column``)."""
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens computed, padding counted."""
+        return self.input_ids.numel() + sum(part.num_cells for part in self.shared)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the tensors."""
@@ -48,6 +63,7 @@ class MicroBatch:
             targets=self.targets.to(device),
             sequence=self.sequence.to(device),
             num_tokens=self.num_tokens,
+            shared=[part.to(device) for part in self.shared],
         )
 
 
@@ -68,23 +84,36 @@ def build_microbatches(
         prompts: [B] lists of ids, each of at least one token.
         responses: [B] lists of ids.
         max_tokens: token budget of one micro-batch.
-        layout: ``bucketed`` (sorted by length, right-padded: causal attention never sees padding on the
-            right, so no mask is needed) or ``packed``.
+        layout: ``shared`` (a prompt is computed once for all its samples, see ``shared_prompt.py``),
+            ``bucketed`` (sorted by length, right-padded: causal attention never sees padding on the right, so
+            no mask is needed) or ``packed``.
         pad_token_id: any valid id.
     """
+    if layout == "shared":
+        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     order = sorted((i for i in range(len(lengths)) if responses[i]), key=lambda i: (lengths[i], i))
     batches: list[list[int]] = []
-    used = 0
-    for i in order:
-        # ascending order: in a padded batch every row becomes as wide as the newest
-        need = lengths[i] * (len(batches[-1]) + 1) if batches and layout == "bucketed" else used + lengths[i]
-        if not batches or need > max_tokens:
-            batches.append([])
-            need = lengths[i]
-        batches[-1].append(i)
-        used = need
+    for similar in _similar(order, lengths) if layout == "bucketed" else [order]:
+        used = 0
+        for number, i in enumerate(similar):
+            # ascending order: in a padded batch every row becomes as wide as the newest
+            need = (
+                lengths[i] * (len(batches[-1]) + 1) if number and layout == "bucketed" else used + lengths[i]
+            )
+            if not number or need > max_tokens:
+                batches.append([])
+                need = lengths[i]
+            batches[-1].append(i)
+            used = need
     return [make_microbatch(i, prompts, responses, layout=layout, pad_token_id=pad_token_id) for i in batches]
+
+
+def _similar(order: list[int], lengths: list[int]) -> list[list[int]]:
+    """Cut samples in ascending order of length where padding would cost more than another forward."""
+    sizes = cut_by_length([lengths[i] for i in order], max_padding=MAX_PADDING, min_cells=MIN_CELLS)
+    samples = iter(order)
+    return [[next(samples) for _ in range(size)] for size in sizes]
 
 
 def make_microbatch(
@@ -102,8 +131,43 @@ def make_microbatch(
 
 def padding_share(batches: Sequence[MicroBatch]) -> float:
     """Return the fraction of computed tokens that are padding."""
-    cells = sum(b.input_ids.numel() for b in batches)
+    cells = sum(b.num_cells for b in batches)
     return 1.0 - sum(b.num_tokens for b in batches) / cells if cells else 0.0
+
+
+def _shared_microbatches(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], max_tokens: int, pad: int
+) -> list[MicroBatch]:
+    for prompt in prompts:
+        _check(prompt)
+    indices = [i for i in range(len(prompts)) if responses[i]]
+    batches: list[list[tuple[SharedPart, list[int]]]] = []
+    used = 0
+    for piece in cut_prompts(prompts, responses, indices, max_tokens):
+        made = make_part(piece, prompts, responses, pad)
+        if not batches or used + made[0].num_cells > max_tokens:
+            batches.append([])
+            used = 0
+        batches[-1].append(made)
+        used += made[0].num_cells
+    return [_shared(parts, responses) for parts in batches]
+
+
+def _shared(parts: list[tuple[SharedPart, list[int]]], responses: Sequence[Sequence[int]]) -> MicroBatch:
+    order = [i for _, own in parts for i in own]
+    sizes = torch.tensor([len(responses[i]) for i in order])
+    empty = torch.empty(0, dtype=torch.long)
+    return MicroBatch(
+        indices=order,
+        input_ids=empty,
+        position_ids=empty,
+        row=empty,
+        column=empty,
+        targets=torch.tensor([token for i in order for token in responses[i]]),
+        sequence=torch.arange(len(order)).repeat_interleave(sizes),
+        num_tokens=int(sizes.sum()) + sum(int(part.prefix_lengths.sum()) for part, _ in parts),
+        shared=[part for part, _ in parts],
+    )
 
 
 def _padded(

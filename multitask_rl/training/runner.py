@@ -14,6 +14,7 @@ from multitask_rl.training.actor import Actor
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
+from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +32,7 @@ class ModelRunner:
         self.critic = critic
         self.reference = reference
         self._config = config
+        self._shares_prompts: bool | None = None
 
     @property
     def shares_trunk(self) -> bool:
@@ -39,13 +41,25 @@ class ModelRunner:
 
     def cut(self, samples: Sequence[TrainSample], *, for_reference: bool = False) -> list[MicroBatch]:
         """Cut samples into micro-batches by the configured token budget and layout."""
+        prompts = [_reference_prompt(s) if for_reference else s.prompt_ids for s in samples]
         return build_microbatches(
-            [_reference_prompt(s) if for_reference else s.prompt_ids for s in samples],
+            prompts,
             [s.response_ids for s in samples],
             max_tokens=self._config.batch.tokens_per_microbatch,
-            layout=self._config.batch.layout,
+            layout=self._layout(prompts),
             pad_token_id=self.actor.pad_token_id,
         )
+
+    def _layout(self, prompts: Sequence[Sequence[int]]) -> str:
+        """Return the layout for samples of ``prompts``."""
+        layout = self._config.batch.layout
+        if layout != "auto":
+            return layout
+        if 2 * len({tuple(p) for p in prompts}) > len(prompts):
+            return "bucketed"  # hardly anything to share
+        if self._shares_prompts is None:
+            self._shares_prompts = supports_shared_prompts(self.actor.model)
+        return "shared" if self._shares_prompts else "bucketed"
 
     def forward(
         self, batch: MicroBatch, samples: Sequence[TrainSample], *, want_hidden: bool = False
@@ -82,7 +96,7 @@ class ModelRunner:
             list(range(len(samples))),
             [_reference_prompt(s) for s in samples],
             [s.response_ids for s in samples],
-            layout=self._config.batch.layout,
+            layout="packed" if self._config.batch.layout == "packed" else "bucketed",
             pad_token_id=self.actor.pad_token_id,
         ).to(logits.device)
         sampling = [_distribution(s) for s in samples]

@@ -74,7 +74,17 @@ def relative_difference(one, other):
 
 @pytest.mark.parametrize("second", ["grpo", "reward_conditioned"])
 @pytest.mark.parametrize(
-    ("layout", "tokens"), [("bucketed", 64), ("bucketed", 1), ("packed", 100_000), ("packed", 200)]
+    ("layout", "tokens"),
+    [
+        ("bucketed", 64),
+        ("bucketed", 1),
+        ("packed", 100_000),
+        ("packed", 200),
+        ("shared", 100_000),
+        ("shared", 150),
+        ("shared", 1),
+        ("auto", 16_384),
+    ],
 )
 def test_the_gradient_is_the_same_however_the_samples_are_cut(second, layout, tokens):
     scored = sample_scored(build_actor(), top_p=0.9)
