@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> int:
     lines = list(_stored(options.run / "rollouts.jsonl"))
     specs = _selected(specs, lines, options)
     kept = [line for line in lines if line["task"] in specs]
+    _check_against(kept, options.against)
     scored = _score(specs, kept, config, str(options.run))
     if options.output is not None:
         text = "".join(dump_line(scored_to_dict(s, x["step"])) for s, x in zip(scored, kept, strict=True))
@@ -157,18 +158,17 @@ def _chunks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str
         yield lines[begin : begin + _CHUNK]
 
 
-def _pairs(old: Sequence[Mapping[str, Any]], new: Sequence[Scored], against: str) -> Pairs:
-    """Pair what was scored with what is scored now.
-
-    Raises:
-        ConfigError: no stored rollout has a reward ``against``.
-    """
+def _check_against(old: Sequence[Mapping[str, Any]], against: str) -> None:
     known = {name for line in old for name in line["breakdown"]} | {_WHOLE}
     if against and against not in known:
         raise ConfigError(
             f"--against: the run stored no reward {against!r}{suggest(against, known)} "
             f"(stored: {', '.join(sorted(known))})"
         )
+
+
+def _pairs(old: Sequence[Mapping[str, Any]], new: Sequence[Scored], against: str) -> Pairs:
+    """Pair what was scored with what is scored now."""
     pairs: Pairs = {}
     for before, after in zip(old, new, strict=True):
         for name, result in after.breakdown.items():

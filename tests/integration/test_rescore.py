@@ -106,7 +106,10 @@ def test_mistakes_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     for arguments, message in (
         (["--reward", "exact_mach"], "Did you mean 'exact_match'"),
         (["--task", "cpy"], "--task: unknown task 'cpy'; did you mean 'copy'? (tasks: copy)"),
-        (["--against", "short"], "stored no reward 'short' (stored: is_short, reward, starts_right)"),
+        (
+            ["--against", "short"],
+            "stored no reward 'short'; did you mean 'is_short'? (stored: is_short, reward, starts_right)",
+        ),
         (["--reward", "exact_match", "--config", '{"colum": "x"}'], "unknown key 'colum'"),
     ):
         assert main(["rescore", folder, *arguments]) == 2
