@@ -1,0 +1,182 @@
+"""Bad input through the command line: one clear paragraph, the right exit code, nothing learnt is lost."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+from run_builders import write_run
+
+from multitask_rl.cli import main
+
+TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
+PLUGINS = {
+    "raises_on_import": "raise RuntimeError('no such card')\n\n\ndef score(response):\n    return 0.0\n",
+    "raises": "def score(response):\n    raise ValueError('no answer found')\n",
+    "nan": "def score(response):\n    return float('nan')\n",
+    "text": "def score(response):\n    return 'good'\n",
+    "too_few": "def score(responses):\n    return []\n",
+    "hangs": (
+        "import time\n\nfrom multitask_rl.scoring.shapes import with_traits\n\n\n"
+        "@with_traits(timeout_s=0.3)\ndef score(response):\n    time.sleep(600)\n"
+    ),
+    "killed": (
+        "import os, pathlib\n\n\ndef score(response):\n"
+        "    mark = pathlib.Path(__file__).with_suffix('.killed')\n"
+        "    if not mark.exists():\n        mark.touch()\n        os.kill(os.getpid(), 9)\n"
+        "    return 1.0\n"
+    ),
+}
+SMALL = [
+    "num_threads=1",
+    "rollout.max_new_tokens=3",
+    "batch.prompts_per_step=4",
+    "batch.group_size=2",
+    "eval.num_prompts=4",
+    "eval.every=2",
+    "checkpoint.every=2",
+    "scoring.num_workers=1",
+    "tracking.trackers=[jsonl]",
+    "guard.enabled=false",
+]
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    """Actor, data, rewards and a finished run of two steps under ``done``."""
+    directory = tmp_path_factory.mktemp("bad")
+    write_run(directory, TASK)
+    for name, text in PLUGINS.items():
+        (directory / f"{name}.py").write_text(text)
+    assert run(directory, "done") == 0
+    return directory
+
+
+def run(directory, output, *changes, tasks="tasks.yaml", steps=2):
+    return main(
+        [
+            "train",
+            f"tasks_file={directory / tasks}",
+            f"model.name_or_path={directory / 'actor'}",
+            f"output_dir={directory / output}",
+            f"max_steps={steps}",
+            *SMALL,
+            *changes,
+        ]
+    )
+
+
+def paragraph(capsys):
+    """Return what standard error says as the error: one line, no traceback."""
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, told
+    assert told.rstrip().endswith(errors[0]), told
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("tasks:\n  copy: {type: grpo\n", ["tasks.yaml:3:1", "not valid YAML"]),
+        (TASK + "  copy: {type: ppo, dataset: copy.jsonl}\n", ["copy", "3"]),
+        (TASK.replace("copy.jsonl", "empty.jsonl"), ["empty.jsonl"]),
+        (TASK.replace("copy.jsonl", "nowhere.jsonl"), ["nowhere.jsonl"]),
+    ],
+    ids=["broken", "duplicate", "empty", "missing"],
+)
+def test_a_bad_file_is_refused_before_a_model_loads(space, capsys, text, parts):
+    (space / "bad").mkdir(exist_ok=True)
+    for name in ("copy.jsonl", "rewards.py"):
+        shutil.copy(space / name, space / "bad" / name)
+    (space / "bad/empty.jsonl").write_text("")
+    (space / "bad/tasks.yaml").write_text(text)
+    assert run(space, "out-bad", tasks="bad/tasks.yaml") == 2
+    told = paragraph(capsys)
+    assert [p for p in parts if p not in told] == [], told
+    assert not (space / "out-bad/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "parts"),
+    [
+        ("raises_on_import", ["raises_on_import.py", "no such card"]),
+        ("raises", ["copy", "no answer found"]),
+        ("nan", ["copy", "nan"]),
+        ("text", ["copy", "good"]),
+        ("too_few", ["copy"]),
+        ("hangs", ["copy"]),
+    ],
+)
+def test_a_bad_reward_ends_the_run_in_one_paragraph_and_keeps_what_was_learnt(space, capsys, plugin, parts):
+    """A finished run goes on with a reward that broke: the steps already made stay as they were."""
+    shutil.rmtree(space / "out", ignore_errors=True)
+    shutil.copytree(space / "done", space / "out")
+    (space / "tasks2.yaml").write_text(TASK.replace("rewards.py:starts_right", f"{plugin}.py:score"))
+    code = run(space, "out", "scoring.retries=0", tasks="tasks2.yaml", steps=200)
+    assert code != 0
+    told = paragraph(capsys)
+    assert [p for p in parts if p not in told] == [], told
+    assert (space / "out/checkpoints/step_00000002/manifest.json").exists()
+    assert run(space, "out", steps=4) == 0, "mended, the run goes on"
+
+
+def test_a_worker_killed_from_outside_costs_nothing(space):
+    (space / "killed.yaml").write_text(TASK.replace("rewards.py:starts_right", "killed.py:score"))
+    assert run(space, "out-killed", tasks="killed.yaml") == 0
+    assert (space / "killed.killed").exists()
+    rows = (space / "out-killed/rollouts.jsonl").read_text().splitlines()
+    assert {json.loads(row)["reward"] for row in rows} == {1.0}
+
+
+def test_a_prompt_longer_than_the_context_is_told(space, capsys):
+    rows = [{"id": i, "prompt": "a" * 400, "reference": "a"} for i in range(40)]
+    (space / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (space / "long.yaml").write_text(TASK.replace("copy.jsonl", "long.jsonl"))
+    assert run(space, "out-long", tasks="long.yaml") != 0
+    assert "longer than" in paragraph(capsys)
+
+
+def test_responses_of_no_length_are_scored_and_trained_past(space):
+    from multitask_rl.rollout.hf import HFEngine
+
+    generate = HFEngine.generate
+
+    def end_at_once(self, requests):
+        nothing = {"response_ids": [], "rollout_logprobs": []}
+        return [[replace(g[0], **nothing), *g[1:]] for g in generate(self, requests)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFEngine, "generate", end_at_once)
+        assert run(space, "out-zero") == 0
+
+
+def test_a_model_that_is_not_there_is_told(space, capsys):
+    assert run(space, "out-model", "model.name_or_path=no/such/model") == 2
+    assert "no/such/model" in paragraph(capsys)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere; /proc below stands for it")
+def test_a_read_only_directory_is_told(space, capsys):
+    (space / "locked").mkdir()
+    (space / "locked").chmod(0o500)
+    assert run(space, "locked/out") == 2
+    assert "cannot be written" in paragraph(capsys)
+
+
+def test_a_directory_nobody_can_write_is_told(space, capsys):
+    assert run(space, "out", "output_dir=/proc/out") == 2
+    assert "output_dir=PATH" in paragraph(capsys)
+
+
+def test_a_checkpoint_cut_off_in_the_middle_costs_no_more_than_itself(space, capsys):
+    shutil.copytree(space / "done", space / "cut")
+    assert run(space, "cut", steps=4) == 0
+    tensors = space / "cut/checkpoints/step_00000004/tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    named = f"checkpoint.resume={space / 'cut/checkpoints/step_00000004'}"
+    assert run(space, "cut", named, steps=6) == 1
+    assert "cut off or altered" in paragraph(capsys)
+    assert run(space, "cut", steps=6) == 0, "by itself it goes on from the one before"
