@@ -54,7 +54,8 @@ class Side:
 
     def step(self) -> dict[str, float]:
         """Let the side make one step; return what it measured."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write("step\n")
             self._process.stdin.flush()

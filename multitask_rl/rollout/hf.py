@@ -7,6 +7,7 @@ are recomputed without one, which is right but slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.rollout.cache import make_cache, select_rows
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from multitask_rl.training.actor import Actor
 
 __all__ = ["HFEngine"]
+
+
+PADDING_SLACK = 32
+"""Tokens by which even the shortest prompt may be padded in a batch on the CPU."""
 
 
 @dataclass(slots=True)
@@ -127,6 +133,7 @@ class HFEngine:
             fresh = batch and (
                 key(batch[0])[:3] != key(row)[:3]
                 or longest * (len(batch) + 1) > self.max_batch_tokens
+                or len(row.prompt_ids) > self._widest_beside(len(batch[0].prompt_ids))
                 or (not self._cached and len(batch[0].prompt_ids) != len(row.prompt_ids))
             )
             if fresh:
@@ -136,6 +143,14 @@ class HFEngine:
             width = longest
         if batch:
             yield batch
+
+    def _widest_beside(self, shortest: int) -> float:
+        """Return the longest prompt that may be padded to beside one of ``shortest`` tokens.
+
+        On a CPU a row pays for every key it attends to, padding too; on a GPU fewer, larger batches win.
+        """
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        return 2 * shortest + PADDING_SLACK if on_cpu else math.inf
 
     def _generate_batch(self, rows: list[_Row]) -> list[Generation]:
         """Decode one batch; rows leave it as they end."""
@@ -172,9 +187,8 @@ class HFEngine:
             if not bool(going.any()):
                 break
             if not bool(going.all()):
-                kept = going.nonzero().squeeze(-1)
+                kept = state.keep(going.nonzero().squeeze(-1))
                 active, tokens = active[kept], tokens[kept]
-                state.keep(kept)
             state.advance(tokens)
         return [
             Generation(
@@ -220,39 +234,42 @@ class _Decoder:
             ids[i, width - len(prompt) :] = torch.tensor(prompt, device=device)
             mask[i, width - len(prompt) :] = 1
         self._model, self._width, self._cached = model, width, cached
+        # what is generated is always seen: only the prompt's columns are ever 0
+        mask[:, width:] = 1
         self._mask = mask[which]
         self._position = mask[which, :width].sum(-1)
+        self._padded = bool((mask[:, :width] == 0).any())
         self._cache: Any = None
         self._ids = ids[which]
         if not cached:
             self.logits = self._forward_all()
             return
-        from transformers import DynamicCache
-
         positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
-        padded = bool((mask[:, :width] == 0).any())
         out = model(
             input_ids=ids,
-            attention_mask=mask[:, :width] if padded else None,
+            attention_mask=mask[:, :width] if self._padded else None,
             position_ids=positions,
-            past_key_values=DynamicCache(config=model.config),
+            past_key_values=make_cache(model, width + steps),
             use_cache=True,
             logits_to_keep=1,
         )
         self._cache = out.past_key_values
-        self._padded = padded
         self.logits = out.logits[:, -1][which]
         if len(unique) != len(prompts):
             self._cache.batch_select_indices(which)
         elif not torch.equal(which, torch.arange(len(prompts), device=device)):
             raise AssertionError("unique prompts are numbered in order of appearance")
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop every row but ``rows``."""
-        self._mask, self._position = self._mask[rows], self._position[rows]
-        self._ids = self._ids[rows]
+    def keep(self, rows: Tensor) -> Tensor:
+        """Drop every row but ``rows`` (ascending); return them in their new order."""
         if self._cached:
-            self._cache.batch_select_indices(rows)
+            rows = select_rows(self._cache, rows, len(self._position))
+        self._position = self._position[rows]
+        if self._padded:
+            self._mask = self._mask[rows]
+        if not self._cached:
+            self._ids = self._ids[rows]
+        return rows
 
     def advance(self, tokens: Tensor) -> None:
         """Append ``tokens`` [B] and compute the next logits."""

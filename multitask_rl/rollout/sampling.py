@@ -77,7 +77,9 @@ def sample_tokens(
         threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
         # u * total can round up to the total itself: the last token with mass, not one past it
-        last = (logits > float("-inf")).int().cumsum(dim=-1).argmax(dim=-1)
-        tokens = torch.minimum(tokens, last)
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+        if bool((logits.gather(-1, tokens.unsqueeze(-1)) == float("-inf")).any()):
+            last = (logits > float("-inf")).int().cumsum(dim=-1).argmax(dim=-1)
+            tokens = torch.minimum(tokens, last)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return tokens, chosen - logits.logsumexp(dim=-1)
