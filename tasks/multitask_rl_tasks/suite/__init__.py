@@ -7,8 +7,8 @@ task           prompt -> response   what judges it                        role
 =============  ===================  ====================================  ============================
 `arithmetic`   ``A37+58=`` ``59``   exact match (digits reversed)         fast learner
 `sort`         ``S40417>`` ``01447``  exact match                         slow, most groups all-wrong
-`code`         ``Cdbl,add3;`` an    hidden asserts in the sandbox,        long answers
-               expression           CodeBLEU against the reference
+`code`         ``Cdbl,add3;`` a     hidden asserts in the sandbox,        long answers
+               function's body      CodeBLEU against the reference
 `preference`   ``Rgab>`` letters    a reward model fitted on noisy pairs  no right answer, can be hacked
 `safe`         ``Pabxd>`` the echo  a safety classifier, a helpfulness    conflict of help and harm
                or ``!``             reward that is blind to harm
