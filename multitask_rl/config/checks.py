@@ -79,6 +79,13 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         here = where.at("constraints", index)
         _check_plugin(here, "multitask_rl.constraints", constraint.plugin)
         _check_constraint(here, constraint)
+    limits = {c.limit for c in spec.constraints if c.mode == "lagrangian"}
+    if len(limits) > 1:
+        raise ConfigError(
+            f"{where.at('constraints')}: constraints of mode lagrangian with the limits "
+            f"{', '.join(f'{limit:g}' for limit in sorted(limits))}: a task has one multiplier, so they share one "
+            f"limit; give them the same one, or make all but one 'penalty'"
+        )
     if not spec.rewards and not spec.constraints and not spec.dataset.startswith("plugin:"):
         raise ConfigError(
             f"{where}: the task has neither rewards nor constraints, so nothing could be learnt; "

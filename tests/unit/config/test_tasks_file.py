@@ -142,6 +142,12 @@ OK = "rewards: [math_answer]"
             ["tasks.yaml:5", "constraints[0].mode", "'reject'", "lagrangian"],
         ),
         (
+            "tasks:\n  m:\n    rewards: [f1]\n    constraints:\n"
+            "      - {plugin: fact_checker, mode: lagrangian, limit: 0.1}\n"
+            "      - {plugin: over_refusal, mode: lagrangian, limit: 0.2}\n",
+            ["tasks.yaml:4", "constraints", "limits 0.1, 0.2", "one multiplier"],
+        ),
+        (
             f"tasks:\n  m:\n    {OK}\n    dataset: gone.jsonl\n",
             ["tasks.yaml:4", "gone.jsonl", "does not exist"],
         ),
