@@ -95,6 +95,8 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         devices=devices,
         engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=("build", "generate")),
     )
+    for name, spec in specs.items():
+        _check_combination(spec, plan.algorithms[name])
     _check_output_dir(plan.output_dir)
     return plan
 
@@ -118,6 +120,21 @@ def initial_weights(specs: Mapping[str, TaskSpec], trained: Sequence[str]) -> di
     """Return the weights given in the tasks file; None when none is."""
     given = {n: float(w) for n in trained if (w := specs[n].weight) is not None}
     return given or None
+
+
+def _check_combination(spec: TaskSpec, algorithm: Algorithm) -> None:
+    """Refuse settings that the task's algorithm would silently leave without effect."""
+    where = f"{spec.source or 'tasks'}: tasks.{spec.name}"
+    if any(c.mode == "lagrangian" for c in spec.constraints) and not algorithm.on_policy:
+        raise ConfigError(
+            f"{where}.constraints: mode lagrangian acts on advantages, which {spec.type} does not form; use "
+            "mode penalty or reject, or another type"
+        )
+    if spec.kl.target is not None and algorithm.wants_exact_kl:
+        raise ConfigError(
+            f"{where}.kl.target: {spec.type} measures no KL per response to steer by; leave the target out "
+            "(the coefficient is then fixed)"
+        )
 
 
 def _check_output_dir(directory: Path) -> None:

@@ -81,16 +81,21 @@ class RunStore:
             trainer: what is restored.
             track: the run goes on: what it recorded after the checkpoint is cut off.
         """
+        evaluations = self._output_dir / "evaluations.jsonl"
         if self._found is None:
+            if track and evaluations.exists():
+                _set_aside(evaluations)
             return None
         restore(trainer, self._found)
+        if track:
+            self.checkpoints.set_aside_after(trainer.step)
         if trainer.guard is not None and self._found.state["guard"]:
             trainer.guard.load_state_dict(self._found.state["guard"], _renames(trainer))
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
         run_id = self._found.state["run_id"]
         self._found = None
         if track:
-            cut_after_step(self._output_dir / "evaluations.jsonl", trainer.step)
+            cut_after_step(evaluations, trainer.step)
         return None if run_id is None else str(run_id)
 
     def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:
@@ -193,14 +198,14 @@ def _parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
     return found
 
 
-def _set_aside(directory: Path) -> None:
+def _set_aside(path: Path) -> None:
     number = 1
-    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     try:
-        directory.rename(aside)
+        path.rename(aside)
     except OSError as error:
         raise CheckpointError(
-            f"cannot set aside the former checkpoints {directory}: {error}; choose another output_dir"
+            f"cannot set aside what a former run left in {path}: {error}; choose another output_dir"
         ) from error
-    logger.info("checkpoint.resume=never: former checkpoints are kept in %s", aside)
+    logger.info("a new run begins: what a former one left is kept in %s", aside)

@@ -194,7 +194,7 @@ def draw_prompts(runs: Mapping[str, TaskRun], quotas: Mapping[str, int], actor: 
 
 
 def render(run: TaskRun, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
-    """Return the prompt of ``row`` as the algorithm wants it sampled."""
+    """Return the prompt of ``row``; for training as the algorithm wants it sampled, else not conditioned."""
     text, ids = render_prompt(run.spec, row, actor.tokenizer)
     return Prompt(
         task=run.spec.name,
@@ -202,7 +202,7 @@ def render(run: TaskRun, row: Row, draw: int, actor: Actor, *, evaluation: bool 
         draw=draw,
         row=row,
         text=text,
-        prompt_ids=run.algorithm.condition(ids, evaluation=evaluation),
+        prompt_ids=ids if evaluation else run.algorithm.condition(ids, evaluation=False),
     )
 
 
@@ -211,8 +211,9 @@ def render_rows(run: TaskRun, rows: Sequence[Row], actor: Actor) -> list[Prompt]
     prompts = []
     for index, row in enumerate(rows):
         prompt = render(run, row, index, actor, evaluation=True)
-        if run.max_prompt_tokens and len(prompt.prompt_ids) > run.max_prompt_tokens:
-            prompt = replace(prompt, prompt_ids=prompt.prompt_ids[-run.max_prompt_tokens :])
+        # cut before the algorithm conditions: its control token must survive
+        keep = run.max_prompt_tokens or len(prompt.prompt_ids)
+        prompt.prompt_ids = run.algorithm.condition(prompt.prompt_ids[-keep:], evaluation=True)
         prompts.append(prompt)
     return prompts
 

@@ -68,6 +68,25 @@ def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
     return [num_quantiles - 1 if of_reward[r] == best else of_reward[r] for r in rewards]
 
 
+def _draws_per_quantile(sizes: Mapping[int, int], count: int) -> dict[int, int]:
+    """Return how many of ``count`` draws each quantile gets.
+
+    Every quantile its share of the pool, as in the paper, where all are of one size; only the top one never
+    less than an even share, so that rare successes are seen. Even shares for all would replay the failures
+    far above their share once most responses succeed, and unlearn what was learnt.
+    """
+    total, top = sum(sizes.values()), max(sizes)
+    # Ceilings in integers; a remainder goes to the best ones.
+    wanted = {top: max(-(-count * sizes[top] // total), -(-count // len(sizes)))}
+    rest = total - sizes[top]
+    left = count - wanted[top]
+    for quantile in sorted(sizes, reverse=True):
+        if quantile != top:
+            wanted[quantile] = -(-left * sizes[quantile] // rest)
+            left, rest = left - wanted[quantile], rest - sizes[quantile]
+    return wanted
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PoolEntry:
     """What is kept of a scored rollout: enough to train on it again, also after a resume."""
@@ -167,13 +186,13 @@ class RewardConditioned(Algorithm):
     def _draw(
         self, by_quantile: Mapping[int, list[_PoolEntry]], count: int, *, task: str
     ) -> list[TrainSample]:
-        """Draw ``count`` samples, equal counts per quantile; a remainder goes to the best ones."""
+        """Draw ``count`` samples: each quantile its share of the pool, the top one at least 1/K."""
         rng = random_stream(self.config.seed, "reward_conditioned", task, self._num_selections)
         self._num_selections += 1
-        each, remainder = divmod(count, len(by_quantile))
+        wanted_of = _draws_per_quantile({q: len(e) for q, e in by_quantile.items()}, count)
         samples = []
-        for place, quantile in enumerate(sorted(by_quantile, reverse=True)):
-            entries, wanted = by_quantile[quantile], each + (place < remainder)
+        for quantile in sorted(by_quantile, reverse=True):
+            entries, wanted = by_quantile[quantile], wanted_of[quantile]
             # Whole rounds over a quantile that is too small, then a draw without replacement.
             rounds, rest = divmod(wanted, len(entries))
             chosen = entries * rounds + rng.sample(entries, rest)

@@ -161,6 +161,16 @@ class CheckpointStore:
             del self.entries[newer]
         self._write_index()
 
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints newer than ``step``, from which the run was resumed: they are another branch."""
+        for newer in [s for s in self.entries if s > step]:
+            path, number = self.path(newer), 1
+            while (aside := path.with_name(f"abandoned_{number}_{path.name}")).exists():
+                number += 1
+            path.rename(aside)
+            del self.entries[newer]
+        self._write_index()
+
     def _retain(self) -> None:
         newest_first = sorted(self.entries, reverse=True)
         kept = set(newest_first[: self.keep])

@@ -28,7 +28,7 @@ from multitask_rl.config.run import (
     RolloutConfig,
     SchedulerConfig,
 )
-from multitask_rl.errors import EngineError, RewardError
+from multitask_rl.errors import ConfigError, EngineError, RewardError
 from multitask_rl.run_state import restore
 from multitask_rl.trainer import Trainer
 
@@ -265,3 +265,22 @@ def test_evaluating_a_run_cuts_nothing_off_its_records(tmp_path):
     before = (tmp_path / "out/evaluations.jsonl").read_text()
     Trainer.from_config(run_config(tmp_path, "out", 4)).evaluate()
     assert (tmp_path / "out/evaluations.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            "type: reward_conditioned, "
+            "constraints: [{plugin: rewards.py:has_no_digit, mode: lagrangian, limit: 0.1}]",
+            "acts on advantages",
+        ),
+        ("type: reward_conditioned, kl: {coefficient: 0.1, target: 1.0}", "no KL per response"),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_refused(tmp_path, settings, message):
+    write_run(
+        tmp_path, f"tasks: {{t: {{dataset: copy.jsonl, rewards: [rewards.py:starts_right], {settings}}}}}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        train(run_config(tmp_path, "out", 1))
