@@ -83,8 +83,8 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     if len(limits) > 1:
         raise ConfigError(
             f"{where.at('constraints')}: constraints of mode lagrangian with the limits "
-            f"{', '.join(f'{limit:g}' for limit in sorted(limits))}: a task has one multiplier, so they share "
-            f"one limit; give them the same one, or make all but one 'penalty'"
+            f"{', '.join(f'{limit:g}' for limit in sorted(limits))}: a task has one multiplier, so "
+            f"they share one limit; give them the same one, or make all but one 'penalty'"
         )
     if not spec.rewards and not spec.constraints and not spec.dataset.startswith("plugin:"):
         raise ConfigError(
