@@ -17,10 +17,8 @@ from multitask_rl.training.shared_prompt import SharedPart, cut_by_length, cut_p
 __all__ = ["MicroBatch", "build_microbatches", "make_microbatch", "padding_share"]
 
 
-MAX_PADDING = 0.04
-"""Share of a padded micro-batch that may be padding once it is large enough."""
-MIN_CELLS = 2048
-"""Tokens from which a micro-batch pays for its own forward."""
+FORWARD_CELLS = 256
+"""What a micro-batch of its own costs, in tokens of padding."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,7 +109,7 @@ def build_microbatches(
 
 def _similar(order: list[int], lengths: list[int]) -> list[list[int]]:
     """Cut samples in ascending order of length where padding would cost more than another forward."""
-    sizes = cut_by_length([lengths[i] for i in order], max_padding=MAX_PADDING, min_cells=MIN_CELLS)
+    sizes = cut_by_length([lengths[i] for i in order], forward_cells=FORWARD_CELLS)
     samples = iter(order)
     return [[next(samples) for _ in range(size)] for size in sizes]
 

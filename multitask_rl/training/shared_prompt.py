@@ -11,13 +11,16 @@ Axes: ``U`` distinct prompts, ``P`` longest prefix, ``B`` rows of a chunk, ``T``
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 __all__ = [
     "SharedChunk",
@@ -31,10 +34,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MAX_PADDING = 0.04
-"""Share of a chunk that may be padding once the chunk is large enough to pay for its own forward."""
-MIN_CELLS = 384
-"""Tokens from which a chunk pays for its own forward."""
+FORWARD_CELLS = 24
+"""What a forward of its own costs, in tokens of padding: more chunks, less padding."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,7 +57,9 @@ class SharedPart:
     prefix_ids: Tensor
     """[U, P] left-padded; P = 0 when every prompt is a single token."""
     prefix_lengths: Tensor
-    """[U]"""
+    """[U], ascending."""
+    prefix_sizes: list[int]
+    """How many prefixes at a time run together."""
     chunks: list[SharedChunk]
 
     def to(self, device: torch.device) -> SharedPart:
@@ -64,6 +67,7 @@ class SharedPart:
         return SharedPart(
             prefix_ids=self.prefix_ids.to(device),
             prefix_lengths=self.prefix_lengths.to(device),
+            prefix_sizes=self.prefix_sizes,
             chunks=[
                 SharedChunk(
                     prompt=c.prompt.to(device), input_ids=c.input_ids.to(device), valid=c.valid.to(device)
@@ -75,27 +79,38 @@ class SharedPart:
     @property
     def num_cells(self) -> int:
         """Tokens computed, padding counted."""
-        return self.prefix_ids.numel() + sum(c.input_ids.numel() for c in self.chunks)
+        prefixes = _padded_cells(self.prefix_lengths.tolist(), self.prefix_sizes)
+        return prefixes + sum(c.input_ids.numel() for c in self.chunks)
 
 
-def cut_by_length(lengths: Sequence[int], *, max_padding: float, min_cells: int) -> list[int]:
-    """Return the sizes of the chunks into which ascending ``lengths`` are cut.
+def cut_by_length(lengths: Sequence[int], *, forward_cells: int) -> list[int]:
+    """Return the sizes of the chunks into which ascending ``lengths`` are cut at the least total cost.
 
-    A chunk ends where the next row would push its padding above ``max_padding``, but not before it holds
-    ``min_cells`` cells.
+    A chunk costs its cells (rows times longest row) and ``forward_cells`` for being a forward of its own.
     """
+    counts = Counter(lengths)
+    runs = sorted(counts.items())
+    ends = list(itertools.accumulate((count for _, count in runs), initial=0))
+    best, start = [0], [0]
+    for j in range(1, len(runs) + 1):
+        width = runs[j - 1][0]
+        cost, cut = best[j - 1] + width * (ends[j] - ends[j - 1]) + forward_cells, j - 1
+        for i in range(j - 2, -1, -1):
+            middle = (i + j) // 2
+            # another cut there would pay, and all the more for every chunk that starts earlier
+            if (width - runs[middle - 1][0]) * (ends[middle] - ends[i]) > forward_cells and middle > i:
+                break
+            candidate = best[i] + width * (ends[j] - ends[i]) + forward_cells
+            if candidate < cost:
+                cost, cut = candidate, i
+        best.append(cost)
+        start.append(cut)
     sizes: list[int] = []
-    rows = tokens = 0
-    for i in range(len(lengths) - 1, -1, -1):
-        if rows:
-            width = lengths[i + rows]
-            cells = width * (rows + 1)
-            if width * rows >= min_cells and cells - tokens - lengths[i] > max_padding * cells:
-                sizes.append(rows)
-                rows = tokens = 0
-        rows += 1
-        tokens += lengths[i]
-    return [*([rows] if rows else []), *reversed(sizes)]
+    j = len(runs)
+    while j:
+        sizes.append(ends[j] - ends[start[j]])
+        j = start[j]
+    return sizes[::-1]
 
 
 def cut_prompts(
@@ -141,7 +156,7 @@ def _within(
 
 def _chunks(indices: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[int]]:
     order = sorted(indices, key=lambda i: (len(responses[i]), i))
-    sizes = cut_by_length([len(responses[i]) for i in order], max_padding=MAX_PADDING, min_cells=MIN_CELLS)
+    sizes = cut_by_length([len(responses[i]) for i in order], forward_cells=FORWARD_CELLS)
     rows = iter(order)
     return [[next(rows) for _ in range(size)] for size in sizes]
 
@@ -149,26 +164,30 @@ def _chunks(indices: Sequence[int], responses: Sequence[Sequence[int]]) -> list[
 def _count_cells(
     indices: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> int:
-    unique = {tuple(prompts[i]) for i in indices}
+    prefixes = sorted(len(p) - 1 for p in {tuple(prompts[i]) for i in indices})
     cells = sum(len(c) * len(responses[c[-1]]) for c in _chunks(indices, responses))
-    return cells + len(unique) * (max(map(len, unique)) - 1)
+    return cells + _padded_cells(prefixes, cut_by_length(prefixes, forward_cells=FORWARD_CELLS))
+
+
+def _padded_cells(lengths: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the cells of ascending ``lengths`` cut into chunks of ``sizes`` rows."""
+    return sum(size * lengths[end - 1] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True))
 
 
 def make_part(
-    indices: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int
+    indices: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], filler: int
 ) -> tuple[SharedPart, list[int]]:
     """Return the part of the samples ``indices`` and the order in which their tokens come out of it."""
-    numbers: dict[tuple[int, ...], int] = {}
-    for i in indices:
-        numbers.setdefault(tuple(prompts[i]), len(numbers))
-    width = max(map(len, numbers)) - 1
-    prefix = torch.full((len(numbers), width), pad)
+    unique = sorted(dict.fromkeys(tuple(prompts[i]) for i in indices), key=len)
+    numbers = {prompt: row for row, prompt in enumerate(unique)}
+    width = len(unique[-1]) - 1
+    prefix = torch.full((len(numbers), width), filler)
     for prompt, row in numbers.items():
         prefix[row, width - len(prompt) + 1 :] = torch.tensor(prompt[:-1], dtype=torch.long)
     chunks, order = [], []
     for own in _chunks(indices, responses):
         longest = len(responses[own[-1]])
-        ids = torch.full((len(own), longest), pad)
+        ids = torch.full((len(own), longest), filler)
         for row, i in enumerate(own):
             ids[row, : len(responses[i])] = torch.tensor([prompts[i][-1], *responses[i][:-1]])
         lengths = torch.tensor([len(responses[i]) for i in own])
@@ -180,8 +199,14 @@ def make_part(
             )
         )
         order.extend(own)
-    lengths = torch.tensor([len(p) - 1 for p in numbers])
-    return SharedPart(prefix_ids=prefix, prefix_lengths=lengths, chunks=chunks), order
+    lengths = [len(prompt) - 1 for prompt in unique]
+    part = SharedPart(
+        prefix_ids=prefix,
+        prefix_lengths=torch.tensor(lengths),
+        prefix_sizes=cut_by_length(lengths, forward_cells=FORWARD_CELLS),
+        chunks=chunks,
+    )
+    return part, order
 
 
 def shared_logits(
@@ -199,29 +224,44 @@ def shared_logits(
     return torch.cat(logits), torch.cat(hidden) if want_hidden else None
 
 
-def _prefix_mask(part: SharedPart) -> Tensor | None:
-    """Return [U, P] with 0 on padding; None without padding."""
-    width = part.prefix_ids.shape[1]
-    if not width or bool((part.prefix_lengths == width).all()):
+def _left_mask(lengths: Tensor, width: int) -> Tensor | None:
+    """Return [U, width] with 0 on the padding left of ``lengths``; None without padding."""
+    if not width or bool((lengths == width).all()):
         return None
-    columns = torch.arange(width, device=part.prefix_ids.device)
-    return (columns >= width - part.prefix_lengths.unsqueeze(-1)).long()
+    return (torch.arange(width, device=lengths.device) >= width - lengths.unsqueeze(-1)).long()
 
 
 def _prefix_states(model: Any, part: SharedPart) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values [U, heads, P, head width] of every layer, with gradient."""
-    if not part.prefix_ids.shape[1]:
+    """Return keys and values [U, heads, P, head width] of every layer, with gradient.
+
+    Prefixes of different length run apart where that is cheaper than padding; their states are padded.
+    """
+    width = part.prefix_ids.shape[1]
+    if not width:
         return []
+    pieces: list[list[tuple[Tensor, Tensor]]] = []
+    for ids, lengths in zip(
+        part.prefix_ids.split(part.prefix_sizes), part.prefix_lengths.split(part.prefix_sizes), strict=True
+    ):
+        own = int(lengths.max())
+        states = _prefill(model, ids[:, width - max(own, 1) :], lengths)
+        missing = (0, 0, width - max(own, 1), 0)
+        pieces.append([(pad(keys, missing), pad(values, missing)) for keys, values in states])
+    return [
+        (torch.cat([keys for keys, _ in layer]), torch.cat([values for _, values in layer]))
+        for layer in zip(*pieces, strict=True)
+    ]
+
+
+def _prefill(model: Any, ids: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Run the left-padded prefixes ``ids`` [U, P] and return every layer's keys and values."""
     from transformers import DynamicCache
 
-    mask = _prefix_mask(part)
-    width = part.prefix_ids.shape[1]
-    columns = torch.arange(width, device=part.prefix_ids.device)
-    positions = columns - (width - part.prefix_lengths.unsqueeze(-1))
     cache = DynamicCache()
+    positions = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - lengths.unsqueeze(-1))
     model(
-        input_ids=part.prefix_ids,
-        attention_mask=mask,
+        input_ids=ids,
+        attention_mask=_left_mask(lengths, ids.shape[1]),
         position_ids=positions.clamp(min=0),
         past_key_values=cache,
         use_cache=True,
@@ -244,7 +284,7 @@ def _continue(
     for number, (keys, values) in enumerate(states):
         cache.update(keys[chunk.prompt], values[chunk.prompt], number)
     rows, width = chunk.input_ids.shape
-    prefix = _prefix_mask(part)
+    prefix = _left_mask(part.prefix_lengths, part.prefix_ids.shape[1])
     mask = None
     if prefix is not None:
         # padding on the right is never seen by what comes before it
@@ -281,19 +321,20 @@ def supports_shared_prompts(model: Any) -> bool:
         device = next(model.parameters()).device
         ids = (torch.arange(12, device=device) % int(config.vocab_size)).view(2, 6).flip(0)
         part = SharedPart(
-            prefix_ids=torch.stack([ids[0, :2], ids[1, :2].roll(1)]),
-            prefix_lengths=torch.tensor([2, 1], device=device),
+            prefix_ids=torch.stack([ids[1, :2].roll(1), ids[0, :2]]),
+            prefix_lengths=torch.tensor([1, 2], device=device),
+            prefix_sizes=[2],
             chunks=[
                 SharedChunk(
-                    prompt=torch.tensor([1, 0], device=device),
+                    prompt=torch.tensor([0, 1], device=device),
                     input_ids=ids[:, 2:],
                     valid=torch.ones(2, 4, dtype=torch.bool, device=device),
                 )
             ],
         )
         shared = shared_logits(model, [part], want_hidden=False)[0].view(2, 4, -1).float()
-        first = torch.cat([part.prefix_ids[1, 1:], ids[0, 2:]]).unsqueeze(0)
-        second = torch.cat([part.prefix_ids[0], ids[1, 2:]]).unsqueeze(0)
+        first = torch.cat([part.prefix_ids[0, 1:], ids[0, 2:]]).unsqueeze(0)
+        second = torch.cat([part.prefix_ids[1], ids[1, 2:]]).unsqueeze(0)
         plain = [model(input_ids=x, use_cache=False).logits[0, -4:].float() for x in (first, second)]
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
         logger.info("prompts of a group are computed per sample: %s", error)
