@@ -225,9 +225,9 @@ def _codebleu(language: str) -> ModuleType:
     try:
         codebleu_score.load_language(language)
     except (ImportError, TypeError) as error:
-        package = f"tree-sitter-{language.replace('_', '-')}"
+        extra = "eval" if language == "python" else "codebleu-languages"
         raise MissingExtraError(
-            f"{_NAME}: the grammar of {language} cannot be loaded ({error}). Install a grammar of the "
-            f"0.21 series: pip install '{package}>=0.21,<0.22'"
+            f"{_NAME}: the grammar of {language}, of the series that tree-sitter 0.22 reads, cannot be loaded "
+            f"({error}). Install it with: pip install 'multitask-rl[{extra}]'"
         ) from error
     return codebleu_score

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 from reward_builders import real_rows, rollout
 
@@ -8,6 +10,7 @@ from multitask_rl.records import Failure, Score
 from multitask_rl.sandbox.base import Outcome, Verdict
 from multitask_rl_rewards import code_evaluator
 from multitask_rl_rewards.code_evaluator import CodeEvaluator
+from multitask_rl_rewards.codebleu_score import load_language
 
 ROW = {
     "prompt": "Write a function add.",
@@ -184,8 +187,10 @@ def test_bad_configuration_is_refused(config, message):
         build(**config)
 
 
-def test_missing_grammar_names_the_package():
-    with pytest.raises(ImportError, match=r"pip install 'tree-sitter-rust>=0\.21,<0\.22'"):
+def test_missing_grammar_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tree_sitter_rust", None)
+    load_language.cache_clear()
+    with pytest.raises(ImportError, match=r"pip install 'multitask-rl\[codebleu-languages\]'"):
         build(evaluator="codebleu", language="rust")
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from codebleu import calc_codebleu
 
-from multitask_rl_rewards.codebleu_score import compute_codebleu
+from multitask_rl_rewards.codebleu_score import LANGUAGES, compute_codebleu
 
 ADD = "def add(a, b):\n    c = a + b\n    return c\n"
 
@@ -88,3 +88,39 @@ def test_values_do_not_depend_on_the_hash_seed():
         for seed in ("0", "1", "2", "3")
     }
     assert len(values) == 1
+
+
+PROGRAMS = {
+    "java": (
+        "class A { int f(int a, int b) { int c = a + b; return c; } }",
+        "class A { int g(int x) { return x; } }",
+    ),
+    "javascript": ("function f(a, b) { let c = a + b; return c; }", "function g(x) { return x * 2; }"),
+    "go": (
+        "package m\nfunc f(a int, b int) int { c := a + b; return c }",
+        "package m\nfunc g(x int) int { return x }",
+    ),
+    "c": ("int f(int a, int b) { int c = a + b; return c; }", "int g(int x) { return x * 2; }"),
+    "cpp": ("int f(int a, int b) { int c = a + b; return c; }", "int g(int x) { return x * 2; }"),
+    "c_sharp": (
+        "class A { int F(int a, int b) { int c = a + b; return c; } }",
+        "class A { int G(int x) { return x; } }",
+    ),
+    "ruby": ("def f(a, b)\n  c = a + b\n  c\nend", "def g(x)\n  x * 2\nend"),
+    "rust": ("fn f(a: i32, b: i32) -> i32 { let c = a + b; c }", "fn g(x: i32) -> i32 { x * 2 }"),
+    "php": ("<?php function f($a, $b) { $c = $a + $b; return $c; }", "<?php function g($x) { return $x; }"),
+}
+
+
+def test_there_is_a_program_in_each_language():
+    assert {"python", *PROGRAMS} == set(LANGUAGES)
+
+
+@pytest.mark.parametrize("language", sorted(PROGRAMS))
+def test_each_language_has_its_own_grammar(language):
+    pytest.importorskip(f"tree_sitter_{language}")
+    reference, other = PROGRAMS[language]
+    same = compute_codebleu(reference, reference, language)
+    assert same == dict.fromkeys(("codebleu", "ngram", "weighted_ngram", "syntax", "dataflow"), 1.0)
+    assert 0.0 < compute_codebleu(reference, other, language)["codebleu"] < 0.6
+    assert compute_codebleu(reference, "I cannot do that.", language)["codebleu"] < 0.05
