@@ -227,7 +227,7 @@ def _codebleu(language: str) -> ModuleType:
     except (ImportError, TypeError) as error:
         extra = "eval" if language == "python" else "codebleu-languages"
         raise MissingExtraError(
-            f"{_NAME}: the grammar of {language}, of the series that tree-sitter 0.22 reads, cannot be loaded "
+            f"{_NAME}: the grammar of {language}, of the series tree-sitter 0.22 reads, cannot be loaded "
             f"({error}). Install it with: pip install 'multitask-rl[{extra}]'"
         ) from error
     return codebleu_score
