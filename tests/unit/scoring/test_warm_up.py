@@ -1,0 +1,65 @@
+"""Before step 1: every plugin is built, warmed up and found healthy, or the run does not start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.task import RewardSpec, TaskSpec
+from multitask_rl.errors import MultitaskRLError
+from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.testing import make_rollout
+
+PLUGIN = """
+from pathlib import Path
+
+from multitask_rl.contracts import PluginTraits
+
+MARK = Path(__file__).with_suffix(".warm")
+
+
+class Warm:
+    traits = PluginTraits(isolate=ISOLATE)
+
+    def warm_up(self):
+        MARK.touch()
+
+    def score(self, rollouts):
+        return [float(MARK.exists()) for _ in rollouts]
+
+
+class Cold(Warm):
+    def warm_up(self):
+        raise ConnectionError("judge.example:443 does not answer")
+"""
+
+
+@pytest.fixture(params=["True", "False"])
+def plugin(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    file = tmp_path / "warm_plugin.py"
+    file.write_text(PLUGIN.replace("ISOLATE", request.param))
+    return file
+
+
+def pool_of(reference: str) -> RewardPool:
+    spec = TaskSpec(name="t", rewards=[RewardSpec(plugin=reference, name="warm")])
+    return RewardPool({"t": spec}, ScoringConfig(num_workers=1), seed=0, devices={})
+
+
+def test_a_plugin_is_warm_before_its_first_score(plugin: Path) -> None:
+    pool = pool_of(f"{plugin}:Warm")
+    try:
+        pool.start()
+        assert plugin.with_suffix(".warm").exists(), "before anything is scored"
+        assert pool.score([make_rollout("x", task="t")])[0].reward == 1.0
+    finally:
+        pool.close()
+
+
+def test_a_plugin_that_cannot_warm_up_stops_the_start(plugin: Path) -> None:
+    pool = pool_of(f"{plugin}:Cold")
+    with pytest.raises(MultitaskRLError, match=r"warm.*judge\.example:443 does not answer"):
+        pool.start()
+    pool.close()
