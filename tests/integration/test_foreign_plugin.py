@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_builders import write_run
 
 from multitask_rl.testing.scaffold import scaffold
 
@@ -73,6 +74,32 @@ def test_a_foreign_distribution_is_found_checked_and_used(site: Path, tmp_path: 
     assert not imported
     assert rewards == [2.0, 0.5, 0.0]
     assert violated == [False, False, True]
+
+
+TASKS = """
+tasks:
+  copy:
+    dataset: copy.jsonl
+    rewards:
+      - {plugin: vowels, config: {vowels: "abc"}}
+    constraints: [{plugin: no_shouting, mode: penalty}]
+"""
+
+
+def test_a_training_run_uses_it(site: Path, tmp_path: Path) -> None:
+    write_run(tmp_path, TASKS)
+    code = "import sys; from multitask_rl.cli import main; sys.exit(main(sys.argv[1:]))"
+    settings = "model.name_or_path=actor output_dir=run max_steps=2 num_threads=1 rollout.max_new_tokens=4"
+    small = "batch.prompts_per_step=4 batch.group_size=4 scoring.num_workers=1 tracking.trackers=[jsonl]"
+    arguments = ["train", "tasks_file=tasks.yaml", *settings.split(), *small.split()]
+    run(sys.executable, "-c", code, *arguments, path=site, cwd=tmp_path)
+    stored = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert stored
+    for line in stored:
+        letters = [c for c in line["response"] if c.isalpha()]
+        expected = sum(c in "abc" for c in letters) / max(1, len(letters))
+        assert line["breakdown"]["vowels"]["value"] == pytest.approx(expected)
+        assert line["verdicts"]["no_shouting"]["violated"] is False
 
 
 def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
