@@ -1,0 +1,41 @@
+"""The demo, two steps of it: what ``make demo`` prepares, runs and writes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_prepares_trains_and_writes_its_summary(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/demo/run.py", "--directory", tmp_path, "--max-steps", "2"],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) == {"tasks", "wall_s", "guard_events", "seed"}
+    assert set(summary["tasks"]) == {"preference", "code", "safe", "arithmetic"}
+    for figures in summary["tasks"].values():
+        for side in ("before", "after"):
+            assert set(figures[side]) == {"mean", "low", "high", "n"}
+            assert figures[side]["low"] <= figures[side]["mean"] <= figures[side]["high"]
+            assert figures[side]["n"] == 256
+    assert "held-out prompts, before and after 2 steps" in done.stdout
+    assert "mlflow ui" in done.stdout
+    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    graded = [r["breakdown"]["code_evaluator"]["components"] for r in rollouts if r["task"] == "code"]
+    assert graded
+    assert all(math.isfinite(g["tests"]) and math.isfinite(g["codebleu"]) for g in graded)
+    assert len({g["tests"] for g in graded}) > 1, "programs ran: some pass more tests than others"
