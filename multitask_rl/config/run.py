@@ -132,8 +132,8 @@ class BatchConfig:
     tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward."""
     layout: str = "auto"
-    """``shared`` (a group's prompt is computed once), ``bucketed`` (sorted by length, right-padded), ``packed``
-    (no padding, positions reset), or ``auto``: ``shared`` where the model can, else ``bucketed``."""
+    """``shared`` (a group's prompt is computed once), ``bucketed`` (sorted by length, right-padded),
+    ``packed`` (no padding, positions reset), or ``auto``: ``shared`` if the model can, else ``bucketed``."""
     refill_rounds: int = 1
     """Extra rounds of prompts for tasks whose groups gave no gradient; 0 = off."""
 
