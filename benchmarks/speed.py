@@ -42,7 +42,7 @@ class Side:
             "TOKENIZERS_PARALLELISM": "false",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in ``close``
         self._process = subprocess.Popen(
             [python, str(SIDES / script), *arguments],
             stdin=subprocess.PIPE,

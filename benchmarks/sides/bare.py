@@ -49,7 +49,7 @@ def generate(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         token = torch.multinomial(logits.float().softmax(-1), 1)
         out[alive, t] = token[:, 0]
         lengths[alive] += 1
-        keep = token[:, 0] != EOS
+        keep = (token[:, 0] != EOS) | (not MIXED)
         if t == NEW - 1 or not keep.any():
             break
         if not keep.all():

@@ -1,4 +1,4 @@
-"""Our side: the ordinary ``Trainer`` on a tasks file, one task per kind of prompt; timers around its parts."""
+"""Our side: the ordinary ``Trainer``, one task per kind of prompt; timers around its parts."""
 
 from __future__ import annotations
 

@@ -199,11 +199,11 @@ def make_part(
             )
         )
         order.extend(own)
-    lengths = [len(prompt) - 1 for prompt in unique]
+    prefixes = [len(prompt) - 1 for prompt in unique]
     part = SharedPart(
         prefix_ids=prefix,
-        prefix_lengths=torch.tensor(lengths),
-        prefix_sizes=cut_by_length(lengths, forward_cells=FORWARD_CELLS),
+        prefix_lengths=torch.tensor(prefixes),
+        prefix_sizes=cut_by_length(prefixes, forward_cells=FORWARD_CELLS),
         chunks=chunks,
     )
     return part, order
@@ -241,7 +241,9 @@ def _prefix_states(model: Any, part: SharedPart) -> list[tuple[Tensor, Tensor]]:
         return []
     pieces: list[list[tuple[Tensor, Tensor]]] = []
     for ids, lengths in zip(
-        part.prefix_ids.split(part.prefix_sizes), part.prefix_lengths.split(part.prefix_sizes), strict=True
+        torch.split(part.prefix_ids, part.prefix_sizes),
+        torch.split(part.prefix_lengths, part.prefix_sizes),
+        strict=True,
     ):
         own = int(lengths.max())
         states = _prefill(model, ids[:, width - max(own, 1) :], lengths)
