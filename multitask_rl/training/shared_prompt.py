@@ -310,7 +310,9 @@ def supports_shared_prompts(model: Any) -> bool:
     off by gradient checkpointing do not.
     """
     config = model.config.get_text_config()
-    if getattr(model, "_is_stateful", False) or getattr(model, "is_gradient_checkpointing", False):
+    # not the model's own property: its name changes with the versions of transformers
+    is_checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    if getattr(model, "_is_stateful", False) or is_checkpointing:
         return False
     # a window is wider than the probe's few tokens, so it has to be asked for
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
