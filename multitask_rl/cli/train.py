@@ -157,13 +157,18 @@ def _to_config(tree: DictConfig) -> RunConfig:
 
 @contextmanager
 def _hydra_environment(arguments: list[str]) -> Iterator[None]:
-    """Give Hydra its arguments, and keep it from printing errors: they come back as exceptions."""
+    """Give Hydra its arguments, keep it from printing errors (they come as exceptions), close its log."""
+    before = list(logging.getLogger().handlers)
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv[0] if argv else "multitask-rl", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
     finally:
+        for handler in [h for h in logging.getLogger().handlers if h not in before]:
+            if isinstance(handler, logging.FileHandler):
+                logging.getLogger().removeHandler(handler)
+                handler.close()
         sys.argv = argv
         if full_error is None:
             del os.environ["HYDRA_FULL_ERROR"]
