@@ -93,7 +93,7 @@ def test_contract():
 
 _README = Template("""# $distribution
 
-A $kind for [multitask-rl](https://pypi.org/project/multitask-rl/), found through its entry point `$name`.
+A $kind for `multitask-rl`, found through its entry point `$name`.
 
     pip install -e .                     # again after every change of the entry point
     pytest                               # the contract suite and your own tests
