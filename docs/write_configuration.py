@@ -17,7 +17,7 @@ from multitask_rl.records import SamplingParams
 
 PAGE = Path(__file__).with_name("configuration.md")
 
-_OWN_TABLE = ("kl",)
+_OWN_TABLE = ("curriculum", "kl")
 """Sections of a task; they get their tables from ``render``."""
 
 _INTRODUCTION = """\
@@ -42,6 +42,7 @@ def render() -> str:
         ("One of `rewards`", task.RewardSpec),
         ("One of `constraints`", task.ConstraintSpec),
         ("`kl`", task.KLSpec),
+        ("`curriculum`", task.CurriculumSpec),
         ("`sampling`", SamplingParams),
     ):
         parts += [f"### {title}\n", _table(cls)]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
-from multitask_rl.data import load_rows
+from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
@@ -97,6 +97,8 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     )
     for name, spec in specs.items():
         _check_combination(spec, plan.algorithms[name])
+        if spec.curriculum.by not in ("", PASS_RATE):
+            pools_by_column(rows[name][0], spec.curriculum, name)
     _check_output_dir(plan.output_dir)
     return plan
 

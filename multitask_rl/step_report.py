@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from multitask_rl.records import Scored, TaskStats
-from multitask_rl.step_metrics import aggregate, by_group, is_informative, task_stats
+from multitask_rl.records import Event, Scored, TaskStats
+from multitask_rl.step_metrics import aggregate, by_group, group_rewards, is_informative, task_stats
 from multitask_rl.task_run import TaskRun
 
-__all__ = ["StepReport", "collect_stats", "some_of_each", "step_numbers"]
+__all__ = ["StepReport", "collect_stats", "observe_groups", "some_of_each", "step_numbers"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +27,17 @@ class StepReport:
     """Numbers of the update: ``grad_norm``, ``learning_rate``, ``padding_share``..."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock by stage, ``update`` and ``step`` among them."""
+
+
+def observe_groups(report: StepReport, runs: Mapping[str, TaskRun]) -> list[Event]:
+    """Let each task's stream see what its groups earned; return what its curriculum decided."""
+    events: list[Event] = []
+    for name, groups in by_group(report.drawn).items():
+        stream, run = runs[name].stream, runs[name]
+        if stream is not None:
+            earned = {g[0].rollout.prompt.draw: group_rewards(run, g) for g in groups.values()}
+            events += stream.observe(earned, report.step)
+    return events
 
 
 def collect_stats(
@@ -53,6 +64,8 @@ def collect_stats(
         metrics: dict[str, float] = {}
         for source in sources:
             metrics.update(source.get(name, {}))
+        stream = runs[name].stream
+        metrics.update(stream.metrics() if stream is not None else {})
         metrics.update(
             weight=weight,
             share_requested=report.quotas.get(name, 0) / max(1, num_asked),

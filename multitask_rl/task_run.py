@@ -12,7 +12,7 @@ from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.curriculum.multiplier import LagrangeMultiplier
-from multitask_rl.data import PromptStream, render_prompt
+from multitask_rl.data import PooledStream, PromptStream, render_prompt
 from multitask_rl.data.rows import Row, row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
@@ -143,7 +143,7 @@ def build_task_runs(
             learner=LearnerTask(spec=spec, algorithm=algorithm),
             kl_reported=spec.kl.coefficient or 1.0,
             multiplier=LagrangeMultiplier(limit=lagrangian[0].limit) if lagrangian else None,
-            stream=None if spec.evaluation_only else PromptStream(train_rows, task=name, seed=config.seed),
+            stream=None if spec.evaluation_only else _stream(spec, train_rows, config.seed),
             eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
             max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),
         )
@@ -216,6 +216,12 @@ def render_rows(run: TaskRun, rows: Sequence[Row], actor: Actor) -> list[Prompt]
         prompt.prompt_ids = run.algorithm.condition(prompt.prompt_ids[-keep:], evaluation=True)
         prompts.append(prompt)
     return prompts
+
+
+def _stream(spec: TaskSpec, rows: Sequence[Row], seed: int) -> PromptStream:
+    if spec.curriculum.by:
+        return PooledStream(rows, task=spec.name, seed=seed, spec=spec.curriculum)
+    return PromptStream(rows, task=spec.name, seed=seed)
 
 
 def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> None:

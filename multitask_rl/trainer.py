@@ -29,7 +29,7 @@ from multitask_rl.records import Event, Scored, TaskEvaluation, TaskStats
 from multitask_rl.refill import Refill
 from multitask_rl.run_state import RunStore
 from multitask_rl.stages import AdvantageStage, ConstraintStage, RewardStage, RolloutStage
-from multitask_rl.step_report import StepReport, collect_stats, some_of_each, step_numbers
+from multitask_rl.step_report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.supervision import Supervisor
 from multitask_rl.task_run import TaskRun, build_task_runs, draw_prompts
 from multitask_rl.tracking.fanout import Trackers
@@ -219,6 +219,7 @@ class Trainer:
             drawn, kept = self._refill.collect(quotas, self._experience)
         credited = self.flow(kept, start="advantages")
         report = StepReport(step=self.step, quotas=quotas, drawn=drawn, kept=kept)
+        self.note(observe_groups(report, self.runs))
         per_task = self._learn(credited, report)
         sources = [per_task, self._advantages.metrics, self.scorer.metrics()]
         stats = collect_stats(report, self.runs, weights, sources)

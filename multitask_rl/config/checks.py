@@ -126,6 +126,8 @@ def _check_numbers(spec: TaskSpec, where: Where) -> None:
     _in_range(where.at("kl", "coefficient"), spec.kl.coefficient, low=0.0)
     _in_range(where.at("kl", "target"), spec.kl.target, low=0.0)
     _in_range(where.at("kl", "horizon"), spec.kl.horizon, low=1.0)
+    _in_range(where.at("curriculum", "pools"), spec.curriculum.pools, low=2)
+    _in_range(where.at("curriculum", "floor"), spec.curriculum.floor, low=0.0, high=1.0)
     if spec.sampling is not None:
         here = where.at("sampling")
         _in_range(here.at("max_new_tokens"), spec.sampling.max_new_tokens, low=1)

@@ -8,7 +8,9 @@ from typing import Any
 
 from multitask_rl.records import SamplingParams
 
-__all__ = ["ConstraintSpec", "KLSpec", "RewardSpec", "TaskSpec"]
+__all__ = ["PASS_RATE", "ConstraintSpec", "CurriculumSpec", "KLSpec", "RewardSpec", "TaskSpec"]
+
+PASS_RATE = "pass_rate"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +69,19 @@ class KLSpec:
 
 
 @dataclass(kw_only=True, slots=True)
+class CurriculumSpec:
+    """Difficulty pools: which of the task's prompts are drawn more often."""
+
+    by: str = ""
+    """``pass_rate`` (observed, per prompt) or a column of the rows (a level, a length); empty = every prompt
+    equally often."""
+    pools: int = 5
+    """Pools at most, >= 2."""
+    floor: float = 0.1
+    """Part of the draws that stays uniform over the prompts, in [0, 1]; the rest follows learnability."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TaskSpec:
     """A task: data, prompt, rewards, constraints, algorithm, and its share of the run."""
 
@@ -105,6 +120,7 @@ class TaskSpec:
     sampling_keys: tuple[str, ...] = ()
     """Which keys of ``sampling`` the tasks file gave; empty = all of them count."""
     kl: KLSpec = field(default_factory=KLSpec)
+    curriculum: CurriculumSpec = field(default_factory=CurriculumSpec)
     rewards: list[RewardSpec] = field(default_factory=list)
     """What a response is worth: plugins, their weights and configuration; a plain name is enough."""
     constraints: list[ConstraintSpec] = field(default_factory=list)

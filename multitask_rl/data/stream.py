@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multitask_rl.data.rows import Row, Rows, fingerprint
 from multitask_rl.errors import CheckpointError, DataError
+from multitask_rl.records import Event
 from multitask_rl.seeding import random_stream
 
 __all__ = ["PromptStream"]
@@ -63,6 +64,14 @@ class PromptStream:
     def skip(self, n: int) -> None:
         """Go on by ``n`` rows without giving them."""
         self._draw += n
+
+    def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:
+        """Hear what the groups of a step earned, by draw number; this order depends on nothing."""
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last step about the stream itself; none here."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, JSON-able."""

@@ -1,0 +1,117 @@
+"""Difficulty pools: how a task's draws are split between its easy and its hard prompts.
+
+A group of rollouts teaches in proportion to the spread of its rewards: with a 0/1 reward and pass rate ``p``
+the expected variance is ``p (1 - p)``, zero for prompts that are always or never solved. Draws follow it.
+
+    share_i = floor * n_i / n + (1 - floor) * n_i L_i / sum_j n_j L_j
+
+``n_i`` prompts are in pool ``i``, ``L_i`` is the mean variance of the rewards within its groups. Shares count
+the prompts, so pools that teach equally give uniform draws, and a small pool is not asked over and over.
+
+Sources: learnability ``p (1 - p)``: Rutherford et al., "No Regrets" (arXiv:2408.15099), Eq. 2; Foster et al.,
+"Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["PoolEstimate", "RewardRange", "pool_shares"]
+
+MAX_LEARNABILITY = 0.25
+"""p (1 - p) at p = 0.5: what a pool counts with until it was measured (optimism finds what can be learnt)."""
+
+_PRIOR_GROUPS = 4
+"""Groups that the optimistic start weighs as many as."""
+_GAIN = 0.05
+"""Weight of the newest group once warmed up: a memory of about 20 groups."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardRange:
+    """The scale on which rewards are pass rates: [0, 1], or what was seen once a reward lies outside it."""
+
+    low: float = 0.0
+    high: float = 1.0
+    outside_unit: bool = False
+
+    def observe(self, rewards: Sequence[float]) -> None:
+        """Widen the range to hold ``rewards``."""
+        low, high = min(rewards), max(rewards)
+        if self.outside_unit:
+            low, high = min(low, self.low), max(high, self.high)
+        elif low >= 0.0 and high <= 1.0:
+            return
+        self.low, self.high, self.outside_unit = low, high, True
+
+    @property
+    def width(self) -> float:
+        """Length of the range, > 0."""
+        return self.high - self.low if self.high > self.low else 1.0
+
+    def place(self, reward: float) -> float:
+        """Return where ``reward`` lies in the range, in [0, 1]."""
+        return min(1.0, max(0.0, (reward - self.low) / self.width))
+
+
+@dataclass(kw_only=True, slots=True)
+class PoolEstimate:
+    """What the groups drawn from one pool earned, in the reward's own unit; all fields are state."""
+
+    groups: int = 0
+    mean: float = 0.0
+    """Moving average of the groups' mean rewards."""
+    variance: float = 0.0
+    """Moving average of the unbiased variance of the rewards within groups."""
+    spreads: int = 0
+    """Groups of two or more, which have a variance."""
+
+    def observe(self, rewards: Sequence[float]) -> None:
+        """Add the rewards of one group, at least one."""
+        self.groups += 1
+        mean = math.fsum(rewards) / len(rewards)
+        self.mean += max(_GAIN, 1.0 / self.groups) * (mean - self.mean)
+        if len(rewards) > 1:
+            self.spreads += 1
+            variance = math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)
+            self.variance += max(_GAIN, 1.0 / self.spreads) * (variance - self.variance)
+
+    def pass_rate(self, scale: RewardRange) -> float:
+        """Return the pool's pass rate in [0, 1]; NaN before its first group."""
+        return scale.place(self.mean) if self.groups else math.nan
+
+    def learnability(self, scale: RewardRange) -> float:
+        """Return the pool's learnability, mixed with the optimistic start while its groups are few.
+
+        Groups of one rollout have no variance: there it is ``p (1 - p)`` of the pool's pass rate.
+        """
+        if self.spreads:
+            measured = self.variance / scale.width**2
+        else:
+            p = self.pass_rate(scale) if self.groups else 0.5
+            measured = p * (1.0 - p)
+        weight = self.groups / (self.groups + _PRIOR_GROUPS)
+        return weight * measured + (1.0 - weight) * MAX_LEARNABILITY
+
+
+def pool_shares(
+    sizes: Mapping[str, int], learnability: Mapping[str, float], floor: float
+) -> dict[str, float]:
+    """Return each pool's share of the draws (see the module), sum 1; an empty pool has 0.
+
+    Args:
+        sizes: prompts per pool, at least one in all.
+        learnability: per pool, >= 0.
+        floor: part of the draws that stays uniform over the prompts, in [0, 1].
+
+    >>> pool_shares({"easy": 30, "hard": 10}, {"easy": 0.0, "hard": 0.2}, 0.2)
+    {'easy': 0.15, 'hard': 0.85}
+    """
+    total = sum(sizes.values())
+    gains = {pool: size * learnability[pool] for pool, size in sizes.items()}
+    gain = math.fsum(gains.values())
+    if not gain > 0.0:
+        return {pool: size / total for pool, size in sizes.items()}
+    return {pool: floor * sizes[pool] / total + (1.0 - floor) * gains[pool] / gain for pool in sizes}

@@ -1,0 +1,267 @@
+"""A stream that draws more of the prompts a task can learn from: its rows in pools of difficulty."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from multitask_rl.config.task import PASS_RATE, CurriculumSpec
+from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
+from multitask_rl.curriculum.quotas import apportion
+from multitask_rl.data.rows import Row, Rows
+from multitask_rl.data.stream import PromptStream
+from multitask_rl.errors import DataError
+from multitask_rl.records import Event
+from multitask_rl.seeding import random_stream
+
+__all__ = ["PooledStream", "pools_by_column"]
+
+logger = logging.getLogger(__name__)
+
+UNSEEN = "unseen"
+_ROW_GAIN = 0.5
+"""Weight of a prompt's newest group: it comes back rarely, and the policy has moved on meanwhile."""
+_REPORTED_MOVE = 0.15
+"""An event is made when this part of the draws has moved between pools since the last one."""
+
+
+class PooledStream(PromptStream):
+    """Gives the rows of one task forever, by pools whose shares follow their learnability.
+
+    Pools are fixed by a column of the rows, or made by the observed pass rate: a row moves with the moving
+    average of the mean reward of its groups, and those never asked are a pool of their own that counts as
+    most learnable until measured. Within a pool the row that was drawn longest ago is next. Shares become
+    whole draws by largest remainder with the rest carried over (``curriculum/quotas.py``).
+
+    Draws depend on the seed and on what was observed; all of it is in ``state_dict``.
+
+    Args:
+        rows: at least one row.
+        task: name of the task.
+        seed: the run's seed.
+        spec: ``by`` must be given.
+
+    Raises:
+        DataError: ``rows`` is empty, or the column does not sort them into pools.
+    """
+
+    def __init__(self, rows: Rows, *, task: str, seed: int, spec: CurriculumSpec) -> None:
+        super().__init__(rows, task=task, seed=seed)
+        self._spec = spec
+        self._start()
+
+    def _start(self) -> None:
+        order = list(range(len(self._rows)))
+        random_stream(self._seed, "data", self._task, 0).shuffle(order)
+        names, pool_of = self._first_pools()
+        self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in names}
+        for index in order:
+            self._pools[pool_of[index]][index] = None
+        self._estimates = {name: PoolEstimate() for name in names}
+        self._scale = RewardRange()
+        self._rates: dict[int, float] = {}
+        self._carry: dict[str, float] = {}
+        self._pending: dict[int, tuple[int, str]] = {}
+        self._reported = self._shares()
+        self._step_draws: Counter[str] = Counter()
+
+    def _first_pools(self) -> tuple[list[str], list[str]]:
+        """Return the pools' names, and the pool of every row."""
+        if self._spec.by != PASS_RATE:
+            self._labels, members = pools_by_column(self._rows, self._spec, self._task)
+            return [str(i) for i in range(len(self._labels))], [str(i) for i in members]
+        edges = [i / self._spec.pools for i in range(self._spec.pools + 1)]
+        self._labels = [f"{PASS_RATE} {a:.2f} to {b:.2f}" for a, b in itertools.pairwise(edges)]
+        return [*map(str, range(self._spec.pools)), UNSEEN], [UNSEEN] * len(self._rows)
+
+    def next(self, n: int) -> list[tuple[int, Row]]:
+        """Return the next ``n`` rows, each with its draw number; no row twice while there are others."""
+        rank = {name: i for i, name in enumerate(self._pools)}
+        counts, self._carry = apportion(self._shares(), n, self._carry, rank)
+        rows: list[tuple[int, Row]] = []
+        for name, count in self._within_sizes(counts, n).items():
+            pool = self._pools[name]
+            for _ in range(count):
+                index = next(iter(pool))
+                pool.move_to_end(index)
+                self._pending[self._draw] = (index, name)
+                rows.append((self._draw, self._rows[index]))
+                self._draw += 1
+        return rows
+
+    def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:
+        """Learn what the groups of a step earned.
+
+        Args:
+            groups: draw number -> rewards of its rollouts; empty = none could be judged: teaches nothing.
+            step: the step they are of.
+
+        Returns:
+            An event when the shares have moved.
+        """
+        self._step_draws = Counter()
+        if seen := [reward for rewards in groups.values() for reward in rewards]:
+            self._scale.observe(seen)
+        for draw, rewards in groups.items():
+            index, pool = self._pending.pop(draw, (-1, ""))
+            if index < 0:
+                continue
+            self._step_draws[pool] += 1
+            if rewards:
+                self._estimates[pool].observe(rewards)
+                self._move(index, math.fsum(rewards) / len(rewards))
+        # what was drawn before and never came back (too long for the model) never will
+        last = max(groups, default=-1)
+        self._pending = {d: where for d, where in self._pending.items() if d > last}
+        return self._report(step)
+
+    def _move(self, index: int, mean: float) -> None:
+        if self._spec.by != PASS_RATE:
+            return
+        old = self._rates.get(index)
+        rate = mean if old is None else old + _ROW_GAIN * (mean - old)
+        self._rates[index] = rate
+        number = min(self._spec.pools - 1, int(self._scale.place(rate) * self._spec.pools))
+        for pool in self._pools.values():
+            pool.pop(index, None)
+        self._pools[str(number)][index] = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``pool/<i>/share`` of the last observed draws, ``pool/<i>/pass_rate`` where known."""
+        total = max(1, self._step_draws.total())
+        numbers: dict[str, float] = {}
+        for name, estimate in self._estimates.items():
+            numbers[f"pool/{name}/share"] = self._step_draws[name] / total
+            if estimate.groups:
+                numbers[f"pool/{name}/pass_rate"] = estimate.pass_rate(self._scale)
+        return numbers
+
+    def _shares(self) -> dict[str, float]:
+        sizes = {name: len(pool) for name, pool in self._pools.items()}
+        learnability = {name: e.learnability(self._scale) for name, e in self._estimates.items()}
+        return pool_shares(sizes, learnability, self._spec.floor)
+
+    def _within_sizes(self, counts: Mapping[str, int], n: int) -> dict[str, int]:
+        """Return ``counts`` with what is more than a pool holds given to the pools with most room."""
+        fitted = dict(counts)
+        if n > len(self._rows):
+            return fitted
+        room = {name: len(self._pools[name]) - count for name, count in fitted.items()}
+        for name in [name for name, left in room.items() if left < 0]:
+            for _ in range(-room[name]):
+                other = max(room, key=lambda o: room[o])
+                fitted[name], fitted[other] = fitted[name] - 1, fitted[other] + 1
+                room[name], room[other] = room[name] + 1, room[other] - 1
+        return fitted
+
+    def _report(self, step: int) -> list[Event]:
+        shares, before = self._shares(), self._reported
+        if 0.5 * math.fsum(abs(shares[name] - before[name]) for name in shares) < _REPORTED_MOVE:
+            return []
+        self._reported = shares
+        name = max(shares, key=lambda o: shares[o] - before[o])
+        estimate = self._estimates[name]
+        reason = (
+            f"share of pool {name} ({self._label(name)}) {before[name]:.2f} -> {shares[name]:.2f}: "
+            f"{len(self._pools[name])} prompts, pass rate {estimate.pass_rate(self._scale):.2f}, "
+            f"learnability {estimate.learnability(self._scale):.3f}"
+        )
+        data = {
+            "from": before,
+            "to": shares,
+            "learnability": {o: e.learnability(self._scale) for o, e in self._estimates.items()},
+            "sizes": {o: len(pool) for o, pool in self._pools.items()},
+        }
+        return [
+            Event(step=step, source="curriculum", kind="pools", reason=reason, task=self._task, data=data)
+        ]
+
+    def _label(self, name: str) -> str:
+        return "never asked" if name == UNSEEN else self._labels[int(name)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return cursor, pools and estimates, JSON-able."""
+        return {
+            **super().state_dict(),
+            "curriculum": {
+                "spec": asdict(self._spec),
+                "pools": {name: list(pool) for name, pool in self._pools.items()},
+                "estimates": {name: asdict(e) for name, e in self._estimates.items()},
+                "scale": asdict(self._scale),
+                "rates": {str(index): rate for index, rate in self._rates.items()},
+                "carry": dict(self._carry),
+                "pending": {str(draw): list(where) for draw, where in self._pending.items()},
+                "reported": dict(self._reported),
+                "step_draws": dict(self._step_draws),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; pools of other rows or of another curriculum start anew.
+
+        Raises:
+            CheckpointError: ``state`` is not one of a stream.
+        """
+        super().load_state_dict(state)
+        saved = state.get("curriculum")
+        same_rows = (state["length"], state["fingerprint"]) == (len(self._rows), self._fingerprint)
+        if saved is None or not same_rows or not self._makes_same_pools(saved["spec"]):
+            self._start()
+            logger.warning(
+                "the difficulty pools of task %r start anew: rows or curriculum changed", self._task
+            )
+            return
+        self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in saved["pools"].items()}
+        self._estimates = {name: PoolEstimate(**e) for name, e in saved["estimates"].items()}
+        self._scale = RewardRange(**saved["scale"])
+        self._rates = {int(index): rate for index, rate in saved["rates"].items()}
+        self._carry = dict(saved["carry"])
+        self._pending = {int(draw): (where[0], where[1]) for draw, where in saved["pending"].items()}
+        self._reported = dict(saved["reported"])
+        self._step_draws = Counter(saved["step_draws"])
+
+    def _makes_same_pools(self, spec: Mapping[str, Any]) -> bool:
+        return (spec["by"], spec["pools"]) == (self._spec.by, self._spec.pools)
+
+
+def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:
+    """Sort rows into pools by a column: a pool per value, or for many numbers pools of about equal size.
+
+    Returns:
+        The pools' labels in ascending order, and the pool of every row.
+
+    Raises:
+        DataError: a row lacks the column, or it holds more texts than there are pools.
+    """
+    values: list[Any] = []
+    for number, row in enumerate(rows):
+        if (value := row.get(spec.by)) is None:
+            raise DataError(
+                f"task {task!r}: curriculum.by is {spec.by!r}, but row {number} has no such column (it has: "
+                f"{', '.join(sorted(map(str, row)))}); name a column of every row, or {PASS_RATE!r}"
+            )
+        values.append(value)
+    numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+    keys = values if numeric else [str(v) for v in values]
+    counts = Counter(keys)
+    distinct = sorted(counts)
+    if len(distinct) <= spec.pools:
+        numbers = {value: i for i, value in enumerate(distinct)}
+        return [f"{spec.by} {v}" for v in distinct], [numbers[k] for k in keys]
+    if not numeric:
+        raise DataError(
+            f"task {task!r}: the column {spec.by!r} of curriculum.by holds {len(distinct)} different texts, "
+            f"more than curriculum.pools = {spec.pools}; raise it, or name a column of numbers"
+        )
+    starts, before = [distinct[0]], 0
+    for value in distinct:
+        if before >= len(keys) * len(starts) / spec.pools:
+            starts.append(value)
+        before += counts[value]
+    return [f"{spec.by} from {s}" for s in starts], [bisect.bisect_right(starts, k) - 1 for k in keys]

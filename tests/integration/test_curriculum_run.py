@@ -1,0 +1,64 @@
+"""A curriculum inside a task in whole runs: off it changes nothing, on it resumes bitwise and is recorded."""
+
+import json
+
+import pytest
+from run_builders import lines, run_config, train, weights_hash, write_run
+
+from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.trainer import Trainer
+
+PLAIN = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]CURRICULUM}
+  digit: {type: grpo, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}
+"""
+
+
+def with_curriculum(text: str) -> str:
+    return PLAIN.replace("CURRICULUM", f", curriculum: {text}" if text else "")
+
+
+def start(directory, text):
+    directory.mkdir()
+    write_run(directory, with_curriculum(text), num_rows=40)
+    return directory
+
+
+def test_without_a_curriculum_nothing_changes(tmp_path) -> None:
+    plain = train(run_config(start(tmp_path / "a", ""), "run", 3))
+    off = train(run_config(start(tmp_path / "b", "{pools: 7}"), "run", 3))
+    assert weights_hash(plain) == weights_hash(off)
+    assert lines(tmp_path / "a" / "run", "rollouts.jsonl") == lines(tmp_path / "b" / "run", "rollouts.jsonl")
+    assert "pool/" not in (tmp_path / "a" / "run" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("text", ["{by: reference}", "{by: pass_rate, pools: 3, floor: 0.3}"])
+def test_resumed_run_is_the_uninterrupted_one(tmp_path, text) -> None:
+    directory = start(tmp_path / "a", text)
+    whole = train(run_config(directory, "whole", 6))
+    train(run_config(directory, "parts", 4))
+    resumed = train(run_config(directory, "parts", 6))
+    assert weights_hash(resumed) == weights_hash(whole)
+    for name in ("rollouts.jsonl", "evaluations.jsonl", "events.jsonl"):
+        # a resumed run states the scheduler's shares once more
+        parts, uninterrupted = (
+            [line for line in lines(directory / run, name) if '"initial shares' not in line]
+            for run in ("parts", "whole")
+        )
+        assert parts == uninterrupted
+    rows = [json.loads(line) for line in (directory / "whole" / "metrics.jsonl").read_text().splitlines()]
+    shares = [{k: v for k, v in row.items() if k.endswith("/share") and "/pool/" in k} for row in rows]
+    shares = [found for found in shares if found]
+    assert len(shares) == 6
+    assert all(sum(found.values()) == pytest.approx(1.0) for found in shares)
+
+
+def test_a_curriculum_that_cannot_be_is_refused_before_the_model_loads(tmp_path) -> None:
+    directory = start(tmp_path / "a", "{by: levle}")
+    (directory / "actor" / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"'copy'.*'levle'.*it has: id, prompt, reference"):
+        Trainer.from_config(run_config(directory, "run", 1))
+    write_run(directory, with_curriculum("{by: reference, floor: 1.5}"))
+    with pytest.raises(ConfigError, match=r"curriculum\.floor: must be between 0 and 1, got 1\.5"):
+        Trainer.from_config(run_config(directory, "run", 1))

@@ -1,0 +1,206 @@
+"""Difficulty pools: shares, exact counts, moving prompts, resume; and that they learn from fewer prompts."""
+
+import json
+import math
+import random
+import runpy
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from multitask_rl.config.task import CurriculumSpec
+from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
+from multitask_rl.data import PooledStream, PromptStream
+from multitask_rl.errors import DataError
+
+ROWS = [{"id": i, "level": i % 4} for i in range(80)]
+BY_LEVEL = CurriculumSpec(by="level", pools=4)
+BY_RATE = CurriculumSpec(by="pass_rate", pools=4)
+
+
+def stream(spec=BY_LEVEL, rows=ROWS, seed=0):
+    return PooledStream(rows, task="math", seed=seed, spec=spec)
+
+
+def rewards(row, level_rates=(1.0, 0.5, 0.25, 0.0)):
+    solved = round(8 * level_rates[row["level"]])
+    return [1.0] * solved + [0.0] * (8 - solved)
+
+
+def play(pooled, steps, per_step=8, scale=1.0, shift=0.0):
+    """Draw and observe; return the rows drawn and the events."""
+    drawn, events = [], []
+    for step in range(steps):
+        part = pooled.next(per_step)
+        drawn += [row for _, row in part]
+        groups = {draw: [scale * r + shift for r in rewards(row)] for draw, row in part}
+        events += pooled.observe(groups, step)
+    return drawn, events
+
+
+def test_pools_that_teach_equally_are_drawn_uniformly() -> None:
+    shares = pool_shares({"a": 30, "b": 10}, {"a": 0.2, "b": 0.2}, 0.1)
+    assert shares == pytest.approx({"a": 0.75, "b": 0.25})
+    assert pool_shares({"a": 3, "b": 1}, {"a": 0.0, "b": 0.0}, 0.1) == {"a": 0.75, "b": 0.25}
+    assert pool_shares({"a": 3, "b": 1, "c": 0}, {"a": 0.0, "b": 0.2, "c": 0.25}, 0.4) == pytest.approx(
+        {"a": 0.3, "b": 0.7, "c": 0.0}
+    )
+
+
+def test_learnability_is_the_variance_within_groups_not_of_the_pool() -> None:
+    mixed = PoolEstimate()
+    for _ in range(200):  # half always solved, half never: pass rate 0.5 and nothing to learn
+        mixed.observe([1.0] * 8)
+        mixed.observe([0.0] * 8)
+    unit = RewardRange()
+    assert mixed.pass_rate(unit) == pytest.approx(0.5, abs=0.03)
+    assert mixed.learnability(unit) < 0.01
+    single = PoolEstimate()
+    for i in range(400):
+        single.observe([float(i % 2)])
+    assert single.learnability(unit) == pytest.approx(0.25, abs=0.01)
+    rng, frontier = random.Random(0), []
+    for _ in range(200):
+        estimate = PoolEstimate()
+        for _ in range(40):
+            estimate.observe([float(rng.random() < 0.3) for _ in range(4)])
+        frontier.append(estimate.variance)
+    assert mean(frontier) == pytest.approx(0.3 * 0.7, abs=0.01), "unbiased"
+
+
+def test_counts_follow_the_shares_and_no_pool_starves() -> None:
+    pooled = stream()
+    drawn, events = play(pooled, 200)
+    late = Counter(row["level"] for row in drawn[800:])
+    learnable = {0: 0.0, 1: 2 / 7, 2: 1.5 / 7, 3: 0.0}  # 4 of 8 and 2 of 8 solved, unbiased variance
+    for level, gain in learnable.items():
+        share = 0.1 / 4 + 0.9 * gain / (3.5 / 7)
+        assert late[level] / 800 == pytest.approx(share, abs=0.03), level
+        assert late[level] >= 15
+    assert {e.source for e in events} == {"curriculum"}
+    assert {e.task for e in events} == {"math"}
+    assert "share of pool 1 (level 1)" in events[-1].reason
+    assert math.fsum(events[-1].data["to"].values()) == pytest.approx(1.0)
+
+
+def test_a_step_repeats_no_prompt_and_every_prompt_of_a_pool_gets_its_turn() -> None:
+    pooled = stream()
+    for step in range(100):
+        part = pooled.next(24)
+        assert len({row["id"] for _, row in part}) == 24
+        pooled.observe({draw: rewards(row) for draw, row in part}, step)
+    counts = Counter(row["id"] for row in play(pooled, 60)[0])
+    for level in range(4):
+        own = [counts[row["id"]] for row in ROWS if row["level"] == level]
+        assert max(own) - min(own) <= 1
+    assert [d for d, _ in pooled.next(100)] == list(range(2880, 2980)), (
+        "more than there are rows: they repeat"
+    )
+
+
+def test_prompts_move_between_pools_with_what_they_earn() -> None:
+    pooled = stream(BY_RATE)
+    first = pooled.next(80)
+    assert sorted(row["id"] for _, row in first) == list(range(80)), "the never asked come first"
+    assert [row for _, row in first] == [r for _, r in PromptStream(ROWS, task="math", seed=0).next(80)]
+    pooled.observe({draw: rewards(row) for draw, row in first}, 0)
+    pools = pooled.state_dict()["curriculum"]["pools"]
+    levels = {name: {ROWS[i]["level"] for i in members} for name, members in pools.items()}
+    assert levels == {"0": {3}, "1": {2}, "2": {1}, "3": {0}, "unseen": set()}
+    numbers = pooled.metrics()
+    assert numbers["pool/unseen/share"] == 1.0
+    assert numbers["pool/unseen/pass_rate"] == pytest.approx(mean([1.0, 0.5, 0.25, 0.0]), abs=0.15)
+    assert "pool/3/pass_rate" not in numbers
+    for step in range(60):  # what was hard is solved now: found through the floor
+        part = pooled.next(8)
+        pooled.observe({draw: [1.0] * 7 + [0.0] for draw, _ in part}, step)
+    assert len(pooled.state_dict()["curriculum"]["pools"]["0"]) == 0
+
+
+@pytest.mark.parametrize("spec", [BY_LEVEL, BY_RATE], ids=["column", "rate"])
+def test_draws_continue_exactly_where_they_were(spec) -> None:
+    whole = stream(spec)
+    expected, events = play(whole, 60)
+    half = stream(spec)
+    play(half, 30)
+    resumed = stream(spec)
+    resumed.load_state_dict(json.loads(json.dumps(half.state_dict())))
+    drawn, later = play(resumed, 30)
+    assert drawn == expected[30 * 8 :]
+    assert [e.reason for e in later] == [e.reason for e in events][-len(later) :] if later else True
+    assert resumed.state_dict() == whole.state_dict()
+    assert play(stream(spec, seed=1), 60)[0] != expected
+
+
+def test_state_between_drawing_and_hearing_survives() -> None:
+    whole, before = stream(BY_RATE), stream(BY_RATE)
+    part = whole.next(8)
+    assert before.next(8) == part
+    resumed = stream(BY_RATE)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for one in (whole, resumed):
+        one.observe({draw: rewards(row) for draw, row in part}, 0)
+    assert resumed.state_dict() == whole.state_dict()
+    assert whole.state_dict()["curriculum"]["pending"] == {}
+
+
+def test_what_could_not_be_judged_teaches_nothing() -> None:
+    pooled = stream(BY_RATE)
+    part = pooled.next(8)
+    pooled.observe({draw: [] for draw, _ in part[4:]}, 0)  # the first four never came back
+    state = pooled.state_dict()["curriculum"]
+    assert state["pending"] == {}
+    assert len(state["pools"]["unseen"]) == 80
+    assert not state["rates"]
+    pooled.observe({999: [1.0]}, 1)  # not of this stream's draws: ignored
+    assert not pooled.state_dict()["curriculum"]["rates"]
+
+
+def test_scale_and_shift_of_the_reward_change_nothing() -> None:
+    plain, scaled = stream(BY_RATE), stream(BY_RATE)
+    assert play(plain, 60)[0] == play(scaled, 60, scale=100.0, shift=7.0)[0]
+    assert plain.metrics() == pytest.approx(scaled.metrics())
+
+
+def test_other_rows_or_pools_start_anew_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    pooled = stream(BY_RATE)
+    play(pooled, 10)
+    other = stream(CurriculumSpec(by="pass_rate", pools=3))
+    other.load_state_dict(pooled.state_dict())
+    assert "start anew" in caplog.text
+    assert other.next(1)[0][0] == 80
+    plain = PromptStream(ROWS, task="math", seed=0)
+    plain.load_state_dict(pooled.state_dict())
+    assert plain.draw == 80
+    fresh = stream(BY_RATE)
+    fresh.load_state_dict(plain.state_dict())
+    assert len(fresh.state_dict()["curriculum"]["pools"]["unseen"]) == 80
+
+
+def test_columns_of_numbers_and_of_texts() -> None:
+    rows = [{"id": i, "length": 10 * i, "kind": "ab"[i % 2]} for i in range(100)]
+    sizes = stream(CurriculumSpec(by="length", pools=4), rows).state_dict()["curriculum"]["pools"]
+    assert [len(members) for members in sizes.values()] == [25, 25, 25, 25]
+    assert max(sizes["0"]) < min(sizes["1"])
+    assert len(stream(CurriculumSpec(by="kind", pools=4), rows).state_dict()["curriculum"]["pools"]) == 2
+    skewed = [{"id": i, "length": max(0, i - 90)} for i in range(100)]
+    sizes = stream(CurriculumSpec(by="length", pools=4), skewed).state_dict()["curriculum"]["pools"]
+    assert sum(map(len, sizes.values())) == 100
+    assert min(map(len, sizes.values())) > 0
+    with pytest.raises(DataError, match="row 0 has no such column"):
+        stream(CurriculumSpec(by="levle"))
+    with pytest.raises(DataError, match="100 different texts"):
+        stream(CurriculumSpec(by="name"), [{"id": i, "name": str(i)} for i in range(100)])
+
+
+def test_mastery_takes_fewer_prompts_than_drawing_uniformly() -> None:
+    path = Path(__file__).parents[3] / "docs" / "simulate_curriculum.py"
+    prompts_to_mastery = runpy.run_path(str(path))["prompts_to_mastery"]
+    uniform = [prompts_to_mastery(None, seed) for seed in range(6)]
+    for by, most in (("level", 0.7), ("pass_rate", 0.85)):
+        ours = [prompts_to_mastery(CurriculumSpec(by=by), seed) for seed in range(6)]
+        ratios = [a / b for a, b in zip(ours, uniform, strict=True)]
+        assert max(ratios) < 0.9, "on every seed"
+        assert mean(ratios) < most
