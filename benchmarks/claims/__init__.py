@@ -1,0 +1,1 @@
+"""The claims of ``benchmarks/multitask.py``: one module each, on one harness."""
