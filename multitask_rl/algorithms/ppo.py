@@ -43,6 +43,10 @@ class PPOConfig(AlgorithmConfig):
     """Weight of the value loss beside the policy loss; it also shapes the shared trunk."""
     value_clip: float = 0.2
     """How far a value may move from the step's start, in standard deviations of the reward; 0 = off."""
+    popart: bool = False
+    """Let the value head speak in units of the value targets' moments, compensated for every change of them."""
+    popart_rate: float = 3e-4
+    """``popart``: weight beta of the newest step in the moments, in (0, 1]."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a value outside its documented range."""
@@ -51,6 +55,7 @@ class PPOConfig(AlgorithmConfig):
         self.require("gae_lambda", 0.0 <= self.gae_lambda <= 1.0, "in [0, 1]")
         self.require("value_coefficient", self.value_coefficient >= 0.0, ">= 0")
         self.require("value_clip", self.value_clip >= 0.0, ">= 0")
+        self.require("popart_rate", 0.0 < self.popart_rate <= 1.0, "in (0, 1]")
 
 
 def clipped_value_loss(
@@ -90,7 +95,12 @@ class PPO(Algorithm):
     a few units, and beta is in units of the reward's standard deviation. The moments follow the policy over
     about 20 steps; as the shift is common to all responses it moves the critic's target, not the preferences.
 
-    Needs value heads only. A reward that drifts faster than that would call for PopArt (arXiv:1809.04474).
+    With ``popart`` the value head's unit is that of the value targets instead: mean ``mu`` and deviation
+    ``sigma``, averaged at rate beta with the start-up weight corrected. When they move to ``mu', sigma'`` the
+    head is rescaled, ``w <- w sigma / sigma'``, ``b <- (sigma b + mu - mu') / sigma'``: what it says in the
+    reward's own unit stays the same, however far the reward drifts. beta of the KL and the multiplier keep
+    their unit. Source: van Hasselt et al. (arXiv:1602.07714) sec. 2; per task: Hessel et al.
+    (arXiv:1809.04474).
 
     Source: PPO (arXiv:1707.06347); the KL penalty per token: Ziegler et al. (arXiv:1909.08593);
     InstructGPT (arXiv:2203.02155).
@@ -103,6 +113,7 @@ class PPO(Algorithm):
     def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)
         self._reward_moments = RunningMoments()
+        self._value_moments = RunningMoments(self.config.popart_rate)
 
     def credit(self, batch: CreditBatch) -> Credit:
         """Return whitened GAE advantages and the critic's targets."""
@@ -120,6 +131,8 @@ class PPO(Algorithm):
             token_rewards -= batch.kl_coefficient * kl.to(token_rewards.dtype)
             metrics["response_kl"] = float(kl.sum() / max(len(batch.lengths), 1))
         token_rewards[last_tokens(batch.lengths)] += outcomes[batch.lengths > 0].to(token_rewards.dtype)
+        if self.config.popart and batch.values.numel():
+            token_rewards = self._in_value_unit(token_rewards, batch.lengths)
         advantages, returns = compute_gae(
             token_rewards,
             batch.values,
@@ -128,9 +141,38 @@ class PPO(Algorithm):
             gae_lambda=self.config.gae_lambda,
         )
         metrics["explained_variance"] = _explained_variance(batch.values, returns)
+        rescale = None
+        if self.config.popart and returns.numel():
+            rescale = self._move_value_unit(returns)
+            returns = rescale[0] * returns + rescale[1]
+            metrics["value_mean"], metrics["value_scale"] = self._value_moments.mean, self._value_moments.std
         return Credit(
-            advantages=group.whiten(advantages, floor=_ADVANTAGE_FLOOR), returns=returns, metrics=metrics
+            advantages=group.whiten(advantages, floor=_ADVANTAGE_FLOOR),
+            returns=returns,
+            value_rescale=rescale,
+            metrics=metrics,
         )
+
+    def _in_value_unit(self, token_rewards: Tensor, lengths: Tensor) -> Tensor:
+        """Return token rewards [N] in units of the value targets; they come in units of the reward.
+
+        The first call sets the value unit to the reward's: an untrained head has nothing to preserve.
+        """
+        rewards, values = self._reward_moments, self._value_moments
+        if values.num_steps == 0:
+            values.update(rewards.mean, rewards.std**2)
+        scaled = token_rewards * ((rewards.std or 1.0) / (values.std or 1.0))
+        scaled[last_tokens(lengths)] += (rewards.mean - values.mean) / (values.std or 1.0)
+        return scaled
+
+    def _move_value_unit(self, returns: Tensor) -> tuple[float, float]:
+        """Update the moments with the targets [N]; return scale and shift from the old unit to the new."""
+        moments = self._value_moments
+        mean, std = moments.mean, moments.std or 1.0
+        wide = returns.double()
+        moments.update(mean + std * float(wide.mean()), std**2 * float(wide.var(correction=0)))
+        new = moments.std or 1.0
+        return std / new, (mean - moments.mean) / new
 
     def _whiten_rewards(self, rewards: Tensor) -> Tensor:
         """Update the running moments with this step's rewards and return the whitened rewards [B]."""
@@ -162,12 +204,17 @@ class PPO(Algorithm):
         return LossOutput(loss=policy.loss + self.config.value_coefficient * value_loss, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The reward's running moments, JSON-able."""
-        return {"reward_moments": self._reward_moments.state_dict()}
+        """The running moments, JSON-able."""
+        return {
+            "reward_moments": self._reward_moments.state_dict(),
+            "value_moments": self._value_moments.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         self._reward_moments.load_state_dict(state["reward_moments"])
+        if "value_moments" in state:
+            self._value_moments.load_state_dict(state["value_moments"])
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:

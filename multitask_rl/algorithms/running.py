@@ -22,17 +22,22 @@ _NOISE = 1e-7
 """A deviation below this share of the mean is float32 rounding, not signal."""
 
 
-def _step_weight(num_steps: int) -> float:
+def _step_weight(num_steps: int, rate: float = _RATE) -> float:
     """Return the weight of step ``num_steps`` (1, 2, ...) in a bias-corrected average."""
     if num_steps == 1:
         return 1.0  # exactly: the formula's rounding would give a constant stream a variance
-    return _RATE / (1.0 - (1.0 - _RATE) ** num_steps)
+    return rate / (1.0 - (1.0 - rate) ** num_steps)
 
 
 class RunningMoments:
-    """Mean and standard deviation of a stream of batches."""
+    """Mean and standard deviation of a stream of batches.
 
-    def __init__(self) -> None:
+    Args:
+        rate: weight of the newest batch once warmed up, in (0, 1].
+    """
+
+    def __init__(self, rate: float = _RATE) -> None:
+        self._rate = rate
         self.num_steps = 0
         self.mean = 0.0
         self.variance = 0.0
@@ -50,7 +55,7 @@ class RunningMoments:
         Mixes central moments (not E[x^2] - E[x]^2), so a large common shift costs no digits.
         """
         self.num_steps += 1
-        weight = _step_weight(self.num_steps)
+        weight = _step_weight(self.num_steps, self._rate)
         shift = mean - self.mean
         self.variance = (1.0 - weight) * (self.variance + weight * shift * shift) + weight * variance
         self.mean += weight * shift

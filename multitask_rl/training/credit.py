@@ -99,6 +99,10 @@ class CreditAssigner:
         old = before.old_logprobs if before and self._many_updates else None
         ref = before.ref_logprobs if before else None
         values = before.values if before else None
+        if values is not None and credit.value_rescale is not None:
+            scale, shift = credit.value_rescale
+            self._runner.critic.rescale(task.spec.name, scale, shift)
+            values = [scale * v + shift for v in values]
         may_skip = task.zero_advantage_is_zero_gradient
         metrics = dict(credit.metrics)
         if before and before.ref_logprobs:

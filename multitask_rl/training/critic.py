@@ -73,6 +73,13 @@ class Critic(nn.Module):
         values: Tensor = head(hidden.to(device=self.device, dtype=torch.float32)).squeeze(-1)
         return values
 
+    def rescale(self, task: str, scale: float, shift: float) -> None:
+        """Let the head of ``task`` say ``scale * v + shift`` where it said ``v``; no other head changes."""
+        head = self.heads[self._keys[task]]
+        with torch.no_grad():
+            head.weight.mul_(scale)
+            head.bias.mul_(scale).add_(shift)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps; of tied weights of the trunk one name."""
         kept: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}

@@ -1,0 +1,149 @@
+"""PopArt: the value head's unit follows the targets, what it says in the reward's unit does not move."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from model_builders import build_actor, sample_scored
+
+from multitask_rl.algorithms.grpo import GRPO
+from multitask_rl.algorithms.ppo import PPO, PPOConfig
+from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
+from multitask_rl.config.task import KLSpec, TaskSpec
+from multitask_rl.errors import ConfigError
+from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.critic import Critic
+from multitask_rl.training.learner import Learner
+from multitask_rl.training.runner import ModelRunner
+
+SCORED = sample_scored(build_actor(), "ab", size=4)
+
+
+class Bench:
+    """Two PPO tasks (``a`` with PopArt, ``b`` without) and a GRPO task on one actor."""
+
+    def __init__(self, *, popart=True, rate=0.3, num_minibatches=1, kl=0.0):
+        self.actor = build_actor()
+        config = RunConfig(
+            batch=BatchConfig(num_minibatches=num_minibatches),
+            optimizer=OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.0),
+        )
+        self.algorithms = {
+            "a": PPO(PPOConfig(popart=popart, popart_rate=rate)),
+            "b": PPO(PPOConfig()),
+            "c": GRPO(GRPO.Config()),
+        }
+        tasks = {
+            n: LearnerTask(spec=TaskSpec(name=n, kl=KLSpec(coefficient=kl)), algorithm=a, kl_coefficient=kl)
+            for n, a in self.algorithms.items()
+        }
+        self.critic = Critic()
+        self.critic.build(self.actor, ["a", "b"])
+        reference = build_actor(3).model if kl else None
+        runner = ModelRunner(self.actor, self.critic, config, reference)
+        self.credit = CreditAssigner(runner, tasks, many_updates=num_minibatches > 1)
+        self.learner = Learner(runner, tasks, config)
+
+    def samples(self, scale=1.0, shift=0.0, drift=0.0):
+        scored = [
+            replace(s, reward=scale * (s.reward + drift) + shift) if s.rollout.task == "a" else s
+            for s in SCORED
+        ]
+        return [
+            sample
+            for name, algorithm in self.algorithms.items()
+            for sample in algorithm.select([s for s in scored if s.rollout.task == name])
+        ]
+
+    def step(self, **rewards):
+        credited, metrics = self.credit.credit(self.samples(**rewards))
+        report = self.learner.update(credited, shares={"a": 0.5, "b": 0.5}, step=0)
+        return credited, {**metrics["a"], **report.task_metrics["a"]}
+
+    def unit(self):
+        moments = self.algorithms["a"].state_dict()["value_moments"]
+        return moments["mean"], max(moments["variance"] ** 0.5, 0.1 * moments["peak"])
+
+    def values(self, task="a"):
+        """What the head says of fixed states, in its own unit, float64."""
+        hidden = torch.randn(64, self.actor.hidden_size, generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            return self.critic.values(task, hidden).double()
+
+
+def test_what_the_head_says_in_the_rewards_unit_is_preserved_over_updates() -> None:
+    bench = Bench()
+    bench.step()
+    for update in range(20):
+        mean, std = bench.unit()
+        before, other = bench.values() * std + mean, bench.values("b")
+        credited, metrics = bench.credit.credit(bench.samples(drift=0.3 * update))
+        new_mean, new_std = bench.unit()
+        assert abs(new_mean - mean) > 1e-3, "the targets drift: there is something to compensate"
+        torch.testing.assert_close(bench.values() * new_std + new_mean, before, rtol=1e-6, atol=1e-6)
+        assert (bench.values("b") == other).all(), "another task's head is not touched"
+        assert metrics["a"]["value_scale"] == pytest.approx(new_std)
+        bench.learner.update(credited, shares={"a": 0.5, "b": 0.5}, step=update)
+
+
+def test_old_values_and_targets_are_in_the_unit_of_the_rescaled_head() -> None:
+    bench = Bench(num_minibatches=2)
+    for update in range(3):
+        credited, _ = bench.step(drift=float(update))
+    mean, std = bench.unit()
+    own = [c for c in bench.credit.credit(bench.samples(drift=3.0))[0] if c.sample.task == "a"]
+    batch_values = []
+    with torch.no_grad():
+        for batch in bench.credit._runner.batches([c.sample for c in own]):
+            out = bench.credit._runner.forward(batch, [c.sample for c in own], want_hidden=True)
+            batch_values.append((batch, bench.credit._runner.values("a", batch, out)))
+    for batch, values in batch_values:
+        for position, index in enumerate(batch.indices):
+            said = values[batch.sequence == position]
+            torch.testing.assert_close(said, own[index].old_values, rtol=1e-4, atol=1e-5)
+    assert bench.unit() != (mean, std)
+    assert credited
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_reward_times_100_plus_7_leaves_every_policy_update_as_it_was(kl) -> None:
+    plain, scaled = Bench(kl=kl), Bench(kl=kl)
+    for update in range(6):
+        drift = 0.2 * update
+        _, first = plain.step(drift=drift)
+        _, second = scaled.step(scale=100.0, shift=7.0, drift=drift)
+        assert second["value_loss"] == pytest.approx(first["value_loss"], rel=1e-3), "in units of the targets"
+        assert second["value_scale"] == pytest.approx(100.0 * first["value_scale"], rel=1e-3)
+    for one, other in zip(plain.actor.model.parameters(), scaled.actor.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_state_round_trip_continues_identically_and_old_states_load() -> None:
+    first = Bench(rate=0.1)
+    for update in range(3):
+        first.step(drift=float(update))
+    second = PPO(PPOConfig(popart=True, popart_rate=0.1))
+    second.load_state_dict(json.loads(json.dumps(first.algorithms["a"].state_dict())))
+    assert second.state_dict() == first.algorithms["a"].state_dict()
+    before_popart = {"reward_moments": first.algorithms["a"].state_dict()["reward_moments"]}
+    fresh = PPO(PPOConfig(popart=True))
+    fresh.load_state_dict(before_popart)
+    assert fresh.state_dict()["value_moments"]["num_steps"] == 0
+
+
+def test_off_it_rescales_nothing() -> None:
+    bench = Bench(popart=False)
+    heads = {k: v.clone() for k, v in bench.critic.state_dict().items()}
+    bench.credit.credit(bench.samples(drift=3.0))
+    assert all((heads[k] == v).all() for k, v in bench.critic.state_dict().items())
+
+
+def test_equal_rewards_and_an_empty_batch_are_no_trouble() -> None:
+    bench = Bench()
+    same = [replace(s, reward=0.5) for s in SCORED if s.rollout.task == "a"]
+    credited, _ = bench.credit.credit(bench.algorithms["a"].select(same))
+    assert all((c.advantages == 0).all() for c in credited)
+    assert all(torch.isfinite(c.returns).all() for c in credited)
+    with pytest.raises(ConfigError, match=r"popart_rate must be in \(0, 1\], got 0"):
+        PPOConfig(popart_rate=0.0)
