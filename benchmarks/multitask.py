@@ -21,6 +21,10 @@ from claims.base import Claim, Options, dump_numbers, load_numbers, run_claim
 
 CLAIMS = {
     "scheduler": "claims.scheduler",
+    "static_search": "claims.static_search",
+    "shares": "claims.shares",
+    "algorithms": "claims.algorithms",
+    "transfer": "claims.transfer",
 }
 """Name on the command line -> module with ``CLAIM``."""
 
