@@ -132,6 +132,11 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.critic.load_tensors(critic, renamed=names)
     optimizer = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
     trainer.learner.optimizer.load_tensors(optimizer, _parameters(trainer))
+    if trainer.learner.runner.average is not None:
+        reference = {
+            k.removeprefix("reference/"): v for k, v in tensors.items() if k.startswith("reference/")
+        }
+        trainer.learner.runner.average.load_tensors(reference)
     saved: dict[str, Any] = state["tasks"]
     for name, run in trainer.runs.items():
         known = saved.get(name) or saved.get(run.spec.renamed_from)
@@ -169,6 +174,9 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     names = {id(p): n for n, p in _parameters(trainer).items()}
     tensors = {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
     tensors.update({f"optimizer/{k}": v for k, v in trainer.learner.optimizer.tensors(names).items()})
+    if trainer.learner.runner.average is not None:
+        average = trainer.learner.runner.average.tensors()
+        tensors.update({f"reference/{k}": v for k, v in average.items()})
     tensors["random/torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
         for device, value in enumerate(torch.cuda.get_rng_state_all()):

@@ -97,8 +97,8 @@ class Credit:
     returns: Tensor | None = None
     """[N] critic targets."""
     value_rescale: tuple[float, float] | None = None
-    """``(a, b)``: from here on the critic speaks in another unit, ``new = a * old + b``. ``returns`` are in the
-    new one; the caller rescales the task's value head and the values of before. None = the unit stays."""
+    """``(a, b)``: from here on the critic speaks in another unit, ``new = a * old + b``. ``returns`` are in
+    the new one; the caller rescales the task's value head and the values of before. None = the unit stays."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -44,7 +44,7 @@ class PPOConfig(AlgorithmConfig):
     value_clip: float = 0.2
     """How far a value may move from the step's start, in standard deviations of the reward; 0 = off."""
     popart: bool = False
-    """Let the value head speak in units of the value targets' moments, compensated for every change of them."""
+    """Let the value head speak in units of its targets' moments, compensated for every change of them."""
     popart_rate: float = 3e-4
     """``popart``: weight beta of the newest step in the moments, in (0, 1]."""
 

@@ -67,11 +67,21 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
+    reference_decay: float = 1.0
+    """The KL's reference after each step: decay * reference + (1 - decay) * actor, in [0, 1]; 1 = the actor
+    as it was at the start."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         """Check choices."""
         _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        if not 0.0 <= self.reference_decay <= 1.0:
+            raise ConfigError(f"model.reference_decay must be in [0, 1], got {self.reference_decay!r}")
+        if self.reference_decay < 1.0 and self.lora.rank > 0:
+            raise ConfigError(
+                "model.reference_decay below 1 needs a reference of its own, but with model.lora.rank > 0 "
+                "the base model is the reference; set model.reference_decay=1 or model.lora.rank=0"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -54,7 +54,7 @@ class ConstraintSpec:
 
 @dataclass(kw_only=True, slots=True)
 class KLSpec:
-    """The leash to the reference policy (the actor as it was at the start)."""
+    """The leash to the reference policy: the actor as it was at the start (see ``model.reference_decay``)."""
 
     coefficient: float = 0.0
     """beta; 0 = no reference model is kept for the task."""

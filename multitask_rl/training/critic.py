@@ -75,10 +75,11 @@ class Critic(nn.Module):
 
     def rescale(self, task: str, scale: float, shift: float) -> None:
         """Let the head of ``task`` say ``scale * v + shift`` where it said ``v``; no other head changes."""
-        head = self.heads[self._keys[task]]
         with torch.no_grad():
-            head.weight.mul_(scale)
-            head.bias.mul_(scale).add_(shift)
+            for name, parameter in self.heads[self._keys[task]].named_parameters():
+                parameter.mul_(scale)
+                if name == "bias":
+                    parameter.add_(shift)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps; of tied weights of the trunk one name."""

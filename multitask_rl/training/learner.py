@@ -48,7 +48,7 @@ class Learner:
     """Trains actor and critic on credited samples of many tasks."""
 
     def __init__(self, runner: ModelRunner, tasks: Mapping[str, LearnerTask], config: RunConfig) -> None:
-        self._runner = runner
+        self.runner = runner
         self._tasks = tasks
         self._config = config
         critic = list(runner.critic.parameters()) if runner.critic.is_used else []
@@ -80,7 +80,7 @@ class Learner:
         report = UpdateReport()
         means = TokenMeans()
         norms: list[dict[str, float]] = []
-        with self._runner.actor.learning():
+        with self.runner.actor.learning():
             for epoch in range(self._config.batch.num_epochs):
                 for minibatch in self._minibatches(credited, step, epoch):
                     applied = self._apply(minibatch, shares, learning_rate_factor, means)
@@ -90,6 +90,8 @@ class Learner:
                     else:
                         self.bad_updates = 0
                         norms.append(applied)
+        if self.runner.average is not None:
+            self.runner.average.follow(self.runner.actor.model)
         for key in ("loss", "grad_norm", "critic_grad_norm"):
             found = [n[key] for n in norms if key in n]
             if found:
@@ -125,11 +127,11 @@ class Learner:
         weights = self._token_weights(minibatch, shares)
         active = [(c, w) for c, w in zip(minibatch, weights, strict=True) if c.has_gradient]
         self.optimizer.zero_grad()
-        batches = self._runner.cut([c.sample for c, _ in active])
+        batches = self.runner.cut([c.sample for c, _ in active])
         means.add_padding(padding_share(batches), sum(b.num_cells for b in batches))
         total = 0.0
         for batch in batches:
-            loss = self._loss(batch.to(self._runner.actor.device), active, means)
+            loss = self._loss(batch.to(self.runner.actor.device), active, means)
             total += float(loss.detach())
             if loss.requires_grad:
                 torch.autograd.backward(loss)
@@ -161,8 +163,8 @@ class Learner:
         chosen = [active[i] for i in batch.indices]
         names = [c.sample.task for c, _ in chosen]
         needs_critic = any(self._tasks[name].algorithm.needs_critic for name in names)
-        out = self._runner.forward(
-            batch, [c.sample for c, _ in active], want_hidden=needs_critic and self._runner.shares_trunk
+        out = self.runner.forward(
+            batch, [c.sample for c, _ in active], want_hidden=needs_critic and self.runner.shares_trunk
         )
         device = out.logprobs.device
         weight = torch.tensor([w for _, w in chosen], device=device)[batch.sequence]
@@ -188,7 +190,7 @@ class Learner:
         own: list[CreditedSample],
     ) -> TokenBatch:
         """Gather the tensors of one task's tokens in a micro-batch."""
-        device, algorithm, runner = out.logprobs.device, task.algorithm, self._runner
+        device, algorithm, runner = out.logprobs.device, task.algorithm, self.runner
         logprobs = out.logprobs[tokens]
         old = _stack(own, "old_logprobs", device)
         rollout = torch.cat([_rollout_logprobs(c.sample) for c in own]).to(device)

@@ -14,6 +14,7 @@ from multitask_rl.training.actor import Actor
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
+from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class ModelRunner:
         self.actor = actor
         self.critic = critic
         self.reference = reference
+        decay = config.model.reference_decay
+        self.average = AveragedReference(reference, decay) if reference is not None and decay < 1.0 else None
+        """Moves the reference, where it is to move."""
         self._config = config
         self._shares_prompts: bool | None = None
 

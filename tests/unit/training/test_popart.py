@@ -95,9 +95,9 @@ def test_old_values_and_targets_are_in_the_unit_of_the_rescaled_head() -> None:
     own = [c for c in bench.credit.credit(bench.samples(drift=3.0))[0] if c.sample.task == "a"]
     batch_values = []
     with torch.no_grad():
-        for batch in bench.credit._runner.batches([c.sample for c in own]):
-            out = bench.credit._runner.forward(batch, [c.sample for c in own], want_hidden=True)
-            batch_values.append((batch, bench.credit._runner.values("a", batch, out)))
+        for batch in bench.learner.runner.batches([c.sample for c in own]):
+            out = bench.learner.runner.forward(batch, [c.sample for c in own], want_hidden=True)
+            batch_values.append((batch, bench.learner.runner.values("a", batch, out)))
     for batch, values in batch_values:
         for position, index in enumerate(batch.indices):
             said = values[batch.sequence == position]

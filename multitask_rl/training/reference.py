@@ -1,0 +1,67 @@
+"""A reference policy that follows the actor slowly: the KL bounds the speed of change, not the distance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from multitask_rl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["AveragedReference"]
+
+
+class AveragedReference:
+    """Exponential moving average of the actor: ``reference <- decay * reference + (1 - decay) * actor``.
+
+    Averages are kept in float32 (in bfloat16 a small step is rounded away) and copied into the model that
+    scores.
+
+    Source: Rame et al., "WARP" (arXiv:2406.16768), sec. 3.1.
+
+    Args:
+        model: the reference, a copy of the actor as it was; it is updated in place.
+        decay: in [0, 1]; 1 = it never moves, 0 = it is the actor after the last update.
+    """
+
+    def __init__(self, model: PreTrainedModel, decay: float) -> None:
+        self._decay = decay
+        self._scored = dict(model.named_parameters())
+        self._averages = {name: p.detach().float() for name, p in self._scored.items()}
+
+    @torch.no_grad()
+    def follow(self, actor: PreTrainedModel) -> None:
+        """Move towards the weights of ``actor`` by one update."""
+        for name, parameter in actor.named_parameters():
+            average = self._averages[name]
+            average.lerp_(parameter.detach().to(average), 1.0 - self._decay)
+        self._show()
+
+    def _show(self) -> None:
+        for name, parameter in self._scored.items():
+            if parameter.data_ptr() != self._averages[name].data_ptr():  # float32: the average is the weight
+                parameter.data.copy_(self._averages[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averages by parameter name, for a checkpoint."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore ``tensors``; an empty mapping (the checkpoint had a fixed reference) changes nothing.
+
+        Raises:
+            CheckpointError: they are of another model.
+        """
+        if not tensors:
+            return
+        for name, average in self._averages.items():
+            if name not in tensors or tensors[name].shape != average.shape:
+                raise CheckpointError(f"the reference in the checkpoint belongs to another model: {name!r}")
+            average.copy_(tensors[name])
+        self._show()

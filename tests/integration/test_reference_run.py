@@ -1,0 +1,100 @@
+"""The KL's reference: fixed, following the actor, or the actor itself; through checkpoints and rollbacks."""
+
+import json
+
+import pytest
+import torch
+from run_builders import build_actor, lines, run_config, train, weights_hash, write_run
+
+from multitask_rl.config.run import LoraConfig, ModelConfig
+from multitask_rl.errors import CheckpointError, ConfigError
+from multitask_rl.run_state import restore
+from multitask_rl.training.reference import AveragedReference
+
+TASKS = """
+tasks:
+  digit:
+    {type: ppo, dataset: digit.jsonl, rewards: [rewards.py:starts_right], kl: {coefficient: 0.05}}
+  copy:
+    dataset: copy.jsonl
+    rewards: [rewards.py:is_short]
+    kl: {coefficient: 0.05, placement: loss}
+"""
+
+
+def config(directory, output, steps, decay=None):
+    changes = {} if decay is None else {"reference_decay": decay}
+    model = ModelConfig(name_or_path=str(directory / "actor"), **changes)
+    return run_config(directory, output, steps, model=model)
+
+
+def kls(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [row["task/copy/kl"] for row in rows if "task/copy/kl" in row]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reference")
+    write_run(directory, TASKS)
+    return directory
+
+
+def test_decay_1_is_the_fixed_reference_bitwise(directory) -> None:
+    fixed, one = train(config(directory, "fixed", 4)), train(config(directory, "one", 4, 1.0))
+    assert weights_hash(fixed) == weights_hash(one)
+    actor = build_actor()
+    start = {n: p.clone() for n, p in actor.model.named_parameters()}
+    still = AveragedReference(actor.model, 1.0)
+    for seed in range(1, 4):
+        still.follow(build_actor(seed).model)
+    assert all(torch.equal(start[n], p) for n, p in actor.model.named_parameters())
+    assert max(map(abs, kls(directory / "fixed")[1:])) > 1e-4, "the policy has left the fixed reference"
+
+
+def test_decay_0_is_the_current_policy_so_the_kl_is_0(directory) -> None:
+    trainer = train(config(directory, "zero", 4, 0.0))
+    assert kls(directory / "zero") == pytest.approx([0.0] * 4, abs=1e-5)
+    reference = dict(trainer.learner.runner.reference.named_parameters())
+    assert all(torch.equal(reference[n], p) for n, p in trainer.actor.model.named_parameters())
+
+
+def test_the_reference_is_part_of_checkpoints_and_rollbacks(directory) -> None:
+    whole = train(config(directory, "whole", 6, 0.7))
+    train(config(directory, "parts", 4, 0.7))
+    resumed = train(config(directory, "parts", 6, 0.7))
+    assert weights_hash(resumed) == weights_hash(whole)
+    assert lines(directory / "parts", "rollouts.jsonl") == lines(directory / "whole", "rollouts.jsonl")
+    now = {n: t.clone() for n, t in whole.learner.runner.average.tensors().items()}
+    checkpoint = whole.store.checkpoints.load(whole.store.checkpoints.path(4))
+    restore(whole, checkpoint)
+    model = dict(whole.learner.runner.reference.named_parameters())
+    for name, value in now.items():
+        assert torch.equal(model[name], checkpoint.tensors[f"reference/{name}"])
+        if name.endswith("mlp.up_proj.weight"):
+            assert not torch.equal(model[name], value)
+    assert abs(kls(directory / "whole")[-1]) > 0, "it follows, it is not the actor"
+
+
+def test_averages_move_in_float32_where_bfloat16_would_stand_still() -> None:
+    reference, actor = build_actor().model.bfloat16(), build_actor().model.bfloat16()
+    for parameter in actor.parameters():
+        parameter.data.fill_(1.0)
+    for parameter in reference.parameters():
+        parameter.data.fill_(0.996)
+    average = AveragedReference(reference, 0.99)
+    for _ in range(500):
+        average.follow(actor)
+    values = [t.mean().item() for t in average.tensors().values()]
+    assert min(values) == pytest.approx(1.0, abs=1e-4)
+    assert all((p == 1.0).all() for p in reference.parameters())
+
+
+def test_what_cannot_be_is_refused(directory) -> None:
+    with pytest.raises(ConfigError, match=r"reference_decay must be in \[0, 1\], got 1\.5"):
+        ModelConfig(reference_decay=1.5)
+    with pytest.raises(ConfigError, match="base model is the reference"):
+        ModelConfig(reference_decay=0.9, lora=LoraConfig(rank=4))
+    average = AveragedReference(build_actor().model, 0.9)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        average.load_tensors({"lm_head.weight": torch.zeros(1)})
