@@ -1,14 +1,14 @@
 """Rollouts with the actor's own weights through ``transformers``: nothing is copied, nothing can lag behind.
 
-A prompt is computed once and its keys and values are shared out to the group; rows that have ended leave the
-batch. Works for every causal language model that keeps a key-value cache; those with another state (Mamba)
-are recomputed without one, which is right but slow.
+A prompt is computed once and read once for the whole group; rows that have ended leave the batch. Works for
+every causal language model: see ``decoder.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from torch import Tensor
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Generation, GenerationRequest
-from multitask_rl.rollout.cache import make_cache, select_rows
+from multitask_rl.rollout.decoder import Decoder, PlainDecoder, SharedDecoder, can_share_prompts
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
+from multitask_rl.rollout.shared_attention import attention_over_shared_prompts
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
@@ -31,7 +32,7 @@ __all__ = ["HFEngine"]
 
 
 PADDING_SLACK = 32
-"""Tokens by which even the shortest prompt may be padded in a batch on the CPU."""
+"""Tokens by which even the shortest prompt may be padded in a batch of plain rows on the CPU."""
 
 
 @dataclass(slots=True)
@@ -41,6 +42,31 @@ class _Row:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a batch takes; its rows come in ascending order of prompt length."""
+
+    rows: int = 0
+    new: int = 0
+    """Most tokens that one of them may generate."""
+    shortest: int = 0
+    longest: int = 0
+    prompt_tokens: int = 0
+    """Of each request once."""
+    request: int = -1
+
+    def with_row(self, row: _Row) -> _Room:
+        length = len(row.prompt_ids)
+        return _Room(
+            rows=self.rows + 1,
+            new=max(self.new, row.sampling.max_new_tokens),
+            shortest=self.shortest or length,
+            longest=length,
+            prompt_tokens=self.prompt_tokens + (length if row.request != self.request else 0),
+            request=row.request,
+        )
 
 
 class HFEngine:
@@ -65,6 +91,7 @@ class HFEngine:
         self._pad = pad_token_id
         self._decode = decode
         self._cached = not (getattr(model, "_is_stateful", False))
+        self._shares_prompts: bool | None = None
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> HFEngine:
@@ -90,10 +117,13 @@ class HFEngine:
         results: list[list[Generation | None]] = [[None] * len(r.seeds) for r in requests]
         was_training = self.model.training
         self.model.eval()
+        if self._shares_prompts is None:
+            self._shares_prompts = can_share_prompts(self.model)
         try:
-            for batch in self._batches(requests):
-                for row, generation in zip(batch, self._generate_batch(batch), strict=True):
-                    results[row.request][row.sample] = generation
+            with attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext():
+                for batch in self._batches(requests):
+                    for row, generation in zip(batch, self._generate_batch(batch), strict=True):
+                        results[row.request][row.sample] = generation
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"out of memory while sampling {self.max_batch_tokens} tokens at once; lower "
@@ -127,30 +157,26 @@ class HFEngine:
             )
 
         batch: list[_Row] = []
-        width = 0
+        room = _Room()
         for row in sorted(rows, key=key):
-            longest = max(width, len(row.prompt_ids) + row.sampling.max_new_tokens)
-            fresh = batch and (
-                key(batch[0])[:3] != key(row)[:3]
-                or longest * (len(batch) + 1) > self.max_batch_tokens
-                or len(row.prompt_ids) > self._widest_beside(len(batch[0].prompt_ids))
-                or (not self._cached and len(batch[0].prompt_ids) != len(row.prompt_ids))
-            )
-            if fresh:
+            grown = room.with_row(row)
+            if batch and (key(batch[0])[:3] != key(row)[:3] or not self._fits(grown)):
                 yield batch
-                batch, longest = [], len(row.prompt_ids) + row.sampling.max_new_tokens
+                batch, grown = [], _Room().with_row(row)
             batch.append(row)
-            width = longest
+            room = grown
         if batch:
             yield batch
 
-    def _widest_beside(self, shortest: int) -> float:
-        """Return the longest prompt that may be padded to beside one of ``shortest`` tokens.
-
-        On a CPU a row pays for every key it attends to, padding too; on a GPU fewer, larger batches win.
-        """
+    def _fits(self, room: _Room) -> bool:
+        if self._shares_prompts:
+            return room.prompt_tokens + room.new * room.rows <= self.max_batch_tokens
+        if not self._cached and room.longest != room.shortest:
+            return False
         on_cpu = next(self.model.parameters()).device.type == "cpu"
-        return 2 * shortest + PADDING_SLACK if on_cpu else math.inf
+        # on a CPU a row pays for every key it attends to, padding too; on a GPU fewer, larger batches win
+        widest = 2 * room.shortest + PADDING_SLACK if on_cpu else math.inf
+        return room.longest <= widest and (room.longest + room.new) * room.rows <= self.max_batch_tokens
 
     def _generate_batch(self, rows: list[_Row]) -> list[Generation]:
         """Decode one batch; rows leave it as they end."""
@@ -167,7 +193,7 @@ class HFEngine:
         lengths = torch.from_numpy(limits).to(device)
         stopped = torch.zeros(len(rows), dtype=torch.bool, device=device)
 
-        state = _Decoder(self.model, [row.prompt_ids for row in rows], steps, self._pad, device, self._cached)
+        state = self._decoder([row.prompt_ids for row in rows])
         active = torch.arange(len(rows), device=device)
         eos, first = self._eos.to(device), rows[0].sampling
         for step in range(steps):
@@ -199,6 +225,11 @@ class HFEngine:
             for i, (n, ended) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
         ]
 
+    def _decoder(self, prompts: Sequence[Sequence[int]]) -> Decoder:
+        if self._shares_prompts:
+            return SharedDecoder(self.model, prompts, self._pad)
+        return PlainDecoder(self.model, prompts, self._pad, cached=self._cached)
+
     def _hit_stop_string(self, rows: list[_Row], ids: Tensor, active: Tensor, step: int) -> Tensor:
         hit = torch.zeros(len(active), dtype=torch.bool, device=ids.device)
         if self._decode is None or not any(row.sampling.stop for row in rows):
@@ -211,83 +242,3 @@ class HFEngine:
                 tail = self._decode(ids[index, max(0, step + 1 - window) : step + 1].tolist())
                 hit[position] = any(s in tail for s in stop)
         return hit
-
-
-class _Decoder:
-    """The model's state over a batch: left-padded prompts, cache, next-token logits."""
-
-    def __init__(
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        steps: int,
-        pad: int,
-        device: torch.device,
-        cached: bool,
-    ) -> None:
-        unique: dict[tuple[int, ...], int] = {}
-        which = torch.tensor([unique.setdefault(tuple(p), len(unique)) for p in prompts], device=device)
-        width = max(len(p) for p in unique)
-        ids = torch.full((len(unique), width), pad, device=device)
-        mask = torch.zeros(len(unique), width + steps, dtype=torch.long, device=device)
-        for i, prompt in enumerate(unique):
-            ids[i, width - len(prompt) :] = torch.tensor(prompt, device=device)
-            mask[i, width - len(prompt) :] = 1
-        self._model, self._width, self._cached = model, width, cached
-        # what is generated is always seen: only the prompt's columns are ever 0
-        mask[:, width:] = 1
-        self._mask = mask[which]
-        self._position = mask[which, :width].sum(-1)
-        self._padded = bool((mask[:, :width] == 0).any())
-        self._cache: Any = None
-        self._ids = ids[which]
-        if not cached:
-            self.logits = self._forward_all()
-            return
-        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
-        out = model(
-            input_ids=ids,
-            attention_mask=mask[:, :width] if self._padded else None,
-            position_ids=positions,
-            past_key_values=make_cache(model, width + steps),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self._cache = out.past_key_values
-        self.logits = out.logits[:, -1][which]
-        if len(unique) != len(prompts):
-            self._cache.batch_select_indices(which)
-        elif not torch.equal(which, torch.arange(len(prompts), device=device)):
-            raise AssertionError("unique prompts are numbered in order of appearance")
-
-    def keep(self, rows: Tensor) -> Tensor:
-        """Drop every row but ``rows`` (ascending); return them in their new order."""
-        if self._cached:
-            rows = select_rows(self._cache, rows, len(self._position))
-        self._position = self._position[rows]
-        if self._padded:
-            self._mask = self._mask[rows]
-        if not self._cached:
-            self._ids = self._ids[rows]
-        return rows
-
-    def advance(self, tokens: Tensor) -> None:
-        """Append ``tokens`` [B] and compute the next logits."""
-        self._width += 1
-        if not self._cached:
-            self._ids = torch.cat([self._ids, tokens.unsqueeze(-1)], dim=-1)
-            self.logits = self._forward_all()
-            return
-        out = self._model(
-            input_ids=tokens.unsqueeze(-1),
-            attention_mask=self._mask[:, : self._width] if self._padded else None,
-            position_ids=self._position.unsqueeze(-1),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self._position = self._position + 1
-        self.logits = out.logits[:, -1]
-
-    def _forward_all(self) -> Tensor:
-        logits: Tensor = self._model(input_ids=self._ids, use_cache=False).logits[:, -1]
-        return logits

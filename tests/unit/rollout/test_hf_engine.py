@@ -1,7 +1,6 @@
-import importlib
-
 import pytest
 import torch
+from rollout_models import ARCHITECTURES, build
 
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
@@ -9,26 +8,6 @@ from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.testing.engine import sampled_logprobs
 
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-ARCHITECTURES = {
-    "qwen2.Qwen2": {"num_key_value_heads": 2},
-    "llama.Llama": {"num_key_value_heads": 2},
-    "mistral.Mistral": {"num_key_value_heads": 2, "sliding_window": 8},
-    "gpt_neox.GPTNeoX": {},
-    "opt.OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "bloom.Bloom": {"n_layer": 2, "n_head": 4},
-    "mamba.Mamba": {},
-}
 REQUESTS = [
     GenerationRequest(
         prompt_ids=list(range(3, 3 + length)),
@@ -37,15 +16,6 @@ REQUESTS = [
     )
     for length, limit, temperature, top_p in ((3, 20, 0.8, 1.0), (12, 5, 1.0, 0.9), (7, 24, 0.8, 1.0))
 ]
-
-
-def build(name: str):
-    folder, prefix = name.split(".")
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    torch.manual_seed(0)
-    config = getattr(configuration, f"{prefix}Config")(**SIZES, **ARCHITECTURES[name])
-    return getattr(module, f"{prefix}ForCausalLM")(config).eval()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

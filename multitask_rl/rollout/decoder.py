@@ -1,0 +1,235 @@
+"""The model's state over a batch of rows: prompts computed once, next-token logits, a token at a time.
+
+``SharedDecoder`` reads a group's prompt once for all its rows. ``PlainDecoder`` works for every causal
+language model: over the cache that ``transformers`` makes or, with another state (Mamba), without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from multitask_rl.rollout.shared_attention import (
+    Bucket,
+    RowGrid,
+    SharedPromptCache,
+    attention_over_shared_prompts,
+)
+
+__all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_share_prompts"]
+
+logger = logging.getLogger(__name__)
+
+BUCKET_SLACK = 16
+"""Tokens by which even the shortest prompt of a bucket may be padded."""
+
+
+class Decoder(Protocol):
+    """Rows that grow by a token at a time and leave."""
+
+    logits: Tensor
+    """[B, V] of the next token."""
+
+    def keep(self, rows: Tensor) -> Tensor:
+        """Drop every row but ``rows`` (ascending); return them in their new order."""
+        ...
+
+    def advance(self, tokens: Tensor) -> None:
+        """Append ``tokens`` [B] and compute the next logits."""
+        ...
+
+
+class SharedDecoder:
+    """Rows that continue shared prompts; call under ``attention_over_shared_prompts``."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], pad: int) -> None:
+        device = next(model.parameters()).device
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            groups.setdefault(tuple(prompt), []).append(row)
+        slots = torch.empty(len(prompts), dtype=torch.long)
+        buckets: list[Bucket] = []
+        states: list[list[tuple[Tensor, Tensor]]] = []
+        logits = []
+        first = 0
+        for similar in _cut(sorted(groups, key=len)):
+            width = max(len(groups[prompt]) for prompt in similar)
+            for number, prompt in enumerate(similar):
+                rows = groups[prompt]
+                slots[rows] = first + number * width + torch.arange(len(rows))
+            last, layers, bias = _prefill(model, similar, pad, device)
+            logits.append(last.repeat_interleave(width, 0))
+            states.append(layers)
+            buckets.append(Bucket(bias=bias, prompts=len(similar), width=width))
+            first += buckets[-1].slots
+        grid = RowGrid(buckets, slots.to(device))
+        self._cache = SharedPromptCache(grid, [list(layer) for layer in zip(*states, strict=True)])
+        self._position = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+        self._model = model
+        self.logits = torch.cat(logits)[grid.slots]
+
+    def keep(self, rows: Tensor) -> Tensor:
+        """Drop every row but ``rows`` (ascending); return them in their new order."""
+        order = self._cache.keep(rows)
+        self._position = self._position[order]
+        return order
+
+    def advance(self, tokens: Tensor) -> None:
+        """Append ``tokens`` [B] and compute the next logits."""
+        out = self._model(
+            input_ids=tokens.unsqueeze(-1),
+            position_ids=self._position,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._position = self._position + 1
+        self.logits = out.logits[:, -1]
+
+
+def _cut(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Cut prompts in ascending order of length into buckets of similar length."""
+    buckets: list[list[tuple[int, ...]]] = []
+    for prompt in prompts:
+        if not buckets or len(prompt) > 1.25 * len(buckets[-1][0]) + BUCKET_SLACK:
+            buckets.append([])
+        buckets[-1].append(prompt)
+    return buckets
+
+
+def _left_padded(
+    prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return ids [U, P] and the mask [U, P], None without padding."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    if min(map(len, prompts)) == width:
+        return ids, None
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    return ids, (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
+
+
+def _prefill(
+    model: Any, prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Return the next-token logits [U, V], keys and values of every layer, and the bias of the padding."""
+    ids, mask = _left_padded(prompts, pad, device)
+    cache = DynamicCache(config=model.config)
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    bias = None
+    if mask is not None:
+        bias = torch.zeros_like(mask, dtype=out.logits.dtype).masked_fill(mask == 0, float("-inf"))
+        bias = bias[:, None, None]
+    return out.logits[:, -1], [(layer.keys, layer.values) for layer in cache.layers], bias
+
+
+class PlainDecoder:
+    """Left-padded rows over ``transformers``' own cache, or recomputed at every token without one."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], pad: int, *, cached: bool) -> None:
+        device = next(model.parameters()).device
+        unique = list(dict.fromkeys(map(tuple, prompts)))
+        numbers = {prompt: row for row, prompt in enumerate(unique)}
+        which = torch.tensor([numbers[tuple(p)] for p in prompts], device=device)
+        self._model = model
+        self._ids, mask = _left_padded(unique, pad, device)
+        self._cache: Any = DynamicCache(config=model.config) if cached else None
+        self._mask = mask
+        self._positions = (
+            (mask.cumsum(-1) - 1).clamp(min=0)
+            if mask is not None
+            else torch.arange(self._ids.shape[1], device=device).expand_as(self._ids)
+        )
+        self.logits = self._forward(self._ids, self._positions)[which]
+        self._ids, self._positions = self._ids[which], self._positions[which]
+        self._mask = None if self._mask is None else self._mask[which]
+        if self._cache is not None:
+            self._cache.batch_select_indices(which)
+
+    def keep(self, rows: Tensor) -> Tensor:
+        """Drop every row but ``rows`` (ascending); return them in their new order."""
+        self._ids, self._positions = self._ids[rows], self._positions[rows]
+        self._mask = None if self._mask is None else self._mask[rows]
+        if self._cache is not None:
+            self._cache.batch_select_indices(rows)
+        return rows
+
+    def advance(self, tokens: Tensor) -> None:
+        """Append ``tokens`` [B] and compute the next logits."""
+        new = tokens.unsqueeze(-1)
+        self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], dim=-1)
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, torch.ones_like(new)], dim=-1)
+        if self._cache is None:
+            self._ids = torch.cat([self._ids, new], dim=-1)
+            self.logits = self._forward(self._ids, self._positions)
+        else:
+            self.logits = self._forward(new, self._positions[:, -1:])
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self._cache is None:
+            alone: Tensor = self._model(input_ids=ids, use_cache=False).logits[:, -1]
+            return alone
+        logits: Tensor = self._model(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        return logits
+
+
+@torch.no_grad()
+def can_share_prompts(model: Any) -> bool:
+    """Whether ``SharedDecoder`` says of ``model`` what a plain forward says; tried on a few tokens.
+
+    Models with attention windows, with another state than keys and values, or whose attention does not go
+    through ``transformers``' interface do not.
+    """
+    if getattr(model, "_is_stateful", False) or not hasattr(model, "set_attn_implementation"):
+        return False
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        return False  # chosen by hand, or a model that sdpa does not fit
+    layers = DynamicCache(config=model.config).layers
+    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
+        return False
+    size = int(model.config.get_text_config().vocab_size)
+    prompts = [[i % size for i in row] for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
+    answers = [[i % size for i in row] for row in ([2, 8, 6], [9, 5, 3], [4, 6, 8])]
+    found = []
+    try:
+        with attention_over_shared_prompts(model):
+            decoder = SharedDecoder(model, prompts, 0)
+            for tokens in zip(*answers, strict=True):
+                found.append(decoder.logits)
+                decoder.advance(torch.tensor(tokens, device=decoder.logits.device))
+        found.append(decoder.logits)
+        rows = [
+            model(input_ids=torch.tensor([[*p, *a]], device=decoder.logits.device), use_cache=False).logits[
+                0, len(p) - 1 :
+            ]
+            for p, a in zip(prompts, answers, strict=True)
+        ]
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
+        logger.info("rows decode apart, their prompts are not shared: %s", error)
+        return False
+    expected = torch.stack(rows, dim=1).float()
+    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    gap = float((torch.stack(found).float() - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    if not gap <= tolerance:
+        logger.info("rows decode apart: over shared prompts the logits move by %.2g", gap)
+        return False
+    return True
