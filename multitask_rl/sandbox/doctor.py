@@ -8,6 +8,7 @@ from typing import Any
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Program
 from multitask_rl.sandbox.cell import landlock, linux
+from multitask_rl.sandbox.cgroups import delegated_cgroup
 from multitask_rl.sandbox.levels import LEVELS
 from multitask_rl.sandbox.worker import Worker, WorkerLostError, cell_config
 
@@ -83,6 +84,9 @@ def report() -> list[tuple[str, bool, str]]:
         rows.append((f"level {level}", bool(found), problem or "works; strongest level that works is used"))
     for key, layer, stops in _LAYERS:
         rows.append((layer, bool(facts.get(key)), f"stops: {stops}"))
+    cgroup, missing = delegated_cgroup()
+    stops = "kernel memory, pipes and both halves of a function task beyond one limit per cell"
+    rows.append(("cgroup limits", cgroup is not None, f"stops: {stops}" if cgroup else missing))
     version = landlock.abi_version()
     known = f"version {version}: " if version else ""
     rows.append(("Landlock", version > 0, f"{known}confines files where namespaces are refused"))

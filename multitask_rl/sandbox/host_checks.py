@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
-__all__ = ["HostWatch", "descendants"]
+__all__ = ["HostWatch"]
 
 _CANARY = Path("/tmp/mtrl_canary")  # the programs of a corpus name this place
 _SECRET = "CANARY-7f3a91"
@@ -186,21 +187,3 @@ def _port_problem(port: int) -> str:
         except OSError as error:
             return str(error)
     return ""
-
-
-def descendants(root: int) -> set[int]:
-    """Return the process ids below ``root``."""
-    children: dict[int, list[int]] = {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                fields = (directory / "stat").read_text().rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(directory.name))
-    found: set[int] = set()
-    waiting = [root]
-    while waiting:
-        for child in children.get(waiting.pop(), []):
-            if child not in found:
-                found.add(child)
-                waiting.append(child)
-    return found

@@ -23,11 +23,14 @@ from multitask_rl.sandbox.base import (
 )
 from multitask_rl.sandbox.cell.codec import CodecError, Encoder
 
-__all__ = ["outcome_of", "to_job"]
+__all__ = ["Job", "outcome_of", "to_job"]
+
+Job = tuple[dict[str, Any], list[bytes]]
+"""Header and byte strings of the message that runs a program."""
 
 
-def to_job(program: Program) -> tuple[dict[str, Any], list[bytes]]:
-    """Return header and byte strings of the message that runs ``program``."""
+def to_job(program: Program) -> Job:
+    """Return the message that runs ``program``."""
     header: dict[str, Any] = {"limits": _limits(program.limits)}
     blobs = [_to_bytes(program.source)]
     match program.task:
@@ -50,7 +53,7 @@ def to_job(program: Program) -> tuple[dict[str, Any], list[bytes]]:
     return header, blobs
 
 
-def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int, retries: int) -> Outcome:
+def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int) -> Outcome:
     """Return the outcome in a monitor's answer."""
     stdout, stderr = blobs
     tests = tuple(
@@ -72,7 +75,6 @@ def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int, retries:
         stdout_length=header["stdout_length"],
         stderr_length=header["stderr_length"],
         worker=worker,
-        retries=retries,
     )
 
 
@@ -139,9 +141,10 @@ def _literal_test(entry_point: str, test: str) -> list[Any] | None:
                 named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords}
                 if None in named:
                     return None
-                encode = Encoder(_no_handle).encode
+                encoder = Encoder(_no_handle)
+                request = ["call", name, encoder.encode(given), encoder.encode(named)]
                 word = "is" if isinstance(operator, ast.Is) else "=="
-                return [name, encode(given), encode(named), word, encode(wanted)]
+                return [encoder.dumps(request), word, encoder.dumps(encoder.encode(wanted))]
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 return None
     return None

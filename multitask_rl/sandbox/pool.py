@@ -6,17 +6,19 @@ torch and all, is never forked), verdicts are computed in the monitors.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Self
 
 from multitask_rl.errors import SandboxError
+from multitask_rl.sandbox.backlog import Backlog, Item
 from multitask_rl.sandbox.base import Outcome, Program, Verdict
+from multitask_rl.sandbox.cgroups import delegated_cgroup
 from multitask_rl.sandbox.levels import acceptable_levels
 from multitask_rl.sandbox.worker import Worker, WorkerLostError, cell_config
 
@@ -24,8 +26,6 @@ __all__ = ["BubblewrapSandbox", "NamespaceSandbox"]
 
 _log = logging.getLogger(__name__)
 _MAX_RETRIES = 1
-
-_Item = tuple[Program, "Future[Outcome]"]
 
 
 class NamespaceSandbox:
@@ -37,6 +37,8 @@ class NamespaceSandbox:
         minimum_level: the weakest level that is acceptable when ``level`` is None.
         packages: third-party packages programs may import, preloaded when a program names them.
         queue_size: programs that may wait; ``submit`` blocks beyond that. 0 = 64 per worker.
+        cgroup: cgroup v2 directory with delegated memory and pids controllers, where each cell gets limits of
+            its own; None = the one this process is in, when it is delegated.
 
     Raises:
         SandboxError: this machine cannot give ``minimum_level`` (or ``level``).
@@ -51,14 +53,17 @@ class NamespaceSandbox:
         minimum_level: str = "namespaces",
         packages: Sequence[str] = ("numpy",),
         queue_size: int = 0,
+        cgroup: str | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers!r}")
         if queue_size < 0:
             raise ValueError(f"queue_size must be at least 0, got {queue_size!r}")
         self._owner = os.getpid()
-        self._queue: queue.Queue[_Item | None] = queue.Queue(queue_size or 64 * workers)
-        self._is_closed = threading.Event()
+        self._size = queue_size or 64 * workers
+        self._cgroup, missing = delegated_cgroup(cgroup)
+        if cgroup is not None and self._cgroup is None:
+            raise SandboxError(f"cells cannot be limited by the cgroup {cgroup}: {missing}")
         self._workers: list[Worker] = []
         self._threads: list[threading.Thread] = []
         self.level = self._start_strongest(acceptable_levels(level, minimum_level), workers, packages)
@@ -73,7 +78,6 @@ class NamespaceSandbox:
                     _log.warning("sandbox at level %s only: %s", level, "; ".join(problems))
                 return level
             problems.append(f"{level}: {error}")
-        self._is_closed.set()
         raise SandboxError(
             f"no acceptable isolation on this machine ({'; '.join(problems)}). Run 'multitask-rl doctor' for "
             "what is missing; a weaker level has to be allowed with minimum_level."
@@ -82,10 +86,13 @@ class NamespaceSandbox:
     def _start(self, workers: int, config: dict[str, Any]) -> SandboxError | None:
         """Start the workers and their threads; return the first error after stopping what did start."""
         started: queue.Queue[SandboxError | None] = queue.Queue()
-        self._workers = [Worker(index, config) for index in range(workers)]
+        self._workers = [Worker(index, config, self._cgroup) for index in range(workers)]
+        self._backlog = Backlog(self._size, [worker.cancel for worker in self._workers])
         # a monitor dies with the thread that started it, so each is started by the thread that uses it
         self._threads = [
-            threading.Thread(target=self._serve, args=(w, started), name=f"sandbox-{w.index}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(w, self._backlog, started), name=f"sandbox-{w.index}", daemon=True
+            )
             for w in self._workers
         ]
         for thread in self._threads:
@@ -115,23 +122,16 @@ class NamespaceSandbox:
         return self.submit(program).result()
 
     def submit(self, program: Program) -> Future[Outcome]:
-        """Queue one program; blocks while the queue is full. A cancelled future is not run.
+        """Queue one program; blocks while the queue is full.
+
+        ``cancel`` of the future works at any time: a program that waits is not run, one that runs is killed.
 
         Raises:
             SandboxError: the sandbox is closed, or belongs to the process this one was forked from.
         """
         if os.getpid() != self._owner:
             raise SandboxError("this sandbox belongs to the parent process: open one after the fork")
-        future: Future[Outcome] = Future()
-        while not self._is_closed.is_set():
-            try:
-                self._queue.put((program, future), timeout=0.2)
-            except queue.Full:
-                continue
-            if self._is_closed.is_set():
-                _cancel(future)  # close() may have emptied the queue before this program came
-            return future
-        raise SandboxError("the sandbox is closed")
+        return self._backlog.put(program)
 
     def map(self, programs: Iterable[Program]) -> list[Outcome]:
         """Run programs concurrently; outcomes in the order of the programs."""
@@ -142,20 +142,14 @@ class NamespaceSandbox:
         """Kill what runs, cancel what waits, end every process. Safe to call twice."""
         if os.getpid() != self._owner:
             return
-        self._is_closed.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._queue.get_nowait()
-                if item is not None:
-                    _cancel(item[1])
+        for item in self._backlog.close():
+            item.future.cancel()
         self._stop_workers()
 
     def _stop_workers(self) -> None:
+        self._backlog.close()
         for worker in self._workers:
             worker.interrupt()
-        for _ in self._threads:
-            with contextlib.suppress(queue.Full):
-                self._queue.put_nowait(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=10)
@@ -166,7 +160,7 @@ class NamespaceSandbox:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _serve(self, worker: Worker, started: queue.Queue[SandboxError | None]) -> None:
+    def _serve(self, worker: Worker, backlog: Backlog, started: queue.Queue[SandboxError | None]) -> None:
         """Carry programs to one worker until the sandbox closes."""
         try:
             worker.start()
@@ -175,47 +169,68 @@ class NamespaceSandbox:
             return
         started.put(None)
         try:
-            while not self._is_closed.is_set():
-                item = self._queue.get()
-                if item is None:
-                    break
-                program, future = item
-                if future.set_running_or_notify_cancel():
-                    self._carry(worker, program, future)
+            while not backlog.is_closed:
+                try:
+                    _exchange(worker, backlog)
+                except WorkerLostError as error:
+                    _recover(worker, backlog, f"sandbox worker {worker.index} was lost: {error}")
         finally:
+            _fail(backlog.drop(worker.index), worker, "the sandbox was closed while the program ran")
             worker.stop()
 
-    def _carry(self, worker: Worker, program: Program, future: Future[Outcome]) -> None:
-        """Give ``future`` its outcome, whatever happens to the worker."""
-        problem = ""
-        for retries in range(_MAX_RETRIES + 1):
-            try:
-                future.set_result(worker.run(program, retries))
-                return
-            except WorkerLostError as error:
-                problem = f"sandbox worker {worker.index} was lost: {error}"
-            except Exception as error:  # noqa: BLE001 - the future must not hang
-                future.set_exception(error)
-                return
-            if self._is_closed.is_set():
-                problem = "the sandbox was closed while the program ran"
-                break
-            _log.warning("%s; starting a new one (attempt %d)", problem, retries + 1)
-            try:
-                worker.start()
-            except SandboxError as error:
-                problem = str(error)
-                break
-        failed = Outcome(
-            verdict=Verdict.infrastructure_error, message=problem, worker=worker.index, retries=_MAX_RETRIES
+
+def _exchange(worker: Worker, backlog: Backlog) -> None:
+    """Hand over programs, then take what has ended."""
+    for item in backlog.take(worker.index):
+        try:
+            worker.hand_over(item.identity, item.program)
+        except Exception as error:  # noqa: BLE001 - a program that cannot be sent must not hang its future
+            backlog.finish(worker.index, item.identity)
+            item.future.give(error)
+    worker.send()
+    if not worker.owes:
+        return
+    while True:
+        identity, outcome = worker.receive()
+        ended = backlog.finish(worker.index, identity)
+        if ended is not None and outcome is not None:
+            ended.future.give(replace(outcome, retries=ended.retries) if ended.retries else outcome)
+        if not worker.owes or not worker.has_answer:
+            return
+
+
+def _recover(worker: Worker, backlog: Backlog, problem: str) -> None:
+    """Replace a lost worker; what it had is run again, each program alone."""
+    lost = backlog.drop(worker.index)
+    if backlog.is_closed:
+        _fail(lost, worker, "the sandbox was closed while the program ran")
+        return
+    _log.warning("%s; starting a new one, %d programs are run again", problem, len(lost))
+    if len(lost) == 1 and lost[0].retries >= _MAX_RETRIES:
+        _fail(lost, worker, problem)
+        lost = []
+    for item in lost[:1]:
+        item.retries += 1
+    for item in lost:
+        item.is_suspect = True
+    try:
+        worker.start()
+    except SandboxError as error:
+        _fail(lost, worker, str(error))
+    else:
+        backlog.put_back(lost)
+
+
+def _fail(items: list[Item], worker: Worker, problem: str) -> None:
+    for item in items:
+        item.future.give(
+            Outcome(
+                verdict=Verdict.infrastructure_error,
+                message=problem,
+                worker=worker.index,
+                retries=item.retries,
+            )
         )
-        future.set_result(failed)
-
-
-def _cancel(future: Future[Outcome]) -> None:
-    """Cancel a future that no worker took, and tell those who wait for it."""
-    if future.cancel():
-        future.set_running_or_notify_cancel()
 
 
 class BubblewrapSandbox(NamespaceSandbox):

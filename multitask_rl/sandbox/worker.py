@@ -8,29 +8,46 @@ import logging
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.base import Outcome, Program, Verdict
+from multitask_rl.sandbox.base import Limits, Outcome, Program, Verdict
 from multitask_rl.sandbox.cell import linux
-from multitask_rl.sandbox.cell.frames import receive_frame, send_frame
+from multitask_rl.sandbox.cell.frames import Inbox, pack_frame
+from multitask_rl.sandbox.cell.trainer import IDENTITY
+from multitask_rl.sandbox.cgroups import CellCgroup
+from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.jobs import outcome_of, to_job
 
 __all__ = ["Worker", "WorkerLostError", "cell_config"]
 
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
+_SEND_TIMEOUT_S = 60
 _GRACE_S = 20.0
+_SENT_AHEAD = 1 << 16
+"""Bytes a monitor may have unread: less than a socket holds, so that sending does not wait."""
 _HERE = Path(__file__).parent
 _PROBE = Program(source="print(6 * 7)")
 
 
 class WorkerLostError(RuntimeError):
     """The monitor or its cell died or does not answer."""
+
+
+@dataclass(slots=True)
+class _Frame:
+    data: bytes
+    patience_s: float
+    limits: Limits
 
 
 def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
@@ -62,13 +79,20 @@ def _package_directories(name: str) -> list[str]:
 
 
 class Worker:
-    """A monitor process and the connection to it; used by one thread at a time."""
+    """A monitor process and the connection to it; used by one thread, ``cancel`` and ``interrupt`` by any."""
 
-    def __init__(self, index: int, config: dict[str, Any]) -> None:
+    def __init__(self, index: int, config: dict[str, Any], cgroup_parent: Path | None = None) -> None:
         self.index = index
         self._config = config
+        self._cgroup_parent = cgroup_parent
+        self._cgroup: CellCgroup | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._inbox: Inbox | None = None
+        self._cancel_fd = -1
+        self._cancel_lock = threading.Lock()
+        self._sent: deque[_Frame] = deque()
+        self._unsent: deque[_Frame] = deque()
         self.restarts = -1
         self.cell_pid = 0
 
@@ -88,25 +112,31 @@ class Worker:
         self.stop()
         self.restarts += 1
         ours, theirs = socket.socketpair()
+        cancelled, cancel = os.pipe()
+        os.set_blocking(cancel, False)
         starter = (
             f"import sys; sys.path.insert(0, {str(_HERE)!r}); from cell.monitor import main; "
-            f"main({theirs.fileno()}, {os.getpid()})"
+            f"main({theirs.fileno()}, {cancelled}, {os.getpid()})"
         )
         executable = self._config["executable"]
         self._process = subprocess.Popen(
             [executable, "-I", "-S", "-X", "utf8", "-c", starter],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), cancelled],
             cwd="/",
             env=_environment(self._config["prefix"]),
         )
         theirs.close()
+        os.close(cancelled)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
         self._connection = ours
-        ours.settimeout(_START_TIMEOUT_S)
+        self._inbox = Inbox(ours)
+        with self._cancel_lock:
+            self._cancel_fd = cancel
         try:
-            send_frame(ours, self._config)
-            header, _ = receive_frame(ours)
+            ours.sendall(pack_frame(self._config))
+            header, _ = self._inbox.receive(_START_TIMEOUT_S)
         except (OSError, EOFError) as error:
             self.stop()
             raise SandboxError(
@@ -116,6 +146,9 @@ class Worker:
             self.stop()
             raise SandboxError(f"this machine cannot build a sandbox cell: {header['error']}")
         self.cell_pid = header["cell"]
+        if self._cgroup_parent is not None:
+            self._cgroup = CellCgroup(self._cgroup_parent, self.index)
+            self._cgroup.take([self.cell_pid, *descendants(self.cell_pid)])
         self._check()
 
     def _check(self) -> None:
@@ -137,29 +170,91 @@ class Worker:
             )
 
     def run(self, program: Program, retries: int) -> Outcome:
-        """Run one program.
+        """Run one program and wait for its outcome; for a worker nobody else uses.
 
         Raises:
             WorkerLostError: the monitor is gone; the program may be run again elsewhere.
         """
+        self.hand_over(0, program)
+        self.send()
+        outcome = self.receive()[1]
+        if outcome is None:
+            raise WorkerLostError("the program was cancelled")
+        return replace(outcome, retries=retries)
+
+    def hand_over(self, identity: int, program: Program) -> None:
+        """Take a program; what was taken runs, and is answered, in this order once ``send`` was called."""
+        header, blobs = to_job(program)
+        frame = pack_frame({**header, "id": identity}, blobs)
+        self._unsent.append(_Frame(frame, _patience_s(program), program.limits))
+
+    def send(self) -> None:
+        """Send what the monitor's socket surely takes: it may be busy, or waiting for us to read.
+
+        Raises:
+            WorkerLostError: the monitor is gone.
+        """
+        ready: list[bytes] = []
+        size = sum(len(frame.data) for frame in self._sent)
+        while self._unsent and (not self._sent or size + len(self._unsent[0].data) <= _SENT_AHEAD):
+            frame = self._unsent.popleft()
+            if self._cgroup is not None:
+                self._cgroup.allow(frame.limits)
+            ready.append(frame.data)
+            size += len(frame.data)
+            self._sent.append(frame)
+        if not ready:
+            return
         if self._connection is None:
             raise WorkerLostError("not started")
-        job, blobs = to_job(program)
-        limits = program.limits
-        num_tests = max(1, len(blobs) // 2)
-        # twice: a starved program gets its time back once; the judge and the zygote have their own grace
-        self._connection.settimeout(2 * limits.wall_s * num_tests + _GRACE_S)
         try:
-            send_frame(self._connection, {**job, "id": 0}, blobs)
-            header, outputs = receive_frame(self._connection)
+            self._connection.sendall(b"".join(ready))
+        except OSError as error:
+            raise WorkerLostError(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def owes(self) -> bool:
+        """A job has no answer yet."""
+        return bool(self._sent or self._unsent)
+
+    def receive(self) -> tuple[int, Outcome | None]:
+        """Return identity and outcome of the next job that ended; None of one that was cancelled.
+
+        Raises:
+            WorkerLostError: the monitor is gone, or is silent for longer than the job's patience.
+        """
+        if self._connection is None or self._inbox is None or not self._sent:
+            raise WorkerLostError("not started")
+        try:
+            header, outputs = self._inbox.receive(self._sent[0].patience_s)
         except (OSError, EOFError, ValueError) as error:
             raise WorkerLostError(f"{type(error).__name__}: {error}") from error
-        return outcome_of(header, outputs, self.index, retries)
+        self._sent.popleft()
+        self.send()
+        identity: int = header["id"]
+        return identity, None if "cancelled" in header else outcome_of(header, outputs, self.index)
+
+    @property
+    def has_answer(self) -> bool:
+        """``receive`` would not wait."""
+        return self._inbox is not None and self._inbox.has_message()
+
+    def cancel(self, identity: int) -> None:
+        """Give up a job wherever it is: it is answered as cancelled unless it ends first."""
+        with self._cancel_lock, contextlib.suppress(OSError):
+            if self._cancel_fd >= 0:
+                os.write(self._cancel_fd, IDENTITY.pack(identity))
 
     def stop(self) -> None:
         """End the monitor; its cell and every program in it die with it."""
         connection, process = self._connection, self._process
-        self._connection = self._process = None
+        self._connection = self._process = self._inbox = None
+        self._sent.clear()
+        self._unsent.clear()
+        with self._cancel_lock:
+            cancel_fd, self._cancel_fd = self._cancel_fd, -1
+        if cancel_fd >= 0:
+            os.close(cancel_fd)
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -167,6 +262,9 @@ class Worker:
         if process is not None:
             process.kill()
             process.wait()
+        if self._cgroup is not None:
+            self._cgroup.close()
+            self._cgroup = None
 
     def interrupt(self) -> None:
         """Kill the monitor from another thread; ``run`` there raises ``WorkerLostError``."""
@@ -174,6 +272,13 @@ class Worker:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+def _patience_s(program: Program) -> float:
+    """Return for how long a monitor may be silent over a program before it is given up."""
+    tests = getattr(program.task, "tests", ())
+    # twice: a starved program gets its time back once; the judge and the zygote have their own grace
+    return 2 * program.limits.wall_s * max(1, len(tests)) + _GRACE_S
 
 
 def _environment(prefix: str) -> dict[str, str]:

@@ -150,3 +150,4 @@ def test_the_doctor_finds_the_layers_this_suite_runs_on():
     assert layers["level namespaces"]
     needed = ("system call filter", "no sockets", "own root directory", "no /proc")
     assert all(layers[name] for name in needed)
+    assert "cgroup limits" in layers

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 
 import pytest
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
-from multitask_rl.sandbox.host_checks import descendants
+from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 NAP = Program(source="import time\ntime.sleep(0.5)\nprint('done')", limits=Limits(wall_s=5))
@@ -128,6 +129,109 @@ def test_a_cancelled_program_is_not_run():
         assert sandbox.run(Program(source="print(2)")).stdout == b"2\n"
 
 
+FOREVER = "while True: pass"
+NO_HURRY = Limits(cpu_s=50, wall_s=60)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(source=FOREVER, limits=NO_HURRY),
+        Program(source="import time\ntime.sleep(50)", limits=NO_HURRY),
+        Program(
+            source=FOREVER, limits=NO_HURRY, task=StdioTask(tests=[StdioTest(stdin="1", stdout="1")] * 3)
+        ),
+        Program(
+            source=f"def f():\n    {FOREVER}",
+            limits=NO_HURRY,
+            task=AssertsTask(entry_point="f", asserts=["assert f() == 1"]),
+        ),
+        Program(
+            source=f"def f():\n    {FOREVER}",
+            limits=NO_HURRY,
+            task=AssertsTask(entry_point="f", asserts=["assert abs(f()) == 1"]),
+        ),
+    ],
+    ids=["computes", "sleeps", "stdio", "literal", "judge"],
+)
+def test_a_running_program_can_be_cancelled(program):
+    with NamespaceSandbox(workers=1) as sandbox:
+        sandbox.run(Program(source="print(1)"))
+        (monitor,) = sandbox.monitor_pids
+        before = descendants(monitor)
+        future = sandbox.submit(program)
+        wait_until(lambda: len(descendants(monitor)) > len(before))
+        assert future.running()
+        assert future.cancel()
+        assert future.cancelled()
+        assert not future.running()
+        with pytest.raises(CancelledError):
+            future.result(timeout=0)
+        after = sandbox.submit(Program(source="print(2)"))
+        assert after.result(timeout=20).stdout == b"2\n"
+        assert descendants(monitor) == before
+        assert sandbox.restarts == 0
+
+
+def test_cancelling_one_program_leaves_its_neighbours_alone():
+    with NamespaceSandbox(workers=1) as sandbox:
+        endless = Program(source=FOREVER, limits=NO_HURRY)
+        futures = [
+            sandbox.submit(endless if n % 3 == 1 else Program(source=f"print({n})")) for n in range(12)
+        ]
+        for n, future in enumerate(futures):
+            if n % 3 == 1:
+                assert future.cancel()
+                assert future.cancel()  # twice is once
+            else:
+                assert future.result(timeout=20).stdout == b"%d\n" % n
+        assert [f.cancelled() for f in futures] == [n % 3 == 1 for n in range(12)]
+        assert not futures[0].cancel()
+        assert futures[0].result().stdout == b"0\n"
+
+
+def test_programs_behind_a_long_one_are_run_by_another_worker():
+    release = Program(source="import time\ntime.sleep(4)", limits=Limits(wall_s=10))
+    with NamespaceSandbox(workers=2) as sandbox:
+        blocked = [sandbox.submit(release)]
+        others = [sandbox.submit(Program(source=f"print({n})")) for n in range(40)]
+        assert [f.result(timeout=20).stdout for f in others] == [b"%d\n" % n for n in range(40)]
+        assert not blocked[0].done()
+
+
+def test_of_several_programs_at_hand_only_the_deadly_one_is_lost():
+    with NamespaceSandbox(workers=1) as sandbox:
+        plain = [sandbox.submit(Program(source=f"print({n})")) for n in range(3)]
+        deadly = sandbox.submit(NAP)
+        plain += [sandbox.submit(Program(source=f"print({n})")) for n in range(3, 8)]
+        stop = threading.Event()
+
+        def kill_the_monitor_of_the_nap():
+            while not stop.wait(0.02):
+                for pid in sandbox.monitor_pids:
+                    for child in descendants(pid):
+                        with contextlib.suppress(OSError):
+                            state = Path(f"/proc/{child}/wchan").read_text()
+                            if "nanosleep" in state:
+                                os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_the_monitor_of_the_nap)
+        killer.start()
+        outcome = deadly.result(timeout=60)
+        stop.set()
+        killer.join()
+        assert outcome.verdict is Verdict.infrastructure_error
+        assert [f.result(timeout=30).stdout for f in plain] == [b"%d\n" % n for n in range(8)]
+
+
+def test_large_programs_and_outputs_pass_each_other():
+    size = 3 << 20
+    source = "#" + "x" * size + f"\nprint('y' * {size})"
+    with NamespaceSandbox(workers=1) as sandbox:
+        outcomes = sandbox.map([Program(source=source, limits=Limits(wall_s=60, cpu_s=30))] * 6)
+    assert [o.stdout_length for o in outcomes] == [size + 1] * 6
+
+
 def test_a_full_queue_holds_the_caller_back():
     with NamespaceSandbox(workers=1, queue_size=2) as sandbox:
         started = time.monotonic()
@@ -185,9 +289,8 @@ def test_a_program_that_times_out_in_one_test_keeps_what_it_earned():
         outcome = sandbox.run(Program(source=source, task=StdioTask(tests=tests), limits=limits))
         assert [t.verdict.value for t in outcome.tests] == ["passed", "timeout", "passed"]
         hopeless = Program(source="while True: pass", task=StdioTask(tests=tests * 5), limits=limits)
-        started = time.monotonic()
         outcome = sandbox.run(hopeless)
-        assert time.monotonic() - started < 2 * 1.5 + 2
+        assert sum("not run" in test.message for test in outcome.tests) >= 10
         assert outcome.verdict is Verdict.timeout
         assert len(outcome.tests) == 15
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 
 from .codec import MAX_MESSAGE, CodecError
 
 __all__ = ["Channel", "ChannelClosed"]
 
 _LENGTH = struct.Struct("<I")
+_READ_AHEAD = 4096
 
 
 class ChannelClosed(Exception):
@@ -17,19 +19,25 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end of a conversation. Reads with ``read``: descriptors sent along are dropped by the kernel."""
+    """One end of a conversation. Reads with ``read``: descriptors sent along are dropped by the kernel.
 
-    def __init__(self, descriptor: int) -> None:
+    Args:
+        descriptor: the socket.
+        read: reads from it, as ``os.read`` does.
+    """
+
+    def __init__(self, descriptor: int, read: Callable[[int, int], bytes] | None = None) -> None:
         self._descriptor = descriptor
-        self._read, self._write = os.read, os.write
+        self._read, self._write = read or os.read, os.write
+        self._ahead = b""
 
-    def send(self, payload: bytes) -> None:
-        """Send one message.
+    def send(self, *payloads: bytes) -> None:
+        """Send messages.
 
         Raises:
             ChannelClosed: nobody reads any more.
         """
-        data = memoryview(_LENGTH.pack(len(payload)) + payload)
+        data = memoryview(b"".join([part for p in payloads for part in (_LENGTH.pack(len(p)), p)]))
         try:
             while data:
                 data = data[self._write(self._descriptor, data) :]
@@ -49,14 +57,17 @@ class Channel:
         return self._exactly(length)
 
     def _exactly(self, count: int) -> bytes:
-        parts = []
-        while count:
+        parts = [self._ahead]
+        missing = count - len(self._ahead)
+        while missing > 0:
             try:
-                part = self._read(self._descriptor, min(count, 1 << 20))
+                part = self._read(self._descriptor, max(_READ_AHEAD, min(missing, 1 << 20)))
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
             if not part:
                 raise ChannelClosed("end of stream")
             parts.append(part)
-            count -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            missing -= len(part)
+        data = b"".join(parts)
+        self._ahead = data[count:]
+        return data[:count]

@@ -3,45 +3,76 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["receive_frame", "send_frame"]
+__all__ = ["Inbox", "pack_frame"]
 
 _HEAD = struct.Struct("<II")
+_READ_BYTES = 1 << 16
 
 
-def send_frame(connection: socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-    """Send one message; ``blobs`` arrive as they are, whatever bytes they hold."""
+def pack_frame(header: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+    """Return one message; ``blobs`` arrive as they are, whatever bytes they hold."""
     text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
-    body = b"".join(blobs)
-    connection.sendall(_HEAD.pack(len(text), len(body)) + text + body)
+    return b"".join([_HEAD.pack(len(text), sum(map(len, blobs))), text, *blobs])
 
 
-def receive_frame(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
-    """Return the next message.
+class Inbox:
+    """The messages that arrive on a blocking connection; one read may bring several."""
 
-    Raises:
-        EOFError: the other side closed.
-    """
-    text_length, body_length = _HEAD.unpack(_exactly(connection, _HEAD.size))
-    data = _exactly(connection, text_length + body_length)
-    header: dict[str, Any] = json.loads(data[:text_length])
-    blobs, position = [], text_length
-    for length in header.pop("blobs"):
-        blobs.append(data[position : position + length])
-        position += length
-    return header, blobs
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._data = bytearray()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
+    def receive(self, patience_s: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
+        """Return the next message; waits for ``patience_s`` for a part of it at most (None = for ever).
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    parts = []
-    while count:
-        part = connection.recv(min(count, 1 << 20))
+        Raises:
+            EOFError: the other side closed.
+            OSError: the connection broke.
+            TimeoutError: nothing came in time.
+        """
+        while (needed := self._missing()) > 0:
+            if patience_s is not None and not self._poll.poll(1000 * patience_s):
+                raise TimeoutError(f"nothing came for {patience_s:g} s")
+            self._read(needed, 0)
+        text_length, _ = _HEAD.unpack_from(self._data)
+        start = _HEAD.size + text_length
+        header: dict[str, Any] = json.loads(self._data[_HEAD.size : start])
+        blobs = []
+        for length in header.pop("blobs"):
+            blobs.append(bytes(self._data[start : start + length]))
+            start += length
+        del self._data[:start]
+        return header, blobs
+
+    def has_message(self) -> bool:
+        """Return whether ``receive`` would not wait."""
+        while (needed := self._missing()) > 0:
+            try:
+                self._read(needed, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except (EOFError, OSError):
+                return True  # the next ``receive`` says what is wrong
+        return True
+
+    def _missing(self) -> int:
+        """Return how many bytes the next message still lacks, as far as known."""
+        if len(self._data) < _HEAD.size:
+            return _HEAD.size - len(self._data)
+        text_length, body_length = _HEAD.unpack_from(self._data)
+        length: int = _HEAD.size + text_length + body_length
+        return length - len(self._data)
+
+    def _read(self, needed: int, flags: int) -> None:
+        part = self._connection.recv(max(_READ_BYTES, needed), flags)
         if not part:
             raise EOFError("the other side closed the connection")
-        parts.append(part)
-        count -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        self._data += part

@@ -24,26 +24,12 @@ from . import candidate, judge
 from .linux import raw_syscall
 from .wire import COMPILE_STATUS, Mode
 
-__all__ = ["enter", "warm_source", "warm_up"]
+__all__ = ["WARM_UP", "enter"]
 
 _ABOVE_ALL = 1 << 16
 _ASIDE = 90
-_WARM_UP = 255
-_GETPID = (ctypes.c_long(39),)
-_WARM_SOURCE = b"""import sys, math
-def f(x, *y, k=1):
-    return [i * k for i in range(x)]
-class C:
-    def __init__(self): self.a = {1: 'b'}
-for line in ("1 2", "3"):
-    values = list(map(int, line.split()))
-try:
-    raise ValueError("x")
-except ValueError as e:
-    pass
-print(f"{sum(values)}", C().a, sorted(f(3)), 1.5, end=" ")
-assert 1 + 1 == 2
-"""
+WARM_UP = 255
+"""A mode in which nothing is confined and nothing ends."""
 
 
 def enter(
@@ -90,7 +76,7 @@ def enter(
         os.write(report, f"{type(error).__name__}: {error}".encode())
         leave(1)
         return
-    if mode == _WARM_UP:
+    if mode == WARM_UP:
         _run(source, mode, leave)
         return
     os.closerange(keep, _ABOVE_ALL)
@@ -170,20 +156,3 @@ def _show_error() -> None:
         sys.excepthook(*sys.exc_info())
     except BaseException:  # noqa: BLE001 - hook and exception are the program's
         return
-
-
-def warm_source() -> int:
-    """Return a descriptor of what ``warm_up`` runs; made before the filter, which refuses anonymous files."""
-    memory = os.memfd_create("warm", os.MFD_CLOEXEC)
-    os.write(memory, _WARM_SOURCE)
-    return memory
-
-
-def warm_up(memory: int) -> None:
-    """Run everything a child runs, here and harmlessly, until the interpreter has specialised it."""
-    atexit._clear()  # what the preloaded modules registered is not the programs' business
-    main = sys.modules["__main__"]
-    size = len(_WARM_SOURCE)
-    for _ in range(20):
-        enter([memory, 0, 1, 2], _WARM_UP, True, True, size, (_GETPID,) * 8, -1, lambda status: None)
-    sys.modules["__main__"] = main

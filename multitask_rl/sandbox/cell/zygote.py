@@ -25,7 +25,7 @@ import time
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from . import landlock, linux, programs, seccomp
+from . import landlock, linux, programs, seccomp, warm
 from .wire import LIMITS, OP_SPAWN, OP_VARIANT, SPAWN, pack_exit, unpack_kill
 
 __all__ = ["main"]
@@ -39,6 +39,7 @@ _PRELOAD = (
 _SETTLED_PROCESSES = 8
 """Processes of the cell that are not this program's: zygotes and the other half of a function task."""
 _FIRST_OWN_FD = 100
+_HOT_LIBRARIES = (b"libpython", b"libc.so", b"libc-")
 _MAX_PLANS = 256
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
 _PAGE_MB = resource.getpagesize() / (1 << 20)
@@ -54,7 +55,7 @@ def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoRetur
     """
     linux.set_parent_death_signal(signal.SIGKILL)
     linux.set_no_new_privs()
-    zygote = Zygote(control, proc, _move_up(programs.warm_source()), is_flat=host is not None)
+    zygote = Zygote(control, proc, _move_up(warm.warm_source()), is_flat=host is not None)
     if host is not None:
         sys.meta_path.append(_PackageFinder(host["packages"]))
     zygote.preload(_PRELOAD.split())
@@ -126,7 +127,7 @@ class Zygote:
         sys.path_importer_cache.clear()
         for name in ("LD_LIBRARY_PATH", "LD_BIND_NOW"):
             os.environ.pop(name, None)
-        programs.warm_up(self._warm_source)
+        warm.warm_up(self._warm_source)
         self._own_text()
         gc.collect()
         gc.freeze()
@@ -134,19 +135,22 @@ class Zygote:
         for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
             resource.setrlimit(limit, (0, 0))
         self._own_mb = self._address_space_mb()
-        self._own_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._own_kb = _child_peak_kb()
 
     def _own_text(self) -> None:
-        """Make the kernel copy the page tables of shared libraries on a fork.
+        """Make the kernel copy the page tables of the interpreter and of libc on a fork.
 
         It does so only for mappings that hold a page of our own; otherwise every program faults in the code
         of the interpreter again. So each mapping gets one: the byte that is there is written once more.
+        Other libraries stay as they are: their tables cost every fork more than the few faults they save.
         """
         if self._proc < 0:
             return
         for line in _read_all(f"{os.getpid()}/maps", self._proc).splitlines():
             fields = line.split()
-            if len(fields) < 6 or b".so" not in fields[5] or fields[1] not in (b"r-xp", b"r--p"):
+            if len(fields) < 6 or fields[1] not in (b"r-xp", b"r--p"):
+                continue
+            if not os.path.basename(fields[5]).startswith(_HOT_LIBRARIES):
                 continue
             start, end = (int(part, 16) for part in fields[0].split(b"-"))
             linux.own_first_page(start, end - start, is_code=fields[1] == b"r-xp")
@@ -304,6 +308,14 @@ class Zygote:
         if self._proc < 0:
             return 256
         return int(int(_read(f"{os.getpid()}/statm", self._proc).split()[0]) * _PAGE_MB) + 1
+
+
+def _child_peak_kb() -> int:
+    """Return the resident set a child has before it does anything: not all of ours is copied by a fork."""
+    pid = linux.fork()
+    if pid == 0:
+        os._exit(0)
+    return os.wait4(pid, 0)[2].ru_maxrss
 
 
 def _move_up(descriptor: int) -> int:

@@ -33,7 +33,7 @@ def test_calls_with_literals_need_no_judge():
     tests = literal_tests(
         "assert f(1, [2], k='a') == {'x': (1,)}", "assert f() is None", "assert f(-1) == 2j, 'why'"
     )
-    assert [test[3] for test in tests] == ["==", "is", "=="]
+    assert [test[1] for test in tests] == ["==", "is", "=="]
 
 
 @pytest.mark.parametrize(

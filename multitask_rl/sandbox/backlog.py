@@ -1,0 +1,215 @@
+"""Programs that wait for a worker or are in the hands of one, and the futures of their outcomes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+from multitask_rl.errors import SandboxError
+from multitask_rl.sandbox.base import Outcome, Program
+
+__all__ = ["Backlog", "Item", "ProgramFuture"]
+
+_HANDFUL = 8
+"""Most programs a worker has at hand: it need not wait for a busy trainer between two of them."""
+_STUCK_S = 0.05
+"""A program that runs for longer is a long one: what waits behind it may be taken by others."""
+
+_cancelling = threading.RLock()
+
+
+class ProgramFuture(Future[Outcome]):
+    """A program's outcome to be. ``cancel`` works while the program runs, too: it is killed then."""
+
+    def __init__(self, stop: Callable[[ProgramFuture], None]) -> None:
+        super().__init__()
+        self._stop = stop
+        self._is_taken = False
+
+    def take(self) -> None:
+        """Note that a worker has the program."""
+        self._is_taken = True
+
+    def running(self) -> bool:
+        """Return whether a worker has the program."""
+        return self._is_taken and not self.done()
+
+    def cancel(self) -> bool:
+        """Cancel the program wherever it is; False when it has ended."""
+        with _cancelling:
+            if self.cancelled():
+                return True
+            if not super().cancel():
+                return False
+            self.set_running_or_notify_cancel()  # wakes those who wait
+        self._stop(self)
+        return True
+
+    def give(self, outcome: Outcome | BaseException) -> None:
+        """Set the outcome, unless somebody cancelled."""
+        try:
+            if isinstance(outcome, BaseException):
+                self.set_exception(outcome)
+            else:
+                self.set_result(outcome)
+        except InvalidStateError:
+            return
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A program on its way."""
+
+    program: Program
+    future: ProgramFuture
+    retries: int = 0
+    is_suspect: bool = False
+    """A worker was lost with it: it is run alone, so that it is known who was to blame."""
+    identity: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Hand:
+    """What one worker has; in the order in which it runs."""
+
+    cancel: Callable[[int], None]
+    items: dict[int, Item] = field(default_factory=dict)
+    since: float = 0.0
+    """When the first of them began, at the latest."""
+
+
+class Backlog:
+    """A bounded queue, and the hands of the workers that take from it.
+
+    Args:
+        size: how many programs may wait.
+        cancels: one function per worker that tells it to give up a program by its identity.
+    """
+
+    def __init__(self, size: int, cancels: Iterable[Callable[[int], None]]) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._has_room = threading.Condition(self._lock)
+        self._has_work = threading.Condition(self._lock)
+        self._waiting: deque[Item] = deque()
+        self._hands = [_Hand(cancel) for cancel in cancels]
+        self._identities = itertools.count(1)
+        self.is_closed = False
+
+    def put(self, program: Program) -> ProgramFuture:
+        """Queue a program; blocks while there is no room.
+
+        Raises:
+            SandboxError: the sandbox is closed.
+        """
+        with self._lock:
+            while len(self._waiting) >= self._size and not self.is_closed:
+                self._has_room.wait()
+            if self.is_closed:
+                raise SandboxError("the sandbox is closed")
+            future = ProgramFuture(self._stop)
+            self._waiting.append(Item(program, future))
+            self._has_work.notify()
+            return future
+
+    def take(self, worker: int) -> list[Item]:
+        """Return programs a worker is to run next; waits when it has none at hand. Empty: nothing, or closed.
+
+        A share of the queue, so that no worker is idle while another has programs waiting. When the queue is
+        empty, or another worker is stuck with a long program, what waits behind that one comes first.
+        """
+        with self._lock:
+            hand = self._hands[worker]
+            while not self.is_closed:
+                found = self._from_the_stuck(hand) or self._from_the_queue(hand)
+                if found or hand.items:
+                    return found
+                others_have_spare = any(len(other.items) > 1 for other in self._hands)
+                self._has_work.wait(_STUCK_S if others_have_spare else None)
+            return []
+
+    def _from_the_stuck(self, hand: _Hand) -> list[Item]:
+        if hand.items:
+            return []
+        now = time.monotonic()
+        for other in self._hands:
+            if len(other.items) > 1 and now - other.since > _STUCK_S:
+                first, *rest = other.items.values()
+                for item in rest:
+                    other.cancel(item.identity)
+                other.items = {first.identity: first}
+                return self._give(hand, rest)
+        return []
+
+    def _from_the_queue(self, hand: _Hand) -> list[Item]:
+        if any(item.is_suspect for item in hand.items.values()):
+            return []
+        share = max(1, len(self._waiting) // (2 * len(self._hands)))
+        room = min(share, _HANDFUL - len(hand.items))
+        found: list[Item] = []
+        while self._waiting and len(found) < room:
+            item = self._waiting[0]
+            if item.future.cancelled():
+                self._waiting.popleft()
+            elif item.is_suspect and (found or hand.items):
+                break
+            else:
+                found.append(self._waiting.popleft())
+                if item.is_suspect:
+                    break
+        self._has_room.notify(len(found))
+        return self._give(hand, found)
+
+    def _give(self, hand: _Hand, items: list[Item]) -> list[Item]:
+        if not hand.items:
+            hand.since = time.monotonic()
+        for item in items:
+            item.identity = next(self._identities)
+            item.future.take()
+            hand.items[item.identity] = item
+        return items
+
+    def finish(self, worker: int, identity: int) -> Item | None:
+        """Take a program out of a worker's hands; None when it is not there any more."""
+        with self._lock:
+            hand = self._hands[worker]
+            hand.since = time.monotonic()
+            return hand.items.pop(identity, None)
+
+    def drop(self, worker: int) -> list[Item]:
+        """Return, and take away, all a worker has."""
+        with self._lock:
+            hand = self._hands[worker]
+            items, hand.items = list(hand.items.values()), {}
+            return items
+
+    def put_back(self, items: list[Item]) -> None:
+        """Queue programs again, before all others."""
+        with self._lock:
+            self._waiting.extendleft(reversed(items))
+            self._has_work.notify(len(items))
+
+    def _stop(self, future: ProgramFuture) -> None:
+        """Tell a worker that a program is not wanted any more."""
+        with self._lock:
+            for hand in self._hands:
+                for item in hand.items.values():
+                    if item.future is future:
+                        hand.cancel(item.identity)
+                        del hand.items[item.identity]
+                        return
+            self._has_room.notify()
+
+    def close(self) -> list[Item]:
+        """Refuse further programs, wake everybody; return what waited."""
+        with self._lock:
+            self.is_closed = True
+            self._has_room.notify_all()
+            self._has_work.notify_all()
+            waiting, self._waiting = list(self._waiting), deque()
+            return waiting

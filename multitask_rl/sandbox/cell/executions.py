@@ -1,0 +1,188 @@
+"""Executions as a monitor sees them: descriptors and limits in, exit status and what was written out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from typing import Any
+
+from .launch import Layout, launch
+from .trainer import JobCancelled, Trainer
+from .verdicts import Execution
+from .wire import Exit, Mode, Spawn, pack_kill, pack_spawn, pack_variant, unpack_exit
+
+__all__ = ["Memory", "Zygote", "Zygotes", "collect"]
+
+_GRACE_S = 5.0
+"""How much later than a limit the zygote may report before the cell is given up."""
+_LAST_BREATH_S = 0.5
+_F_ADD_SEALS, _ALL_SEALS = 1033, 15
+
+
+class Memory:
+    """An anonymous file, open while in use."""
+
+    def __init__(self, content: bytes = b"", *, seal: bool = False) -> None:
+        self._descriptor = os.memfd_create("io", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seal else 0))
+        if content:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+        if seal:
+            fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _ALL_SEALS)
+
+    def __enter__(self) -> int:
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+class Zygote:
+    """One zygote and the executions it was asked for."""
+
+    def __init__(self, control: socket.socket, trainer: Trainer) -> None:
+        self._control = control
+        self._trainer = trainer
+        self._poll = trainer.poll_for(control.fileno())
+        self._running: set[int] = set()
+        self._exits: dict[int, Exit] = {}
+        self._last = 0
+
+    def spawn(
+        self,
+        mode: Mode,
+        limits: dict[str, Any],
+        source_bytes: int,
+        descriptors: list[int],
+        *,
+        has_stdin: bool = False,
+        has_output: bool = True,
+    ) -> int:
+        """Start an execution; return its identity."""
+        self._last = (self._last + 1) % (1 << 32)
+        spawn = Spawn(
+            self._last,
+            mode,
+            has_stdin,
+            has_output,
+            source_bytes,
+            limits["wall_s"],
+            max(1, -int(-limits["cpu_s"] // 1)),
+            limits["mem_mb"],
+            limits["disk_mb"] << 20,
+            limits["inodes"],
+            limits["nproc"],
+            limits["nofile"],
+            _largest_file(limits),
+        )
+        socket.send_fds(self._control, [pack_spawn(spawn)], descriptors)
+        self._running.add(self._last)
+        return self._last
+
+    def become(self, modules: list[str]) -> Zygote:
+        """Return another zygote that has these modules loaded."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        socket.send_fds(self._control, [pack_variant(modules)], [theirs.fileno()])
+        theirs.close()
+        return Zygote(ours, self._trainer)
+
+    def wait(self, identity: int, wall_s: float) -> Exit:
+        """Return the end of an execution.
+
+        Raises:
+            TimeoutError: the zygote is silent long after the limit (twice it, for a starved program).
+            EOFError: the zygote ended.
+            JobCancelled: nobody wants the job any more.
+        """
+        deadline = time.monotonic() + 2 * wall_s + _GRACE_S
+        while identity not in self._exits:
+            self._receive_exit(max(0.01, deadline - time.monotonic()))
+        return self._exits.pop(identity)
+
+    def end(
+        self, program: int, limits: dict[str, Any], stdout: int, stderr: int, *, is_gone: bool
+    ) -> Execution:
+        """End a program whose tests are over; one that is gone is given a moment to end by itself."""
+        if is_gone and program not in self._exits:
+            with contextlib.suppress(TimeoutError):
+                self._receive_exit(_LAST_BREATH_S)
+        is_killed_by_us = program not in self._exits
+        if is_killed_by_us:
+            self._control.send(pack_kill(program))
+        execution = collect(self.wait(program, limits["wall_s"]), stdout, stderr, limits)
+        execution.is_killed_by_us = is_killed_by_us
+        return execution
+
+    def end_all(self) -> None:
+        """Kill what still runs, whatever it is."""
+        for identity in self._running:
+            self._control.send(pack_kill(identity))
+        while self._running:
+            with contextlib.suppress(JobCancelled):
+                self._receive_exit(_GRACE_S)
+        self._exits.clear()
+
+    def _receive_exit(self, patience_s: float) -> None:
+        self._trainer.wait(self._poll, self._control.fileno(), patience_s)
+        data = self._control.recv(4096)
+        if not data:
+            raise EOFError("the zygote ended")
+        ended = unpack_exit(data)
+        self._exits[ended.identity] = ended
+        self._running.discard(ended.identity)
+
+
+class Zygotes:
+    """The zygotes of one cell.
+
+    Args:
+        layout: what the cell may see.
+        variants: third-party modules by the name that asks for them.
+        level: the isolation to build.
+        trainer: who may cancel.
+
+    Raises:
+        OSError: the cell cannot be built here.
+    """
+
+    def __init__(self, layout: Layout, variants: dict[str, list[str]], level: str, trainer: Trainer) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.cell_pid = launch(layout, theirs, level)
+        theirs.close()
+        self._variants = variants
+        self._zygotes = {"": Zygote(ours, trainer)}
+
+    def find(self, text: bytes) -> Zygote:
+        """Return the zygote that has the modules the text names; made when first needed."""
+        name = next((name for name in self._variants if name.encode() in text), "")
+        if name not in self._zygotes:
+            self._zygotes[name] = self._zygotes[""].become(self._variants[name])
+        return self._zygotes[name]
+
+    def end_all(self) -> None:
+        """Kill every execution."""
+        for zygote in self._zygotes.values():
+            zygote.end_all()
+
+
+def collect(ended: Exit, stdout: int, stderr: int, limits: dict[str, Any]) -> Execution:
+    """Return an execution with what it wrote."""
+    stdout_length, stderr_length = os.fstat(stdout).st_size, os.fstat(stderr).st_size
+    return Execution(
+        exit=ended,
+        stdout=os.pread(stdout, min(stdout_length, limits["stdout_bytes"]), 0) if stdout_length else b"",
+        stderr=os.pread(stderr, min(stderr_length, limits["stderr_bytes"]), 0) if stderr_length else b"",
+        stderr_end=os.pread(stderr, 512, max(0, stderr_length - 512)) if stderr_length else b"",
+        stdout_length=stdout_length,
+        stderr_length=stderr_length,
+        is_full=max(stdout_length, stderr_length) >= _largest_file(limits),
+    )
+
+
+def _largest_file(limits: dict[str, Any]) -> int:
+    return int(max(limits["stdout_bytes"], limits["stderr_bytes"], limits["disk_mb"] << 20)) + 1
