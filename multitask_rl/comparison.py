@@ -66,6 +66,7 @@ def main_report(argv: Sequence[str]) -> int:
                 task: _row(history[0], history[-1], paired=len(history[0].values) == len(history[-1].values))
                 for task, history in run.evaluations.items()
             },
+            "constraints": _constraints(run),
             "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
             "events": run.events,
         }
@@ -157,6 +158,32 @@ def _row(first: Evaluation, second: Evaluation, *, paired: bool) -> dict[str, An
     }
 
 
+def _constraints(run: RunRecord) -> list[dict[str, Any]]:
+    """Return one row per constraint with a limit: its last evaluation, and its rate at the first."""
+    rows = []
+    for task, history in run.evaluations.items():
+        first, last = history[0].metrics, history[-1].metrics
+        for key in last:
+            if key.startswith("constraint/") and key.endswith("/limit"):
+                prefix = key.removesuffix("limit")
+                own = {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
+                before = first.get(f"{prefix}violation_rate", math.nan)
+                name = prefix.removeprefix("constraint/").removesuffix("/")
+                rows.append({"task": task, "constraint": name, "before": before, **own})
+    return rows
+
+
+def _constraint_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    table = [["constraint", "violations before", "after", "95% upper bound", "limit", "n", "satisfied"]]
+    for row in rows:
+        numbers = [
+            _number(row.get(key, math.nan)) for key in ("before", "violation_rate", "upper_bound", "limit")
+        ]
+        verdict = "yes" if row["satisfied"] else "no"
+        table.append([f"{row['task']}/{row['constraint']}", *numbers, f"{row['n']:.0f}", verdict])
+    return _table(table)
+
+
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -226,6 +253,8 @@ def _render_comparison(result: Mapping[str, Any]) -> str:
 
 def _render_report(result: Mapping[str, Any]) -> str:
     parts = [f"run: {result['run']}", _task_table(result["tasks"], ("before", "after"))]
+    if result["constraints"]:
+        parts.append(_constraint_table(result["constraints"]))
     weights = result["weights"]
     if weights:
         steps = sorted({int(step) for own in weights.values() for step in own})

@@ -37,6 +37,9 @@ class PluginTraits:
     """Direction of the value."""
     device: str = "cpu"
     """Where it computes: ``cpu``, ``cuda``, or ``any``."""
+    counterpart: str = ""
+    """Name of the plugin that shows what obeying this one too eagerly costs (``over_refusal``); a task that
+    has this one alone is warned about. Empty = needs none."""
 
 
 @runtime_checkable
@@ -60,8 +63,12 @@ class Constraint(Protocol):
 
     traits: ClassVar[PluginTraits]
 
-    def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure | float]:
-        """Return one verdict per rollout, in order; a bare number is a cost in [0, 1]."""
+    def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure | float | None]:
+        """Return one verdict per rollout, in order; a bare number is a cost in [0, 1].
+
+        ``None`` means that the constraint does not concern the sample. With ``stream_every`` the rollouts are
+        partial responses too (``finish_reason`` is ``flagged``).
+        """
         ...
 
 

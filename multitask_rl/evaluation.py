@@ -12,7 +12,9 @@ from typing import Any
 from multitask_rl.flow import DataFlow
 from multitask_rl.records import Score, Scored, TaskEvaluation, Verdict
 from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.satisfaction import constraint_metrics
 from multitask_rl.stages import ConstraintStage, RewardStage, RolloutStage, Scorer
+from multitask_rl.streaming import FLAGGED
 from multitask_rl.task_run import TaskRun, render_rows
 from multitask_rl.training.actor import Actor
 
@@ -64,6 +66,7 @@ class Evaluator:
             self._runs,
             lambda ids: str(self._actor.tokenizer.decode(ids, skip_special_tokens=True)),
             seed=self._seed,
+            scorer=self._scorer,
             purpose=purpose,
             group_size=1,
             temperature=self._temperature,
@@ -153,7 +156,11 @@ def _evaluation(run: TaskRun, scored: list[Scored], step: int, version: int) -> 
         policy_version=version,
         higher_is_better=spec.higher_is_better,
         prompts=_hash_prompts(final),
-        metrics=describe(scored, final),
+        metrics={
+            **describe(scored, final),
+            # before the constraint intervened: what the actor itself does
+            **constraint_metrics(spec, [s for s in scored if s.rollout.attempt == 0]),
+        },
     )
 
 
@@ -179,11 +186,12 @@ def describe(scored: Sequence[Scored], final: Sequence[Scored]) -> dict[str, flo
                     numbers.setdefault(f"reward/{name}/{part}", []).append(value)
     first = [s for s in scored if s.rollout.attempt == 0]
     if any(s.rollout.verdicts for s in first):
-        numbers["cost"] = [s.cost for s in scored]
+        numbers["cost"] = [s.cost for s in scored if s.concerned]
+        numbers["flagged_rate"] = [s.rollout.finish_reason == FLAGGED for s in scored]
         numbers["rejection_rate"] = [s.rollout.rejected for s in scored]
         # before the constraint intervened: what the actor itself does
-        numbers["violation_rate"] = [_violates(s) for s in first]
-        numbers["served_violation_rate"] = [_violates(s) for s in final]
+        numbers["violation_rate"] = [_violates(s) for s in first if _is_concerned(s)]
+        numbers["served_violation_rate"] = [_violates(s) for s in final if _is_concerned(s)]
     return {name: math.fsum(v) / len(v) for name, v in numbers.items() if v}
 
 
@@ -196,6 +204,10 @@ def _hash_prompts(scored: Sequence[Scored]) -> str:
 
 def _violates(scored: Scored) -> bool:
     return any(isinstance(v, Verdict) and v.violated for v in scored.rollout.verdicts.values())
+
+
+def _is_concerned(scored: Scored) -> bool:
+    return any(isinstance(v, Verdict) and v.applicable for v in scored.rollout.verdicts.values())
 
 
 def _plain(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Differences of held-out means with 95 % Student intervals, paired where the prompts are the same."""
+"""Differences of held-out means, paired where prompts are the same, with 95 % intervals; bounds of rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 
-__all__ = ["Difference", "compare_means", "student_quantile"]
+__all__ = ["Difference", "compare_means", "rate_upper_bound", "student_quantile"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,42 @@ def student_quantile(probability: float, degrees: float) -> float:
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
         + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
     )
+
+
+def rate_upper_bound(events: int, number: int, confidence: float = 0.95) -> float:
+    """Return the upper end of the one-sided Clopper-Pearson interval of a rate.
+
+    It is the rate p at which so few events or fewer have probability ``1 - confidence``: the true rate lies
+    above it in at most that share of all samples (Clopper and Pearson, 1934). Without a sample it is 1.
+
+    Args:
+        events: how often it happened, 0 to ``number``.
+        number: how often it could have.
+        confidence: in (0, 1).
+
+    Raises:
+        ValueError: ``events`` outside 0 to ``number``, or ``confidence`` outside (0, 1).
+
+    >>> round(rate_upper_bound(0, 60), 4)  # about 3 / n
+    0.0487
+    """
+    if not 0 <= events <= number or not 0.0 < confidence < 1.0:
+        raise ValueError(f"{events!r} events in {number!r}, confidence {confidence!r}: out of range")
+    if events == number:
+        return 1.0
+    ways = [
+        math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1) for k in range(events + 1)
+    ]
+    low, high = events / number, 1.0
+    for _ in range(60):  # halving: the probability falls as p rises
+        p = (low + high) / 2
+        if p in (low, high):
+            break
+        at_most = math.fsum(
+            math.exp(w + k * math.log(p) + (number - k) * math.log1p(-p)) for k, w in enumerate(ways)
+        )
+        low, high = (p, high) if at_most > 1.0 - confidence else (low, p)
+    return high
 
 
 def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool) -> Difference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
+from multitask_rl.satisfaction import constraint_warnings
 from multitask_rl.task_run import build_algorithms
 
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
 
 __all__ = ["RunPlan", "plan_run"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,6 +103,10 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         _check_combination(spec, plan.algorithms[name])
         if spec.curriculum.by not in ("", PASS_RATE):
             pools_by_column(rows[name][0], spec.curriculum, name)
+        _check_streaming(spec, plan)
+        num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
+        for warning in constraint_warnings(spec, {}, num_prompts):
+            logger.warning("task %s: %s", name, warning)
     _check_output_dir(plan.output_dir)
     return plan
 
@@ -136,6 +144,19 @@ def _check_combination(spec: TaskSpec, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"{where}.kl.target: {spec.type} measures no KL per response to steer by; leave the target out "
             "(the coefficient is then fixed)"
+        )
+
+
+def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
+    """Refuse constraints that look at partial responses where nobody can show them any."""
+    if not any(c.stream_every for c in spec.constraints):
+        return
+    engine, executor = plan.config.rollout.engine, plan.config.executor
+    if executor != "local" or not getattr(plan.engine_class, "can_watch", False):
+        raise ConfigError(
+            f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: stream_every needs an engine that can "
+            f"be watched while it generates: rollout.engine=hf with executor=local, not {engine!r} with "
+            f"{executor!r}; leave stream_every out to judge whole responses"
         )
 
 

@@ -94,6 +94,8 @@ class Verdict:
     """In [0, 1]; 0 = satisfied."""
     violated: bool
     reason: str = ""
+    applicable: bool = True
+    """False: the constraint does not concern the sample; it counts in no rate and no mean cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +147,8 @@ class Rollout:
     response: str = ""
     """Decoded text without special tokens and stop strings."""
     finish_reason: str = "stop"
-    """``stop`` (end token or stop string), ``length`` or ``error``."""
+    """``stop`` (end token or stop string), ``length``, ``flagged`` (ended by a streaming constraint; so is
+    the partial response called that one looks at) or ``error``."""
     policy_version: int = 0
     """Number of optimizer steps of the weights that sampled it."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -188,6 +191,8 @@ class Scored:
     """By reward name, as each plugin returned it."""
     cost: float = 0.0
     """Largest constraint cost, in [0, 1]."""
+    concerned: bool = True
+    """False: no constraint that ``cost`` comes from applies to the sample; it counts in no mean cost."""
     failure: Failure | None = None
     """The first failure that made ``reward`` None."""
 

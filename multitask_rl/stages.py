@@ -10,26 +10,23 @@ from multitask_rl.flow import Stage
 from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
 from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
 from multitask_rl.seeding import derive_seed
+from multitask_rl.streaming import Judging, StreamJudge
 from multitask_rl.task_run import TaskRun
 from multitask_rl.training.credit import CreditAssigner, CreditedSample
 
 __all__ = ["AdvantageStage", "ConstraintStage", "RewardStage", "RolloutStage", "Scorer"]
 
 
-class Scorer(Protocol):
+class Scorer(Judging, Protocol):
     """What the stages need of the reward pool."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Return one record per rollout, in order."""
         ...
 
-    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
-        """Return the constraints' verdicts of each rollout, by constraint name."""
-        ...
-
 
 class RolloutStage(Stage):
-    """Samples a group per prompt."""
+    """Samples a group per prompt; streaming constraints may end a response (``streaming.py``)."""
 
     name = "rollout"
     consumes = Prompt
@@ -42,15 +39,17 @@ class RolloutStage(Stage):
         decode: Callable[[Sequence[int]], str],
         *,
         seed: int,
+        scorer: Judging | None = None,
         purpose: str = "rollout",
         group_size: int | None = None,
         temperature: float | None = None,
     ) -> None:
-        """Args beyond the obvious: ``purpose`` names the random streams, the last two override the tasks'."""
+        """Without ``scorer`` no response is looked at; ``purpose`` names the streams, the rest override."""
         self.engine = engine
         self._runs = runs
         self._decode = decode
         self._seed = seed
+        self._scorer = scorer
         self._purpose = purpose
         self._group_size = group_size
         self._temperature = temperature
@@ -62,22 +61,29 @@ class RolloutStage(Stage):
     def sample(self, slots: Sequence[Rollout]) -> list[Rollout]:
         """Fill empty rollouts (prompt, sample, attempt, sampling) with what the engine generates."""
         requests: list[GenerationRequest] = []
-        counts: list[int] = []
+        seeds: list[int] = []
+        judge = StreamJudge(self._scorer, self._text) if self._scorer is not None else None
         for slot in slots:
             seed = derive_seed(
                 self._seed, self._purpose, slot.task, slot.prompt.draw, slot.sample, slot.attempt
             )
+            seeds.append(seed)
+            watch = judge.watch(seed, slot, self._runs[slot.task].spec) if judge is not None else None
             previous = requests[-1] if requests else None
             if previous is not None and previous.prompt_ids is slot.prompt.prompt_ids:
                 requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
-                counts[-1] += 1
             else:
                 requests.append(
-                    GenerationRequest(prompt_ids=slot.prompt.prompt_ids, sampling=slot.sampling, seeds=[seed])
+                    GenerationRequest(
+                        prompt_ids=slot.prompt.prompt_ids, sampling=slot.sampling, seeds=[seed], watch=watch
+                    )
                 )
-                counts.append(1)
         generated = [g for group in self.engine.generate(requests) for g in group]
-        return [self._fill(slot, g) for slot, g in zip(slots, generated, strict=True)]
+        found = judge.verdicts if judge is not None else {}
+        return [
+            self._fill(slot, g, found.get(seed, {}))
+            for slot, g, seed in zip(slots, generated, seeds, strict=True)
+        ]
 
     def _size(self, prompt: Prompt) -> int:
         return self._group_size or self._runs[prompt.task].group_size
@@ -88,17 +94,23 @@ class RolloutStage(Stage):
             sampling = replace(sampling, temperature=self._temperature)
         return Rollout(prompt=prompt, sample=sample, sampling=sampling)
 
-    def _fill(self, slot: Rollout, generation: Generation) -> Rollout:
-        text = self._decode(generation.response_ids)
+    def _text(self, slot: Rollout, response_ids: Sequence[int]) -> str:
+        text = self._decode(response_ids)
         for stop in slot.sampling.stop:
             text = text.partition(stop)[0]
+        return text
+
+    def _fill(
+        self, slot: Rollout, generation: Generation, verdicts: Mapping[str, Verdict | Failure]
+    ) -> Rollout:
         return replace(
             slot,
             response_ids=generation.response_ids,
             rollout_logprobs=generation.rollout_logprobs,
             finish_reason=generation.finish_reason,
-            response=text,
+            response=self._text(slot, generation.response_ids),
             policy_version=self.engine.policy_version,
+            verdicts=dict(verdicts),
         )
 
 
@@ -129,14 +141,17 @@ class ConstraintStage(Stage):
             again = []
             for rollout in self._judge(pending):
                 attempts.setdefault((rollout.group_id, rollout.sample), []).append(rollout)
-                if rollout.rejected and rollout.attempt + 1 < self._max_attempts(rollout):
-                    again.append(_next_attempt(rollout))
+                following = self._next_attempt(rollout) if rollout.rejected else None
+                if following is not None:
+                    again.append(following)
             pending = self._rollout.sample(again) if again else []
         return [a for r in items for a in attempts.get((r.group_id, r.sample), [r])]
 
     def _judge(self, rollouts: list[Rollout]) -> list[Rollout]:
         judged = []
-        for rollout, verdicts in zip(rollouts, self._scorer.judge(rollouts), strict=True):
+        for rollout, judged_whole in zip(rollouts, self._scorer.judge(rollouts), strict=True):
+            # what ended a response stands, though a judge that draws might now think better of it
+            verdicts = {**judged_whole, **rollout.verdicts}
             rejecting = {
                 c.name or c.plugin for c in self._runs[rollout.task].spec.constraints if c.mode == "reject"
             }
@@ -149,9 +164,19 @@ class ConstraintStage(Stage):
             )
         return judged
 
-    def _max_attempts(self, rollout: Rollout) -> int:
-        constraints = self._runs[rollout.task].spec.constraints
-        return max(c.max_attempts for c in constraints if c.mode == "reject")
+    def _next_attempt(self, rollout: Rollout) -> Rollout | None:
+        """Return the empty slot of the next attempt; None if they ran out, or it would be the same again.
+
+        A greedy response would repeat itself: the attempts after it are sampled as in training.
+        """
+        run = self._runs[rollout.task]
+        most = max(c.max_attempts for c in run.spec.constraints if c.mode == "reject")
+        sampling = rollout.sampling if rollout.sampling.temperature > 0 else run.sampling
+        if rollout.attempt + 1 >= most or sampling.temperature == 0:
+            return None
+        return Rollout(
+            prompt=rollout.prompt, sample=rollout.sample, attempt=rollout.attempt + 1, sampling=sampling
+        )
 
 
 class RewardStage(Stage):
@@ -180,20 +205,23 @@ class RewardStage(Stage):
         constraints = self._runs[scored.rollout.task].spec.constraints
         if not constraints:
             return scored
-        costs: dict[str, list[float]] = {"reject": [], "penalty": [], "lagrangian": []}
+        costs: dict[str, list[float]] = {}
         penalty = 0.0
         for constraint in constraints:
+            if constraint.mode == "penalty" and not constraint.weight:  # only measured
+                continue
+            own = costs.setdefault(constraint.mode, [])
             verdict = scored.rollout.verdicts.get(constraint.name or constraint.plugin)
-            if isinstance(verdict, Verdict):
-                costs[constraint.mode].append(verdict.cost)
+            if isinstance(verdict, Verdict) and verdict.applicable:
+                own.append(verdict.cost)
                 penalty += constraint.weight * verdict.cost if constraint.mode == "penalty" else 0.0
-        chosen = costs["lagrangian"] or costs["penalty"] or costs["reject"]
+        chosen = next((costs[mode] for mode in ("lagrangian", "penalty", "reject") if mode in costs), [])
         cost = max(chosen, default=0.0)
         reward = scored.reward
         if reward is not None:
             # a task of constraints alone still has something to learn: to satisfy them
             reward = reward - penalty if self._runs[scored.rollout.task].spec.rewards else 1.0 - cost
-        return replace(scored, reward=reward, cost=cost)
+        return replace(scored, reward=reward, cost=cost, concerned=bool(chosen))
 
 
 class AdvantageStage(Stage):
@@ -224,12 +252,3 @@ def is_trainable(run: TaskRun, scored: Scored) -> bool:
     if scored.failure is not None or scored.rollout.failure is not None:
         return False
     return run.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None
-
-
-def _next_attempt(rollout: Rollout) -> Rollout:
-    return Rollout(
-        prompt=rollout.prompt,
-        sample=rollout.sample,
-        attempt=rollout.attempt + 1,
-        sampling=rollout.sampling,
-    )

@@ -14,6 +14,7 @@ from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecisi
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.run_state import restore
+from multitask_rl.satisfaction import PREFIX
 from multitask_rl.step_metrics import aggregate
 
 if TYPE_CHECKING:
@@ -72,12 +73,16 @@ class Supervisor:
         self.evaluated_at = trainer.step
         trainer.history.append((trainer.step, evaluations))
         append_evaluations(trainer.plan.output_dir / "evaluations.jsonl", evaluations)
-        per_task = {
-            name: {"eval": mean_interval(e.values)[0], **{f"eval_{k}": v for k, v in e.metrics.items()}}
-            for name, e in evaluations.items()
-        }
+        per_task = {name: {"eval": mean_interval(e.values)[0]} for name, e in evaluations.items()}
+        limits: dict[str, float] = {}
+        for name, evaluation in evaluations.items():
+            for key, value in evaluation.metrics.items():
+                if key.startswith(PREFIX):
+                    limits[f"eval/{name}/{key.removeprefix(PREFIX)}"] = value
+                else:
+                    per_task[name][f"eval_{key}"] = value
         better = {name: run.spec.higher_is_better for name, run in trainer.runs.items()}
-        numbers = aggregate(per_task, "eval", better)
+        numbers = {**aggregate(per_task, "eval", better), **limits}
         numbers["time/evaluation_s"] = time.perf_counter() - began
         trainer.trackers.log_metrics(numbers, trainer.step)
         return evaluations

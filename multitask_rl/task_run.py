@@ -142,7 +142,7 @@ def build_task_runs(
             kl=KLController(spec.kl),
             learner=LearnerTask(spec=spec, algorithm=algorithm),
             kl_reported=spec.kl.coefficient or 1.0,
-            multiplier=LagrangeMultiplier(limit=lagrangian[0].limit) if lagrangian else None,
+            multiplier=LagrangeMultiplier(limit=lagrangian[0].limit or 0.0) if lagrangian else None,
             stream=None if spec.evaluation_only else _stream(spec, train_rows, config.seed),
             eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
             max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),

@@ -364,6 +364,7 @@ class Trainer:
             self.runs,
             lambda ids: str(self.actor.tokenizer.decode(ids, skip_special_tokens=True)),
             seed=self.config.seed,
+            scorer=self.scorer,
         )
         constraints = ConstraintStage(self.scorer, rollout, self.runs)
         flow = DataFlow([rollout, constraints, RewardStage(self.scorer, self.runs), self._advantages])

@@ -12,13 +12,16 @@ import yaml
 
 from multitask_rl.config.build import build_dataclass
 from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.run import EvalConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights, load_tasks
 from multitask_rl.config.template import parse_template
+from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows, row_id
 from multitask_rl.data.readers import GeneratedRows
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import ALGORITHMS, load_plugin
+from multitask_rl.satisfaction import constraint_warnings
 from multitask_rl.scoring.adapt import PluginSource, find_plugin
 
 __all__ = ["main"]
@@ -45,10 +48,13 @@ def main(arguments: list[str]) -> int:
     if options.command == "show":
         print(_as_json(specs) if options.json else _table(specs))
         return 0
-    notes = {name: _check(spec) for name, spec in specs.items()}
+    warnings: list[str] = []
+    notes = {name: _check(spec, warnings) for name, spec in specs.items()}
     print(f"{options.file}: {len(specs)} tasks are valid")
     for name, note in notes.items():
         print(f"  {name}: {note}")
+    for warning in warnings:
+        print(f"warning: {warning}")
     return 0
 
 
@@ -67,12 +73,13 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-def _check(spec: TaskSpec) -> str:
-    """Check the plugins' configuration and the data of one task; return what was found."""
+def _check(spec: TaskSpec, warnings: list[str]) -> str:
+    """Check the plugins' configuration and the data of one task; return what was found, add ``warnings``."""
     where = f"{spec.source}: tasks.{spec.name}"
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
     build_dataclass(algorithm.Config, spec.algorithm_config, Where(path=(f"{where}.algorithm_config",)))
     needs: set[str] = set()
+    traits: dict[str, PluginTraits] = {}
     rewards = [("reward", i, r.plugin, r.config) for i, r in enumerate(spec.rewards)]
     constraints = [("constraint", i, c.plugin, c.config) for i, c in enumerate(spec.constraints)]
     for kind, index, plugin, config in rewards + constraints:
@@ -80,9 +87,14 @@ def _check(spec: TaskSpec) -> str:
         source = find_plugin(kind, plugin, place)
         _check_config(source, config, f"{place}.config")
         needs |= set(source.traits.needs)
-    if not spec.dataset:
+        if kind == "constraint":
+            traits[spec.constraints[index].name] = source.traits
+    counts = _check_data(spec, needs) if spec.dataset else {}
+    num_prompts = min(counts["eval"], EvalConfig().num_prompts) if counts else None
+    warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
+    if not counts:
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
-    return f"{spec.type}; {_check_data(spec, needs)}"
+    return f"{spec.type}; {counts['train']} training rows, {counts['eval']} held-out rows"
 
 
 def _check_config(source: PluginSource, config: Mapping[str, Any], where: str) -> None:
@@ -92,8 +104,8 @@ def _check_config(source: PluginSource, config: Mapping[str, Any], where: str) -
         build_dataclass(config_class, config, Where(path=(where,)))
 
 
-def _check_data(spec: TaskSpec, needs: set[str]) -> str:
-    """Check that every row has the columns of the prompt and of the rewards."""
+def _check_data(spec: TaskSpec, needs: set[str]) -> dict[str, int]:
+    """Check that every row has the columns of the prompt and of the rewards; return rows by split."""
     columns = needs | {column for _, column, _, _ in parse_template(spec.prompt) if column}
     counts = {"train": 0, "eval": 0}
     for split in ["eval"] if spec.evaluation_only else list(counts):
@@ -106,7 +118,7 @@ def _check_data(spec: TaskSpec, needs: set[str]) -> str:
                     f"{spec.source}: tasks.{spec.name}: row {row_id(row)!r} of {spec.dataset!r} lacks "
                     f"{', '.join(missing)}, which the prompt or a plugin reads (columns: {', '.join(row)})"
                 )
-    return f"{counts['train']} training rows, {counts['eval']} held-out rows"
+    return counts
 
 
 def _table(specs: Mapping[str, TaskSpec]) -> str:

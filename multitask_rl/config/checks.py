@@ -79,7 +79,7 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         here = where.at("constraints", index)
         _check_plugin(here, "multitask_rl.constraints", constraint.plugin)
         _check_constraint(here, constraint)
-    limits = {c.limit for c in spec.constraints if c.mode == "lagrangian"}
+    limits = {c.limit for c in spec.constraints if c.mode == "lagrangian" and c.limit is not None}
     if len(limits) > 1:
         raise ConfigError(
             f"{where.at('constraints')}: constraints of mode lagrangian with the limits "
@@ -139,8 +139,13 @@ def _check_numbers(spec: TaskSpec, where: Where) -> None:
 def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
     _one_of(where.at("mode"), constraint.mode, CONSTRAINT_MODES)
     _in_range(where.at("limit"), constraint.limit, low=0.0, high=1.0)
+    if constraint.mode == "lagrangian" and constraint.limit is None:
+        raise ConfigError(
+            f"{where.at('limit')}: mode lagrangian keeps the mean cost at a limit; give one in [0, 1]"
+        )
     _in_range(where.at("weight"), constraint.weight, low=0.0)
     _in_range(where.at("max_attempts"), constraint.max_attempts, low=1)
+    _in_range(where.at("stream_every"), constraint.stream_every, low=0)
 
 
 def _check_primary_metric(spec: TaskSpec, where: Where) -> None:

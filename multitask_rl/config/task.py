@@ -40,12 +40,16 @@ class ConstraintSpec:
     mode: str = "reject"
     """``reject``: refuse the response and sample again; ``penalty``: subtract ``weight * cost``;
     ``lagrangian``: a multiplier keeps the mean cost at ``limit``."""
-    limit: float = 0.0
-    """Allowed mean cost, in [0, 1] (``lagrangian``)."""
+    limit: float | None = None
+    """In [0, 1]. Every evaluation tests the held-out violation rate against it, by the upper end of its
+    one-sided 95 % interval; ``lagrangian`` (needs it) also keeps the mean cost of training below it."""
     weight: float = 1.0
     """Weight of the cost (``penalty``)."""
     max_attempts: int = 4
     """Responses sampled at most per slot, the first included (``reject``)."""
+    stream_every: int = 0
+    """Tokens between two looks at a response while it is generated; the first look that finds a violation
+    ends it there. For limits that no later token can mend. 0 = judged when complete."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the plugin's ``Config``."""
     device: str = ""

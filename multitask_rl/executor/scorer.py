@@ -6,7 +6,7 @@ again once and its share is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,8 +37,10 @@ class Scorer(Protocol):
         """Return one record per rollout, in order."""
         ...
 
-    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
-        """Return the constraints' verdicts per rollout, in order."""
+    def judge(
+        self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
+    ) -> list[dict[str, Verdict | Failure]]:
+        """Return the verdicts per rollout, in order, of the constraints named in ``only`` (None: all)."""
         ...
 
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -124,11 +126,15 @@ class RayScorer:
         ranges: dict[str, tuple[float, float]] = self._all("reward_ranges")[0]
         return ranges
 
-    def _deal(self, method: str, rollouts: Sequence[Rollout]) -> list[Any]:
+    def _deal(self, method: str, rollouts: Sequence[Rollout], *beside: Sequence[Any]) -> list[Any]:
+        """Call ``method`` with each pool's share of the rollouts and of what is given ``beside`` them."""
         if self._group is None:
             raise EngineError("the Ray reward pools are closed")
         size = len(self._group)
-        work = {index: (share,) for index in range(size) if (share := list(rollouts[index::size]))}
+        work = {
+            index: tuple(list(column[index::size]) for column in (rollouts, *beside))
+            for index in range(min(size, len(rollouts)))
+        }
         results, dead = self._group.call(method, work)
         if dead:
             self._revive(dead)
@@ -148,9 +154,11 @@ class RayScorer:
             record.rollout = rollout
         return scored
 
-    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
-        """Return the verdicts per rollout, in order."""
-        return self._deal("judge", rollouts)
+    def judge(
+        self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
+    ) -> list[dict[str, Verdict | Failure]]:
+        """Return the verdicts per rollout, in order (see ``RewardPool.judge``)."""
+        return self._deal("judge", rollouts) if only is None else self._deal("judge", rollouts, only)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the mean over the pools of every task's metrics."""

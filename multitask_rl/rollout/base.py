@@ -15,7 +15,28 @@ from multitask_rl.records import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Generation", "GenerationRequest", "RolloutEngine"]
+__all__ = ["Generation", "GenerationRequest", "Monitor", "RolloutEngine", "Watch"]
+
+
+class Monitor(Protocol):
+    """Looks at responses while they are generated, and may end them."""
+
+    def check(self, partial: Sequence[tuple[int, list[int]]]) -> Sequence[bool]:
+        """Return whether each response is to end here, its last token included.
+
+        Args:
+            partial: seed and token ids so far of every response whose turn it is, over the whole batch.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """A monitor and its rhythm. A response that ends by itself is not shown to it again."""
+
+    monitor: Monitor
+    every: int
+    """Tokens between two looks, >= 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +49,8 @@ class GenerationRequest:
     seeds: Sequence[int]
     """One 63-bit seed per sample: same weights, prompt and seed give the same tokens, whatever else is in
     the call."""
+    watch: Watch | None = None
+    """Who looks at the responses while they are generated. Only for engines with ``can_watch``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +62,7 @@ class Generation:
     rollout_logprobs: list[float]
     """[T] nats under the sampled distribution; under temperature 0 those of temperature 1."""
     finish_reason: str
-    """``stop`` | ``length``"""
+    """``stop`` | ``length`` | ``flagged`` (the request's monitor ended it)"""
 
 
 class RolloutEngine(Protocol):

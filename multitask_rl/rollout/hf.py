@@ -19,7 +19,7 @@ from torch import Tensor
 
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.rollout.base import Generation, GenerationRequest, Watch
 from multitask_rl.rollout.decoder import Decoder, PlainDecoder, SharedDecoder, can_share_prompts
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
 from multitask_rl.rollout.shared_attention import attention_over_shared_prompts
@@ -42,6 +42,7 @@ class _Row:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     seed: int
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class HFEngine:
 
     shares_weights = True
     """Nothing has to be sent after an update."""
+    can_watch = True
+    """Requests may carry a ``Watch``."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class HFEngine:
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[_Row]]:
         """Cut the rows into batches of one sampling distribution, similar length and bounded tokens."""
         rows = [
-            _Row(i, j, r.prompt_ids, r.sampling, seed)
+            _Row(i, j, r.prompt_ids, r.sampling, seed, r.watch)
             for i, r in enumerate(requests)
             for j, seed in enumerate(r.seeds)
         ]
@@ -192,6 +195,8 @@ class HFEngine:
         logprobs = torch.zeros(len(rows), steps, device=device)
         lengths = torch.from_numpy(limits).to(device)
         stopped = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        flagged: set[int] = set()
+        watched = any(row.watch for row in rows)
 
         state = self._decoder([row.prompt_ids for row in rows])
         active = torch.arange(len(rows), device=device)
@@ -210,6 +215,11 @@ class HFEngine:
             lengths[active[ended]] = step + 1
             stopped[active[ended]] = True
             going = ~ended & (lengths[active] > step + 1)
+            if watched:
+                for position in _look(rows, ids, active, going, step):
+                    lengths[active[position]] = step + 1
+                    flagged.add(int(active[position]))
+                    going[position] = False
             if not bool(going.any()):
                 break
             if not bool(going.all()):
@@ -220,7 +230,7 @@ class HFEngine:
             Generation(
                 response_ids=ids[i, :n].tolist(),
                 rollout_logprobs=logprobs[i, :n].tolist(),
-                finish_reason="stop" if ended else "length",
+                finish_reason="flagged" if i in flagged else "stop" if ended else "length",
             )
             for i, (n, ended) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
         ]
@@ -242,3 +252,20 @@ class HFEngine:
                 tail = self._decode(ids[index, max(0, step + 1 - window) : step + 1].tolist())
                 hit[position] = any(s in tail for s in stop)
         return hit
+
+
+def _look(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:
+    """Return which positions of the batch their monitors end after ``step``; one call per monitor."""
+    due: dict[int, list[int]] = {}
+    for position, (index, goes_on) in enumerate(zip(active.tolist(), going.tolist(), strict=True)):
+        watch = rows[index].watch
+        if goes_on and watch is not None and (step + 1) % watch.every == 0:
+            due.setdefault(id(watch.monitor), []).append(position)
+    ended: list[int] = []
+    for positions in due.values():
+        indices = [int(active[p]) for p in positions]
+        watch = rows[indices[0]].watch
+        assert watch is not None
+        partial = [(rows[i].seed, ids[i, : step + 1].tolist()) for i in indices]
+        ended += [p for p, ends in zip(positions, watch.monitor.check(partial), strict=True) if ends]
+    return ended

@@ -101,7 +101,7 @@ def encode(result: Result) -> tuple[Any, ...]:
     if isinstance(result, NotApplicable):
         return ("n",)
     if isinstance(result, Verdict):
-        return ("v", result.cost, result.violated, result.reason)
+        return ("v", result.cost, result.violated, result.reason, result.applicable)
     return ("f", result.kind.value, result.message, result.source)
 
 
@@ -113,5 +113,5 @@ def decode(parts: tuple[Any, ...]) -> Result:
     if tag == "n":
         return NOT_APPLICABLE
     if tag == "v":
-        return Verdict(cost=parts[1], violated=parts[2], reason=parts[3])
+        return Verdict(cost=parts[1], violated=parts[2], reason=parts[3], applicable=parts[4])
     return Failure(kind=FailureKind(parts[1]), message=parts[2], source=parts[3])

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from multitask_rl.config.run import ScoringConfig
@@ -135,18 +135,27 @@ class RewardPool:
             self._budgets[task].check()
         return scored
 
-    def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
+    def judge(
+        self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
+    ) -> list[dict[str, Verdict | Failure]]:
         """Return what the constraints of each rollout's task say, by constraint name, in order.
+
+        Args:
+            rollouts: whole responses, or partial ones.
+            only: names of the constraints to ask about each rollout: a look at partial responses, whose
+                failures count in no error budget (the whole response is judged later); None = all.
 
         Raises:
             RewardError: a task's error budget is spent.
         """
         verdicts: list[dict[str, Verdict | Failure]] = []
-        for rollout, results in zip(rollouts, self._grade(rollouts, self._constraints), strict=True):
+        graded = self._grade(rollouts, self._constraints, only)
+        for rollout, results in zip(rollouts, graded, strict=True):
             own = {name: r for name, r in results.items() if isinstance(r, (Verdict, Failure))}
             verdicts.append(own)
             failure = next((r for r in own.values() if isinstance(r, Failure)), None)
-            if failure is not None:  # successes are counted once, when the rollout is scored
+            # successes are counted once, when the rollout is scored
+            if failure is not None and only is None:
                 self._budgets[rollout.task].add(failure)
         for task in {rollout.task for rollout in rollouts}:
             self._budgets[task].check()
@@ -181,11 +190,14 @@ class RewardPool:
     # ------------------------------------------------------------------ inside
 
     def _grade(
-        self, rollouts: Sequence[Rollout], judges: Mapping[str, list[Judge]]
+        self,
+        rollouts: Sequence[Rollout],
+        judges: Mapping[str, list[Judge]],
+        only: Sequence[Collection[str]] | None = None,
     ) -> list[dict[str, Result]]:
         """Return the results of every rollout by name; all plugins of all tasks work at the same time."""
         with self._lock:
-            asking = Round(rollouts, judges, self._cache)
+            asking = Round(rollouts, judges, self._cache, only)
         for lane, items in asking.lanes.items():
             lane.submit(items)
         self._wait(asking)

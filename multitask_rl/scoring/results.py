@@ -64,7 +64,7 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     concern the sample (satisfied).
     """
     if raw is None or isinstance(raw, NotApplicable):
-        return Verdict(cost=0.0, violated=False, reason="not applicable")
+        return Verdict(cost=0.0, violated=False, applicable=False)
     if isinstance(raw, Failure):
         return _named(raw, source)
     is_verdict = isinstance(raw, Verdict)
@@ -74,7 +74,12 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     if not 0.0 <= cost <= 1.0:  # also refuses NaN
         return _grader(f"returned the cost {cost!r}, outside [0, 1]", source)
     if is_verdict:
-        return Verdict(cost=cost, violated=bool(raw.violated), reason=str(raw.reason))
+        return Verdict(
+            cost=cost,
+            violated=bool(raw.violated),
+            reason=str(raw.reason),
+            applicable=bool(raw.applicable),
+        )
     return Verdict(cost=cost, violated=cost >= 0.5)
 
 

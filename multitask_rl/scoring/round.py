@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from multitask_rl.records import Failure, Rollout
@@ -33,10 +33,15 @@ class Round:
         rollouts: those with a failure of their own are not asked about.
         judges: by task.
         cache: of results of deterministic plugins.
+        only: names of the judges to ask about each rollout; None = all.
     """
 
     def __init__(
-        self, rollouts: Sequence[Rollout], judges: Mapping[str, Sequence[Judge]], cache: ResultCache
+        self,
+        rollouts: Sequence[Rollout],
+        judges: Mapping[str, Sequence[Judge]],
+        cache: ResultCache,
+        only: Sequence[Collection[str]] | None = None,
     ) -> None:
         self.lanes: dict[Lane, list[Item]] = {}
         """New questions by lane."""
@@ -51,7 +56,8 @@ class Round:
         for index, rollout in enumerate(rollouts):
             if rollout.failure is None:
                 for judge in judges[rollout.task]:
-                    self._ask(index, rollout, judge, digests)
+                    if only is None or judge.name in only[index]:
+                        self._ask(index, rollout, judge, digests)
         self.latch.expect(sum(map(len, self.lanes.values())))
 
     def remember(self) -> None:

@@ -1,7 +1,8 @@
 """What a tracker is. Tracking never raises into the run: a tracker that fails is reported once and left out.
 
 Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean over tasks),
-``worst/<metric>`` (the worst task), ``time/<name>_s`` and ``time/<things>_per_s``, else ``<area>/<metric>``.
+``worst/<metric>`` (the worst task), ``eval/<task>/<constraint>/<metric>`` (a held-out limit),
+``time/<name>_s`` and ``time/<things>_per_s``, else ``<area>/<metric>``.
 The console shows these per task where they are given: ``reward_mean``, ``weight``, ``share_requested``,
 ``share_sampled``, ``share_trained``, ``informative_rate``, ``rejection_rate``, ``samples_per_s``, ``eval``.
 """

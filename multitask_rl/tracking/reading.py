@@ -28,6 +28,8 @@ class Evaluation:
     higher_is_better: bool
     prompts: str
     """What identifies the held-out prompts, if the run wrote it; else empty."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further numbers, finite ones."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,6 +99,7 @@ def _evaluation(line: Mapping[str, Any]) -> Evaluation:
         values=[math.nan if value is None else float(value) for value in line["values"]],
         higher_is_better=bool(line.get("higher_is_better", True)),
         prompts=str(line.get("prompts", "")),
+        metrics={k: float(v) for k, v in line.get("metrics", {}).items() if v is not None},
     )
 
 

@@ -130,6 +130,7 @@ class LlamaGuard:
         timeout_s=120.0,
         batch_size=256,
         higher_is_better=False,
+        counterpart="over_refusal",
         device="any",
     )
 

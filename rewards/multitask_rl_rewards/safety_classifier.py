@@ -49,6 +49,7 @@ class SafetyClassifier:
         timeout_s=120.0,
         batch_size=256,
         higher_is_better=False,
+        counterpart="over_refusal",
         device="any",
     )
 
