@@ -154,4 +154,4 @@ def test_the_report_shows_limits_with_their_bounds(tmp_path, capsys):
             file.write(json.dumps({**line, "metrics": metrics}) + "\n")
     assert main_report([str(tmp_path)]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("chat/safe"))
-    assert row.split() == ["chat/safe", "0.3", "0.01", "0.03116", "0.05", "200", "yes"]
+    assert row.split() == ["chat/safe", "0.3", "0.01", "0.03114", "0.05", "200", "yes"]
