@@ -4,7 +4,10 @@
 
 Every method gets ``--seconds`` in turn, ``--rounds`` times; the best round counts (other work on the machine
 only slows down), CPU is what the kernel charged to all processes involved. Ratios are between methods of the
-same program. All hostile work stays inside: the programs here are harmless.
+same program. "2 sandboxes apart" are two processes with a sandbox of one worker each: they share nothing but
+the kernel, so two workers of one sandbox cannot do much better. The "training parent" of the fork checker is
+a process that holds torch, transformers and a small model with its optimizer, after one step.
+All hostile work stays inside: the programs here are harmless.
 """
 
 from __future__ import annotations
@@ -36,6 +39,18 @@ _FUNCTION = "def add(a, b):\n    return a + b\n"
 _LITERAL = ("assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'")
 _JUDGED = (*_LITERAL[:2], "assert sorted(add([2], [1])) == [1, 2]")
 _TICKS = os.sysconf("SC_CLK_TCK")
+_BATCH = 256
+"""Programs queued at once: enough that the end of a batch, when one worker waits for the other, is small."""
+_TRAINING = """import torch, transformers
+torch.set_num_threads(1)
+config = transformers.LlamaConfig(
+    vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8)
+model = transformers.LlamaForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters())
+tokens = torch.randint(8192, (2, 32))
+model(input_ids=tokens, labels=tokens).loss.backward()
+optimizer.step()
+"""
 
 
 @dataclass(slots=True)
@@ -57,8 +72,8 @@ class Case:
         cpu, started, count = self._cpu_s(), time.perf_counter(), 0
         while (now := time.perf_counter()) - started < seconds:
             if self.batch is not None:
-                self.batch(64)
-                count += 64
+                self.batch(_BATCH)
+                count += _BATCH
             else:
                 self.run()
                 self.latencies.append(time.perf_counter() - now)
@@ -132,10 +147,10 @@ def _fork_checker() -> None:
 
 
 class _Helper:
-    """Another process that runs the fork checker, with or without torch loaded."""
+    """Another process that runs the fork checker, or a sandbox of its own, when told to."""
 
-    def __init__(self, preload: str) -> None:
-        code = f"{preload}\nimport runpy, sys\nrunpy.run_path({__file__!r}, run_name='fork_checker')"
+    def __init__(self, preload: str = "", role: str = "fork_checker") -> None:
+        code = f"{preload}\nimport runpy, sys\nrunpy.run_path({__file__!r}, run_name={role!r})"
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -146,17 +161,40 @@ class _Helper:
         return self._process.pid
 
     def run(self) -> None:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
+        self.begin()
+        self.end()
+
+    def begin(self) -> None:
+        if self._process.stdin is None:
             raise RuntimeError("the helper has no pipes")
-        stdin.write(b"\n")
-        stdin.flush()
-        if stdout.readline() != b"done\n":
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+
+    def end(self) -> None:
+        if self._process.stdout is None or self._process.stdout.readline() != b"done\n":
             raise RuntimeError("the helper failed")
 
     def close(self) -> None:
-        self._process.kill()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._process.wait()
+
+
+def _apart(helpers: list[_Helper]) -> Case:
+    """Sandboxes of one worker each in processes that share nothing: what the kernel itself allows."""
+
+    def run_batch(count: int) -> None:
+        for helper in helpers:
+            helper.begin()
+        for helper in helpers:
+            helper.end()
+
+    return Case(
+        "trivial: 2 sandboxes apart",
+        lambda: run_batch(_BATCH),
+        lambda: [helper.pid for helper in helpers],
+        run_batch,
+    )
 
 
 def _sandboxed(
@@ -187,17 +225,20 @@ def _cases() -> Iterator[list[Case]]:
         NamespaceSandbox(workers=2) as two,
         contextlib.ExitStack() as stack,
     ):
-        small, big = _Helper(""), _Helper("import torch")
-        stack.callback(small.close)
-        stack.callback(big.close)
+        small, big, training = _Helper(), _Helper("import torch"), _Helper(_TRAINING)
+        apart = [_Helper(role="own_sandbox") for _ in range(2)]
+        for helper in (small, big, training, *apart):
+            stack.callback(helper.close)
         cases = [
             _sandboxed(one, "trivial: sandbox", Program(source=_TRIVIAL), 0.0),
             _sandboxed(one, "trivial: sandbox, queued", Program(source=_TRIVIAL), 0.0, batch=True),
             _sandboxed(two, "trivial: sandbox, queued, 2 workers", Program(source=_TRIVIAL), 0.0, batch=True),
+            _apart(apart),
             Case("trivial: fresh python -I -S", _fresh(_TRIVIAL, "-S")),
             Case("trivial: fresh python -I", _fresh(_TRIVIAL)),
             Case("trivial: fork checker, small parent", small.run, lambda: [small.pid]),
             Case("trivial: fork checker, torch parent", big.run, lambda: [big.pid]),
+            Case("trivial: fork checker, training parent", training.run, lambda: [training.pid]),
             _sandboxed(one, "imports: sandbox", Program(source=_IMPORTS), 0.0),
             Case("imports: fresh python -I -S", _fresh(_IMPORTS, "-S")),
             _sandboxed(one, "numpy: sandbox", Program(source=_NUMPY), 0.0),
@@ -208,16 +249,18 @@ def _cases() -> Iterator[list[Case]]:
             Case("10 tests: fresh python -I -S", _fresh_tests),
         ]
         if shutil.which("bwrap"):
-            cases.insert(7, Case("trivial: bwrap + fresh python", _bubblewrap()))
+            cases.insert(9, Case("trivial: bwrap + fresh python", _bubblewrap()))
         yield cases
 
 
-_RATIOS = [
+_RATIOS: list[tuple[str, str, float | None]] = [
     ("trivial: sandbox, queued", "trivial: fresh python -I -S", 2.3),
     ("trivial: sandbox, queued", "trivial: bwrap + fresh python", 3.0),
     ("trivial: sandbox, queued", "trivial: fork checker, small parent", 4.2),
     ("trivial: sandbox, queued", "trivial: fork checker, torch parent", 12.0),
+    ("trivial: sandbox, queued", "trivial: fork checker, training parent", None),
     ("trivial: sandbox, queued, 2 workers", "trivial: sandbox, queued", 1.85),
+    ("trivial: 2 sandboxes apart", "trivial: sandbox, queued", None),
     ("imports: sandbox", "imports: fresh python -I -S", 3.5),
     ("numpy: sandbox", "numpy: fresh python -I", 15.0),
     ("10 tests: sandbox", "10 tests: fresh python -I -S", 1.8),
@@ -244,7 +287,8 @@ def _report(cases: list[Case]) -> dict[str, dict[str, float]]:
             cpu = table[theirs]["cpu_ms"] / table[ours]["cpu_ms"]
             # bubblewrap does not wait for its child, so the kernel charges us for the set-up alone
             share = "" if "bwrap" in theirs else f"CPU {cpu:5.2f}x; "
-            text = f"{ratio:5.2f}x ({share}asked {target}x)"
+            asked = f"asked {target}x" if target is not None else "for comparison"
+            text = f"{ratio:5.2f}x ({share}{asked})"
             print(f"{ours:38} / {theirs:38} {text}")
     return table
 
@@ -304,6 +348,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "own_sandbox":
+    with NamespaceSandbox(workers=1) as _own:
+        for _ in sys.stdin:
+            _own.map([Program(source=_TRIVIAL)] * (_BATCH // 2))
+            sys.stdout.write("done\n")
+            sys.stdout.flush()
 elif __name__ == "fork_checker":
     for _ in sys.stdin:
         _fork_checker()

@@ -8,6 +8,7 @@ it is. Decoding builds nothing but data: never pickle, never eval.
 
 from __future__ import annotations
 
+import array
 import base64
 import builtins
 import collections
@@ -157,6 +158,7 @@ _WRITERS: dict[type, _Writer] = {
     Fraction: lambda e, v, d: ("F", [e.encode(v.numerator), e.encode(v.denominator)]),
     collections.deque: lambda e, v, d: ("q", [e.items(v, d), v.maxlen]),
     range: lambda e, v, d: ("r", [v.start, v.stop, v.step]),
+    array.array: lambda e, v, d: ("a", [v.typecode, v.tolist()]),
     datetime.date: lambda e, v, d: ("k", ["date", v.isoformat()]),
     datetime.datetime: lambda e, v, d: ("k", ["datetime", v.isoformat()]),
     datetime.time: lambda e, v, d: ("k", ["time", v.isoformat()]),
@@ -218,6 +220,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "F": lambda c: Fraction(*c),
     "q": lambda c: collections.deque(c[0], c[1]),
     "r": lambda c: range(*c),
+    "a": lambda c: array.array(*c),
+    "e": iter,
     "k": lambda c: _DATES[c[0]].fromisoformat(c[1]),
     "l": lambda c: datetime.timedelta(*c),
     "K": lambda c: dict.fromkeys(c).keys(),

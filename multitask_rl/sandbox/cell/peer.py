@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -143,6 +144,11 @@ class Peer:
     def _to_handle(self, value: Any) -> tuple[str, Any]:
         if isinstance(value, Remote):
             return "h", object.__getattribute__(value, "_number")
+        if not callable(value) and hasattr(value, "__next__"):
+            items = list(itertools.islice(value, _MAX_ITEMS + 1))
+            if len(items) > _MAX_ITEMS:
+                raise CodecError(f"the tests pass an iterator of more than {_MAX_ITEMS} items")
+            return "e", self._encoder.items(items, 1)
         if not callable(value):
             raise CodecError(f"the tests pass a {type(value).__name__}, which no program elsewhere can use")
         self._lent.append(value)

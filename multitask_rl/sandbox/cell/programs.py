@@ -47,7 +47,7 @@ def enter(
     Args:
         descriptors: source, then standard input and output where given, then channels.
         mode: a ``Mode``.
-        has_stdin: the second descriptor is standard input; else what was there stays.
+        has_stdin: the second descriptor is standard input; else it is empty.
         has_output: the next two are standard output and error.
         source_bytes: size of the source.
         calls: system calls that confine this process, the filter last.
@@ -60,6 +60,9 @@ def enter(
         if has_stdin:
             os.dup2(descriptors[1], 0)
             position = 2
+        elif mode != WARM_UP:
+            os.close(0)  # flags are kept with an open file: one shared by all programs would carry them over
+            os.open("/dev/null", os.O_RDONLY)
         if has_output:
             os.dup2(descriptors[position], 1)
             os.dup2(descriptors[position + 1], 2)

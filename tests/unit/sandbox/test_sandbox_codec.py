@@ -1,5 +1,6 @@
 """Values survive the way between processes; nothing else does."""
 
+import array
 import collections
 import datetime
 import math
@@ -38,6 +39,7 @@ def there_and_back(value):
         "text \x00 \ud800 ☃",
         b"\x00\xff",
         bytearray(b"ab"),
+        array.array("d", [1.5, -2.0]),
         1 - 2j,
         Decimal("1.10"),
         Fraction(1, 3),
@@ -141,6 +143,8 @@ def test_a_value_beyond_the_size_limit_is_refused():
         b"{}",
         b'{"i": "zz"}',
         b'{"F": [1, 0]}',
+        b'{"a": ["q", ["x"]]}',
+        b'{"a": ["?", []]}',
         b'{"s": [[1]]}',
         b'{"T": "eval"}',
         b'{"d": [[1], []]}',
@@ -149,7 +153,7 @@ def test_a_value_beyond_the_size_limit_is_refused():
         b'{"b": "?"}',
         b"[" * 100_000,
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_text_that_is_no_value_is_refused(text):
     with pytest.raises(CodecError):

@@ -54,6 +54,13 @@ def test_functions_cross_in_both_directions():
     assert verdicts("def f(k): return k(3)", "assert f(str) == '3'") == ["passed"]
 
 
+def test_iterators_of_the_tests_arrive_as_iterators():
+    source = "def f(items):\n    return next(items), list(items)"
+    asserts = ["assert f(iter('abc')) == ('a', ['b', 'c'])", "assert f(n for n in (1, 2)) == (1, [2])"]
+    assert verdicts(source, *asserts) == ["passed", "passed"]
+    assert verdicts(source, "import itertools\nf(itertools.count())") == ["runtime_error"]
+
+
 def test_an_error_in_a_callback_reaches_the_program():
     source = "def f(g):\n    try: return g(0)\n    except ZeroDivisionError: return 'caught'"
     assert verdicts(source, "assert f(lambda x: 1 / x) == 'caught'") == ["passed"]
