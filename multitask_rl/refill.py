@@ -17,16 +17,27 @@ __all__ = ["Refill"]
 
 MIN_RATE = 0.05
 """Below this share of groups with a gradient a refill would spend many rollouts for few: it is not tried."""
+PRIOR_GROUPS = 4.0
+"""Weight, in groups, of the task's smoothed rate beside the step's own: two groups of a step tell little."""
 MAX_OVERSAMPLING = 3.0
-"""Prompts drawn per missing group at most; never more than the task's quota in a round."""
+"""Prompts drawn per missing group at most."""
 
 
 class Refill:
-    """Draws until each task has its quota of groups with a gradient, or the rounds are used up."""
+    """Draws until each task has its quota of groups with a gradient, or the rounds are used up.
 
-    def __init__(self, runs: Mapping[str, TaskRun], rounds: int) -> None:
+    Args:
+        runs: the tasks.
+        rounds: extra rounds at most; 0 = none.
+        informative_rate: task -> smoothed share of its groups that give a gradient.
+    """
+
+    def __init__(
+        self, runs: Mapping[str, TaskRun], rounds: int, informative_rate: Callable[[str], float]
+    ) -> None:
         self._runs = runs
         self._rounds = rounds
+        self._informative_rate = informative_rate
 
     def collect(
         self, quotas: Mapping[str, int], experience: Callable[[Mapping[str, int]], list[Scored]]
@@ -45,6 +56,17 @@ class Refill:
             drawn = drawn + experience(missing)
         return drawn, self._keep(by_group(drawn), quotas)
 
+    def shortfall(self, kept: Sequence[Scored], quotas: Mapping[str, int]) -> dict[str, int]:
+        """Return how many groups of each task's quota gave no gradient after all; nothing without rounds.
+
+        A task that gives next to none is not counted: it would be owed for ever.
+        """
+        if not self._rounds:
+            return {}
+        found = self.num_informative(by_group(kept))
+        short = {name: quotas[name] - number for name, number in found.items()}
+        return {n: s for n, s in short.items() if s > 0 and self._informative_rate(n) >= MIN_RATE}
+
     def num_informative(self, groups: Mapping[str, Groups]) -> dict[str, int]:
         """Return how many groups of each task give a gradient."""
         return {n: sum(is_informative(self._runs[n], g) for g in own.values()) for n, own in groups.items()}
@@ -52,10 +74,10 @@ class Refill:
     def _missing(self, groups: Mapping[str, Groups], quotas: Mapping[str, int]) -> dict[str, int]:
         missing: dict[str, int] = {}
         for name, found in self.num_informative(groups).items():
-            lacking, rate = quotas[name] - found, found / len(groups[name])
+            lacking, known = quotas[name] - found, self._informative_rate(name)
+            rate = (found + PRIOR_GROUPS * known) / (len(groups[name]) + PRIOR_GROUPS)
             if lacking > 0 and rate >= MIN_RATE:
-                wanted = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
-                missing[name] = min(wanted, quotas[name])
+                missing[name] = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
         return missing
 
     def _keep(self, groups: Mapping[str, Groups], quotas: Mapping[str, int]) -> list[Scored]:

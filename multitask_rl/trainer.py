@@ -217,6 +217,7 @@ class Trainer:
         with self._keeping_what_was_learnt():
             quotas = self.scheduler.quotas(self.config.batch.prompts_per_step, self.step)
             drawn, kept = self._refill.collect(quotas, self._experience)
+            self.scheduler.settle(self._refill.shortfall(kept, quotas), sum(quotas.values()))
         credited = self.flow(kept, start="advantages")
         report = StepReport(step=self.step, quotas=quotas, drawn=drawn, kept=kept)
         self.note(observe_groups(report, self.runs))
@@ -350,7 +351,7 @@ class Trainer:
             CreditAssigner(runner, learner_tasks, many_updates=many_updates), self.runs
         )
         self.flow = self._build_flow()
-        self._refill = Refill(self.runs, config.batch.refill_rounds)
+        self._refill = Refill(self.runs, config.batch.refill_rounds, self.scheduler.informative_rate)
         parts = (self.actor, self._engine, self.scorer, self.runs)
         self._evaluator = Evaluator(*parts, seed=config.seed, temperature=config.eval.temperature)
         self._supervisor = Supervisor(self, self.guard, self._evaluator)

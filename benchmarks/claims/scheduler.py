@@ -122,6 +122,18 @@ CLAIM = Claim(
     arms=(
         Arm(name="uniform", settings={"policy": "uniform"}),
         Arm(name="deficit_learnability", settings={"policy": "deficit_learnability"}),
+        Arm(
+            name="d2",
+            settings={"policy": "deficit_learnability", "policy_config": {"sharpness": 2.0}},
+        ),
+        Arm(
+            name="d3",
+            settings={"policy": "deficit_learnability", "policy_config": {"sharpness": 3.0}},
+        ),
+        Arm(
+            name="d4",
+            settings={"policy": "deficit_learnability", "policy_config": {"sharpness": 4.0}},
+        ),
         Arm(name="mt_grpo", settings={"policy": "mt_grpo"}),
         Arm(name="static_tuned", settings={"policy": "static", "weights": dict(TUNED_STATIC)}),
         Arm(

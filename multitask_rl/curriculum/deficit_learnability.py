@@ -19,12 +19,16 @@ __all__ = ["DeficitLearnability", "DeficitLearnabilityConfig"]
 class DeficitLearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``deficit_learnability``."""
 
+    sharpness: float = 1.0
+    """Exponent of the deficit, > 0: how much more a task twice as far from its target is worth."""
     min_informative: float = 0.02
     """Least share of informative groups counted, so that a hard task is not forgotten. In (0, 1]."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         SchedulerPolicyConfig.__post_init__(self)
+        if not self.sharpness > 0.0:
+            raise ValueError(f"sharpness must be > 0, got {self.sharpness!r}")
         if not 0.0 < self.min_informative <= 1.0:
             raise ValueError(f"min_informative must be in (0, 1], got {self.min_informative!r}")
 
@@ -45,7 +49,8 @@ class DeficitLearnability(SchedulerPolicy):
     config: DeficitLearnabilityConfig
 
     def _preferences(self) -> dict[str, float]:
-        return {task: self.prior[task] * self.deficit(task) * self._learnability(task) for task in self.tasks}
+        power = self.config.sharpness
+        return {t: self.prior[t] * self.deficit(t) ** power * self._learnability(t) for t in self.tasks}
 
     def _learnability(self, task: str) -> float:
         return math.sqrt(max(self.informative(task), self.config.min_informative))

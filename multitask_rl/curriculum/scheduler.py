@@ -178,6 +178,31 @@ class DynamicTaskWeightScheduler:
         counts, self._carry = apportion(self.weights(), num_prompts, self._carry, self._tie_break)
         return counts
 
+    def settle(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
+        """Owe each task the groups it was short of: later quotas give them back, at the others' expense.
+
+        Refilling cannot always find a task's quota of groups with a gradient; without this its share of the
+        training would stay below its weight for good. A task is owed one step's worth at most.
+
+        Args:
+            shortfall: groups that ``quotas`` granted and that gave no gradient, by task.
+            num_prompts: prompts of the step.
+        """
+        shares = self.weights()
+        owed = {
+            task: min(float(short), max(0.0, shares[task] * num_prompts - self._carry.get(task, 0.0)))
+            for task, short in shortfall.items()
+        }
+        total = math.fsum(owed.values())
+        for task, share in shares.items():
+            if share > 0.0:
+                self._carry[task] = self._carry.get(task, 0.0) + owed.get(task, 0.0) - share * total
+
+    def informative_rate(self, task: str) -> float:
+        """Return the smoothed share of the task's groups that gave a gradient; 1 before any was seen."""
+        policy = self._bound()
+        return policy.informative(task) if task in policy.tasks else 1.0
+
     def metrics(self) -> dict[str, float]:
         """Return weight, level, informative share and gate per task, as ``task/<name>/...``."""
         policy = self._bound()

@@ -1,0 +1,103 @@
+"""Refill: a task trains on its share, at a bounded price, and nothing is spent where nothing can be found."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from multitask_rl.algorithms.grpo import GRPO
+from multitask_rl.algorithms.kl import KLController
+from multitask_rl.config.task import KLSpec, TaskSpec
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.records import SamplingParams, Scored
+from multitask_rl.refill import MAX_OVERSAMPLING, Refill
+from multitask_rl.step_metrics import by_group, is_informative
+from multitask_rl.task_run import TaskRun
+from multitask_rl.testing import make_rollout
+from multitask_rl.training.credit import LearnerTask
+
+Experience = Callable[[Mapping[str, int]], list[Scored]]
+
+
+def _run(name: str) -> TaskRun:
+    spec, algorithm = TaskSpec(name=name), GRPO(GRPO.Config())
+    learner = LearnerTask(spec=spec, algorithm=algorithm)
+    sampling = SamplingParams()
+    kl = KLController(KLSpec())
+    return TaskRun(spec=spec, algorithm=algorithm, sampling=sampling, group_size=2, kl=kl, learner=learner)
+
+
+def _experience(rates: Mapping[str, float], drawn: dict[str, int], seed: int = 0) -> Experience:
+    """Groups of two; the two rewards differ with probability ``rates[task]``."""
+    stream, numbers = random.Random(seed), itertools.count()
+
+    def draw(counts: Mapping[str, int]) -> list[Scored]:
+        scored = []
+        for task, count in counts.items():
+            drawn[task] = drawn.get(task, 0) + count
+            for _ in range(count):
+                rewards = (0.0, 1.0) if stream.random() < rates[task] else (1.0, 1.0)
+                number = next(numbers)
+                scored += [
+                    Scored(rollout=make_rollout(task=task, draw=number, sample=i), reward=reward)
+                    for i, reward in enumerate(rewards)
+                ]
+        return scored
+
+    return draw
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.3, 0.7])
+@pytest.mark.parametrize("prompts", [4, 16])
+def test_a_task_with_few_informative_groups_gets_its_share_of_the_training(rate: float, prompts: int) -> None:
+    rates = {"easy": 1.0, "hard": rate}
+    runs, drawn = {name: _run(name) for name in rates}, dict[str, int]()
+    scheduler = DynamicTaskWeightScheduler(policy="uniform")
+    scheduler.bind(list(rates))
+    refill = Refill(runs, 1, lambda task: rates[task])
+    experience = _experience(rates, drawn)
+    trained = dict.fromkeys(rates, 0)
+    for step in range(200):
+        quotas = scheduler.quotas(prompts, step)
+        assert sum(quotas.values()) == prompts
+        _, kept = refill.collect(quotas, experience)
+        scheduler.settle(refill.shortfall(kept, quotas), prompts)
+        for name, groups in by_group(kept).items():
+            trained[name] += sum(is_informative(runs[name], g) for g in groups.values())
+    assert trained["hard"] / sum(trained.values()) == pytest.approx(0.5, abs=0.05)
+    assert drawn["hard"] <= 2 * (1 + MAX_OVERSAMPLING) * 100 * prompts
+
+
+def test_what_a_task_is_owed_is_bounded() -> None:
+    scheduler = DynamicTaskWeightScheduler(policy="uniform")
+    scheduler.bind(["dry", "rich"])
+    for step in range(50):
+        scheduler.quotas(8, step)
+        scheduler.settle({"dry": 4}, 8)
+    assert scheduler.quotas(8, 50)["dry"] <= 8
+    counts = [scheduler.quotas(8, step)["dry"] for step in range(51, 61)]
+    assert counts[2:] == [4] * 8, "a debt of one step's worth is paid back within two"
+
+
+def test_a_task_known_to_give_nothing_costs_no_extra_prompts() -> None:
+    drawn: dict[str, int] = {}
+    refill = Refill({"solved": _run("solved")}, 3, lambda task: 0.01)
+    refill.collect({"solved": 2}, _experience({"solved": 0.0}, drawn))
+    assert drawn == {"solved": 2}
+
+
+def test_an_unlucky_step_of_a_learnable_task_is_made_up_for() -> None:
+    drawn: dict[str, int] = {}
+    refill = Refill({"task": _run("task")}, 1, lambda task: 0.5)
+    refill.collect({"task": 2}, _experience({"task": 0.0}, drawn))
+    assert drawn["task"] > 2
+
+
+def test_without_rounds_nothing_is_drawn_again() -> None:
+    drawn: dict[str, int] = {}
+    refill = Refill({"task": _run("task")}, 0, lambda task: 0.5)
+    refill.collect({"task": 4}, _experience({"task": 0.2}, drawn))
+    assert drawn == {"task": 4}
