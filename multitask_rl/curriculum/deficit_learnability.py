@@ -20,7 +20,7 @@ class DeficitLearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``deficit_learnability``."""
 
     sharpness: float = 1.0
-    """Exponent of the deficit, > 0: how much more a task twice as far from its target is worth."""
+    """Exponent of the whole score, > 0: 1 shares in proportion to it, larger goes to the highest score."""
     min_informative: float = 0.02
     """Least share of informative groups counted, so that a hard task is not forgotten. In (0, 1]."""
 
@@ -50,7 +50,7 @@ class DeficitLearnability(SchedulerPolicy):
 
     def _preferences(self) -> dict[str, float]:
         power = self.config.sharpness
-        return {t: self.prior[t] * self.deficit(t) ** power * self._learnability(t) for t in self.tasks}
+        return {t: self.prior[t] * (self.deficit(t) * self._learnability(t)) ** power for t in self.tasks}
 
     def _learnability(self, task: str) -> float:
         return math.sqrt(max(self.informative(task), self.config.min_informative))

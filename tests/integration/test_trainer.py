@@ -175,7 +175,7 @@ def test_the_guard_takes_back_a_planted_regression_and_the_run_goes_on(tmp_path)
     def plant(scored: Scored) -> Scored:
         if trainer.step == 40 and not draws:
             draws.append(trainer.runs["copy"].stream.draw)
-            damage(trainer, 0.5)
+            damage(trainer, 1.0)
         return scored
 
     trainer.insert_stage(FunctionStage("plant", plant, consumes=Scored, produces=Scored), after="rewards")
