@@ -15,8 +15,8 @@ from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor
 
 __all__ = ["CLAIM", "TUNED_STATIC", "run_arm"]
 
-TUNED_STATIC: Mapping[str, float] = {"arithmetic": 0.25, "sort": 0.45, "code": 0.2, "safe": 0.1}
-"""The best of ``multitask.py static_search`` on seeds 100 and 101: never tuned on the seeds reported."""
+TUNED_STATIC: Mapping[str, float] = {"arithmetic": 0.1, "sort": 0.7, "code": 0.1, "safe": 0.1}
+"""The best worst task of ``multitask.py static_search --first-seed 100``: tuned on a seed of its own."""
 TARGETS = (0.5, 0.6, 0.7)
 SMOOTHED = 3
 """Evaluations averaged for a level: one alone has a standard error of 0.03."""
@@ -122,18 +122,6 @@ CLAIM = Claim(
     arms=(
         Arm(name="uniform", settings={"policy": "uniform"}),
         Arm(name="deficit_learnability", settings={"policy": "deficit_learnability"}),
-        Arm(
-            name="d2",
-            settings={"policy": "deficit_learnability", "policy_config": {"sharpness": 2.0}},
-        ),
-        Arm(
-            name="d3",
-            settings={"policy": "deficit_learnability", "policy_config": {"sharpness": 3.0}},
-        ),
-        Arm(
-            name="d4",
-            settings={"policy": "deficit_learnability", "policy_config": {"sharpness": 4.0}},
-        ),
         Arm(name="mt_grpo", settings={"policy": "mt_grpo"}),
         Arm(name="static_tuned", settings={"policy": "static", "weights": dict(TUNED_STATIC)}),
         Arm(

@@ -19,7 +19,7 @@ __all__ = ["DeficitLearnability", "DeficitLearnabilityConfig"]
 class DeficitLearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``deficit_learnability``."""
 
-    sharpness: float = 1.0
+    sharpness: float = 8.0
     """Exponent of the whole score, > 0: 1 shares in proportion to it, larger goes to the highest score."""
     min_informative: float = 0.02
     """Least share of informative groups counted, so that a hard task is not forgotten. In (0, 1]."""
@@ -36,9 +36,13 @@ class DeficitLearnabilityConfig(SchedulerPolicyConfig):
 class DeficitLearnability(SchedulerPolicy):
     """Weigh each task by its distance to the target times what its groups can teach.
 
-    ``s_k = prior_k * (target_k - J_k)^+ * sqrt(max(nz_k, min_informative))``, ``w = s / sum(s)``, with
-    ``J_k`` the smoothed level in [0, 1] and ``nz_k`` the smoothed share of groups with a gradient. All tasks
-    at their targets: the prior.
+    ``s_k = prior_k * (target_k - J_k)^+ * sqrt(max(nz_k, min_informative))``, ``w = s^a / sum(s^a)``, with
+    ``J_k`` the smoothed level in [0, 1], ``nz_k`` the smoothed share of groups with a gradient and ``a`` the
+    sharpness. All tasks at their targets: the prior.
+
+    In proportion (a = 1) the tasks nearly learnt keep a third of what is free between them; what is free does
+    more for the worst task and no less for the mean where the score is highest (``benchmarks/multitask.py
+    scheduler``). The floor keeps the others from being forgotten.
 
     Source: own. The deficit is the minimax signal of MT-GRPO (arXiv:2602.05547) without its collapse onto one
     task; the square root of the informative share is the learnability of SEC (arXiv:2505.14970), as the
@@ -49,8 +53,9 @@ class DeficitLearnability(SchedulerPolicy):
     config: DeficitLearnabilityConfig
 
     def _preferences(self) -> dict[str, float]:
-        power = self.config.sharpness
-        return {t: self.prior[t] * (self.deficit(t) * self._learnability(t)) ** power for t in self.tasks}
+        scores = {t: self.prior[t] * self.deficit(t) * self._learnability(t) for t in self.tasks}
+        top = max(scores.values()) or 1.0
+        return {task: (score / top) ** self.config.sharpness for task, score in scores.items()}
 
     def _learnability(self, task: str) -> float:
         return math.sqrt(max(self.informative(task), self.config.min_informative))

@@ -38,8 +38,27 @@ def test_deficit_learnability_equals_the_formula() -> None:
         0,
     )
     scores = {"a": 0.4 * math.sqrt(0.25), "b": 0.8, "c": 1.0 * math.sqrt(0.02)}
-    total = sum(scores.values())
-    assert policy.weights() == pytest.approx({t: s / total for t, s in scores.items()})
+    powers = {t: s**policy.config.sharpness for t, s in scores.items()}
+    total = sum(powers.values())
+    assert policy.weights() == pytest.approx({t: s / total for t, s in powers.items()})
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 8.0, 60.0])
+def test_deficit_learnability_ranks_alike_at_every_sharpness(sharpness: float) -> None:
+    policy = _build(DeficitLearnability, "abc", sharpness=sharpness)
+    policy.update({"a": _stats("a", 0.2), "b": _stats("b", 0.5), "c": _stats("c", 0.999999)}, 0)
+    weights = policy.weights()
+    assert weights["a"] > weights["b"] > weights["c"] >= 0.0
+    assert sum(weights.values()) == pytest.approx(1.0)
+    if sharpness == 1.0:
+        assert weights["a"] / weights["b"] == pytest.approx(0.8 / 0.5)
+
+
+def test_a_weight_given_by_the_user_counts_at_every_sharpness() -> None:
+    config = DeficitLearnability.Config()
+    policy = DeficitLearnability(config, ["a", "b"], {"a": 2.0, "b": 1.0}, {})
+    policy.update({"a": _stats("a", 0.6), "b": _stats("b", 0.2)}, 0)
+    assert policy.weights() == pytest.approx({"a": 0.5, "b": 0.5}), "half the deficit, twice the weight"
 
 
 def test_deficit_learnability_smooths_with_a_bias_corrected_start() -> None:
@@ -59,7 +78,7 @@ def test_all_tasks_at_their_targets_falls_back_to_the_prior() -> None:
 
 
 def test_a_task_not_seen_yet_keeps_its_prior_share() -> None:
-    policy = _build(DeficitLearnability, "abcd")
+    policy = _build(DeficitLearnability, "abcd", sharpness=1.0)
     policy.update({"a": _stats("a", 0.0), "b": _stats("b", 0.5)}, 0)
     assert policy.weights() == pytest.approx({"a": 1 / 3, "b": 1 / 6, "c": 0.25, "d": 0.25})
 
