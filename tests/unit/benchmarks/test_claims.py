@@ -1,0 +1,106 @@
+"""The claims' harness: nothing is run twice, nothing is rounded away, the tables are what the files say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from claims.base import (  # noqa: E402
+    Arm,
+    Claim,
+    Options,
+    difference,
+    dump_numbers,
+    load_numbers,
+    run_claim,
+)
+from claims.scheduler import summarise  # noqa: E402
+from claims.shares import WINDOW, largest_errors  # noqa: E402
+from multitask import CLAIMS  # noqa: E402
+
+
+def _measure(arm: Arm, seed: int, options: Options) -> dict[str, float]:
+    with (options.directory / "calls").open("a") as calls:
+        calls.write(f"{arm.name} {seed}\n")
+    return {"level": arm.settings["level"] + seed / 10, "reached": math.nan}
+
+
+CLAIM = Claim(
+    name="example",
+    statement="b is better than a",
+    steps=3,
+    arms=(Arm(name="a", settings={"level": 0.0}), Arm(name="b", settings={"level": 0.5})),
+    run=_measure,
+    render=lambda arms: f"{difference(arms, 'a', 'b', 'level').delta:+.2f}",
+)
+
+
+def test_an_interrupted_claim_goes_on_where_it_was(tmp_path: Path) -> None:
+    def run(seeds: range) -> dict[str, object]:
+        options = Options(seeds=seeds, steps=3, directory=tmp_path)
+        return run_claim(CLAIM, options, arms=[], processes=1)
+
+    run(range(2))
+    result = run(range(3))
+    calls = (tmp_path / "calls").read_text().split("\n")[:-1]
+    assert sorted(calls) == sorted(f"{a} {s}" for a in "ab" for s in range(3)), "each once"
+    assert result["arms"]["a"]["level"] == [0.0, 0.1, 0.2]
+    assert result["arms"]["b"]["level"] == [0.5, 0.6, 0.7]
+    assert CLAIM.render(result["arms"]) == "+0.50"
+
+
+def test_what_did_not_happen_survives_the_file() -> None:
+    text = dump_numbers({"steps": [1.0, math.nan], "name": "x"})
+    json.loads(text, parse_constant=pytest.fail)
+    first, second = load_numbers(text)["steps"]
+    assert first == 1.0
+    assert math.isnan(second)
+
+
+def test_steps_to_a_target_wait_for_the_last_task() -> None:
+    history = {
+        step: {"early": 1.0, "late": level} for step, level in ((0, 0.0), (50, 0.9), (100, 0.9), (150, 0.9))
+    }
+    metrics = summarise(history, 150)
+    assert metrics["worst"] == pytest.approx(0.9)
+    assert metrics["mean"] == pytest.approx(0.95)
+    # means of up to three evaluations: 0, .45, .6, .9
+    assert metrics["steps_to_0.5"] == 100
+    assert metrics["steps_to_0.7"] == 150
+    assert math.isnan(summarise({0: {"t": 0.1}}, 0)["steps_to_0.5"])
+
+
+def test_the_largest_error_of_a_share_is_found_in_the_window_where_it_is() -> None:
+    def row(trained: float) -> dict[str, float]:
+        return {
+            "task/a/weight": 0.5,
+            "task/b/weight": 0.5,
+            "task/a/share_trained": trained,
+            "task/b/share_trained": 1 - trained,
+        }
+
+    rows = [row(0.5)] * WINDOW + [row(0.7)] * WINDOW + [row(0.5)] * WINDOW
+    assert largest_errors(rows, ["a", "b"])["max_error"] == pytest.approx(0.2)
+    alternating = [row(0.4), row(0.6)] * WINDOW
+    assert largest_errors(alternating, ["a", "b"])["max_error"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", sorted(CLAIMS))
+def test_the_table_beside_a_result_is_computed_from_it(name: str) -> None:
+    file = BENCHMARKS / "results" / f"{name}.json"
+    if not file.is_file():
+        pytest.skip("no result of this claim is kept")
+    claim: Claim = importlib.import_module(CLAIMS[name]).CLAIM
+    result = load_numbers(file.read_text(encoding="utf-8"))
+    for arm, metrics in result["arms"].items():
+        for metric, values in metrics.items():
+            assert len(values) == len(result["seeds"]), f"{arm} {metric}: one value per seed"
+    assert claim.render(result["arms"]) in file.with_suffix(".md").read_text(encoding="utf-8")
