@@ -237,7 +237,7 @@ class Outcome:
     peak_mb: float = 0.0
     """Largest resident set above the interpreter's own, MiB, as the kernel counted it."""
     starved_s: float = 0.0
-    """Seconds it waited for a busy CPU; the wall limit was extended by them (at most doubled)."""
+    """Seconds it waited for a busy CPU; the wall limit was extended by them (three times itself at most)."""
     exit_code: int | None = None
     """Exit status; None when a signal ended it."""
     signal: int | None = None

@@ -23,6 +23,7 @@ from multitask_rl.sandbox.base import Limits, Outcome, Program, Verdict
 from multitask_rl.sandbox.cell import linux
 from multitask_rl.sandbox.cell.frames import Inbox, pack_frame
 from multitask_rl.sandbox.cell.trainer import IDENTITY
+from multitask_rl.sandbox.cell.wire import LONGEST_WAIT
 from multitask_rl.sandbox.cgroups import CellCgroup
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.jobs import outcome_of, to_job
@@ -277,8 +278,8 @@ class Worker:
 def _patience_s(program: Program) -> float:
     """Return for how long a monitor may be silent over a program before it is given up."""
     tests = getattr(program.task, "tests", ())
-    # twice: a starved program gets its time back once; the judge and the zygote have their own grace
-    return 2 * program.limits.wall_s * max(1, len(tests)) + _GRACE_S
+    # the judge and the zygote have their own grace
+    return LONGEST_WAIT * program.limits.wall_s * max(1, len(tests)) + _GRACE_S
 
 
 def _environment(prefix: str) -> dict[str, str]:

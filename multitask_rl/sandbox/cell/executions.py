@@ -12,7 +12,7 @@ from typing import Any
 from .launch import Layout, launch
 from .trainer import JobCancelled, Trainer
 from .verdicts import Execution
-from .wire import Exit, Mode, Spawn, pack_kill, pack_spawn, pack_variant, unpack_exit
+from .wire import LONGEST_WAIT, Exit, Mode, Spawn, pack_kill, pack_spawn, pack_variant, unpack_exit
 
 __all__ = ["Memory", "Zygote", "Zygotes", "collect"]
 
@@ -95,11 +95,11 @@ class Zygote:
         """Return the end of an execution.
 
         Raises:
-            TimeoutError: the zygote is silent long after the limit (twice it, for a starved program).
+            TimeoutError: the zygote is silent long after the limit, as extended for a starved program.
             EOFError: the zygote ended.
             JobCancelled: nobody wants the job any more.
         """
-        deadline = time.monotonic() + 2 * wall_s + _GRACE_S
+        deadline = time.monotonic() + LONGEST_WAIT * wall_s + _GRACE_S
         while identity not in self._exits:
             self._receive_exit(max(0.01, deadline - time.monotonic()))
         return self._exits.pop(identity)

@@ -10,6 +10,7 @@ from enum import IntEnum
 __all__ = [
     "COMPILE_STATUS",
     "LIMITS",
+    "LONGEST_WAIT",
     "OP_SPAWN",
     "OP_VARIANT",
     "SPAWN",
@@ -28,6 +29,8 @@ SPAWN = struct.Struct("<BIBBBId")
 """Operation, identity, mode, has_stdin, has_output, source_bytes, wall_s; ``LIMITS`` follow."""
 LIMITS = struct.Struct("<IIQIIIQ")
 """cpu_s, mem_mb, disk_bytes, inodes, nproc, nofile, file_bytes."""
+LONGEST_WAIT = 4
+"""Wall limits after which a program is ended though it did not get the CPU it was ready to use."""
 COMPILE_STATUS = 77
 """Exit status of a script that does not compile."""
 _KILL = struct.Struct("<BI")

@@ -26,7 +26,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from . import landlock, linux, programs, seccomp, warm
-from .wire import LIMITS, OP_SPAWN, OP_VARIANT, SPAWN, pack_exit, unpack_kill
+from .wire import LIMITS, LONGEST_WAIT, OP_SPAWN, OP_VARIANT, SPAWN, pack_exit, unpack_kill
 
 __all__ = ["main"]
 
@@ -276,8 +276,10 @@ class Zygote:
         now = time.monotonic()
         for running in self._running.values():
             if running.deadline <= now and not running.timed_out:
-                # a program that was ready to run but got no CPU is given that time back, once over at most
-                owed = min(self._starved_s(running.pid), running.wall_s) - running.granted
+                # a program that was ready to run but got no CPU is given that time back; it cannot feign that
+                # for long: threads that wait for each other use up the CPU limit together
+                longest = (LONGEST_WAIT - 1) * running.wall_s
+                owed = min(self._starved_s(running.pid), longest) - running.granted
                 if owed > 0.05 * running.wall_s:
                     running.granted += owed
                     running.deadline = now + owed
