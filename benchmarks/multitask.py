@@ -25,6 +25,7 @@ CLAIMS = {
     "shares": "claims.shares",
     "algorithms": "claims.algorithms",
     "transfer": "claims.transfer",
+    "constraints": "claims.constraints",
 }
 """Name on the command line -> module with ``CLAIM``."""
 

@@ -159,7 +159,7 @@ def _evaluation(run: TaskRun, scored: list[Scored], step: int, version: int) -> 
         metrics={
             **describe(scored, final),
             # before the constraint intervened: what the actor itself does
-            **constraint_metrics(spec, [s for s in scored if s.rollout.attempt == 0]),
+            **constraint_metrics(spec, [s for s in scored if s.rollout.attempt == 0], final),
         },
     )
 

@@ -19,31 +19,42 @@ PREFIX = "constraint/"
 """Of the metrics' names: ``constraint/<name>/violation_rate`` and so on."""
 
 
-def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, float]:
+def constraint_metrics(
+    spec: TaskSpec, scored: Sequence[Scored], served: Sequence[Scored] = ()
+) -> dict[str, float]:
     """Return what the held-out responses say of every constraint with a limit.
 
     Per constraint ``constraint/<name>/...``: ``violation_rate``, ``upper_bound`` (one-sided, 95 %,
     Clopper-Pearson), ``satisfied`` (1 if the bound is at most the limit, else 0), ``limit`` and ``n``, the
-    responses it concerns. Without such a response there is no rate and nothing is satisfied.
+    responses it concerns; of mode ``reject`` also ``served_violation_rate``. Without a response that it
+    concerns there is no rate and nothing is satisfied.
 
     Args:
         spec: the task.
         scored: one record a prompt: first attempts, so that refusing and sampling again hides nothing.
+        served: one record a prompt: last attempts.
     """
     numbers: dict[str, float] = {}
     for constraint in spec.constraints:
         if constraint.limit is None:
             continue
         name = constraint.name or constraint.plugin
-        verdicts = [v for s in scored if isinstance(v := s.rollout.verdicts.get(name), Verdict)]
-        judged = [v.violated for v in verdicts if v.applicable]
+        judged = _judged(scored, name)
         bound = rate_upper_bound(sum(judged), len(judged))
         own = {"limit": constraint.limit, "n": len(judged), "upper_bound": bound}
         if judged:
             own["violation_rate"] = sum(judged) / len(judged)
         own["satisfied"] = float(bound <= constraint.limit)
+        if constraint.mode == "reject" and (outcome := _judged(served, name)):
+            own["served_violation_rate"] = sum(outcome) / len(outcome)
         numbers.update({f"{PREFIX}{name}/{key}": float(value) for key, value in own.items()})
     return numbers
+
+
+def _judged(scored: Sequence[Scored], name: str) -> list[bool]:
+    """Return whether each response violates the constraint, of those it concerns and could judge."""
+    verdicts = [s.rollout.verdicts.get(name) for s in scored]
+    return [v.violated for v in verdicts if isinstance(v, Verdict) and v.applicable]
 
 
 def smallest_number(limit: float) -> float:
