@@ -43,6 +43,7 @@ __all__ = [
     "prepare_drop_capabilities",
     "prepare_limit",
     "prepare_mount",
+    "prepare_own_group",
     "prepare_parent_death_signal",
     "prepare_setsid",
     "raw_syscall",
@@ -72,7 +73,7 @@ MOUNT_DETACH = 2
 
 _NR_MOUNT, _NR_UMOUNT2, _NR_PIVOT_ROOT, _NR_CLONE = 165, 166, 155, 56
 _NR_MPROTECT, _PROT_READ, _PROT_WRITE, _PROT_EXEC = 10, 1, 2, 4
-_NR_SETSID, _NR_CHDIR, _NR_PRLIMIT64 = 112, 80, 302
+_NR_SETPGID, _NR_SETSID, _NR_CHDIR, _NR_PRLIMIT64 = 109, 112, 80, 302
 _NR_CAPSET, _NR_PRCTL, _NR_GET_ROBUST_LIST, _NR_GETTID, _NR_MOUNT_SETATTR = 126, 157, 274, 186, 442
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR_ALL = 2, 4
@@ -209,6 +210,11 @@ def clone_arguments(flags: int, pidfd: ctypes.c_int) -> tuple[Any, ...]:
 def prepare_setsid() -> tuple[Any, ...]:
     """Return a prepared ``setsid``."""
     return prepare_call(_NR_SETSID)
+
+
+def prepare_own_group() -> tuple[Any, ...]:
+    """Return a prepared ``setpgid`` into a group of the caller's own."""
+    return prepare_call(_NR_SETPGID, 0, 0)
 
 
 def prepare_chdir(path: bytes) -> tuple[Any, ...]:

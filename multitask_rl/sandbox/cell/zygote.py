@@ -55,6 +55,8 @@ def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoRetur
     """
     linux.set_parent_death_signal(signal.SIGKILL)
     linux.set_no_new_privs()
+    with contextlib.suppress(PermissionError):  # bubblewrap has done it
+        os.setsid()
     zygote = Zygote(control, proc, _move_up(warm.warm_source()), is_flat=host is not None)
     if host is not None:
         sys.meta_path.append(_PackageFinder(host["packages"]))
@@ -234,12 +236,17 @@ class Zygote:
             resource.RLIMIT_NPROC: nproc + _SETTLED_PROCESSES,
         }
         if self._is_flat:  # no namespace would take it down with us
-            private = [linux.prepare_parent_death_signal(signal.SIGKILL)]
+            private = [linux.prepare_setsid(), linux.prepare_parent_death_signal(signal.SIGKILL)]
         else:
             options = b"mode=0700,size=%d,nr_inodes=%d" % (disk_bytes, inodes)
-            private = [linux.prepare_mount(b"/tmp", b"tmpfs", options), linux.prepare_chdir(b"/tmp")]
+            # kill(0) reaches a process group across pid namespaces. A session would do as well, but costs
+            # more: the kernel gives each one a scheduling group
+            private = [
+                linux.prepare_own_group(),
+                linux.prepare_mount(b"/tmp", b"tmpfs", options),
+                linux.prepare_chdir(b"/tmp"),
+            ]
         plan = (
-            linux.prepare_setsid(),  # kill(0) reaches a process group across pid namespaces
             *private,
             *(linux.prepare_limit(which, value) for which, value in values.items()),
             linux.prepare_drop_capabilities(),
