@@ -17,7 +17,7 @@ from multitask_rl.records import SamplingParams
 
 PAGE = Path(__file__).with_name("configuration.md")
 
-_OWN_TABLE = ("curriculum", "kl")
+_OWN_TABLE = ("curriculum", "kl", "multiplier")
 """Sections of a task; they get their tables from ``render``."""
 
 _INTRODUCTION = """\
@@ -41,6 +41,7 @@ def render() -> str:
     for title, cls in (
         ("One of `rewards`", task.RewardSpec),
         ("One of `constraints`", task.ConstraintSpec),
+        ("`multiplier` of a constraint", task.MultiplierSpec),
         ("`kl`", task.KLSpec),
         ("`curriculum`", task.CurriculumSpec),
         ("`sampling`", SamplingParams),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
@@ -11,8 +12,10 @@ from multitask_rl.executor.scorer import RayScorer, Scorer
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.plan import RunPlan
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.tracking.alerts import AlertTracker
+from multitask_rl.tracking.fanout import Trackers
 
-__all__ = ["Scorer", "build_guard", "build_scheduler", "build_scorer", "engine_factory"]
+__all__ = ["Scorer", "build_guard", "build_scheduler", "build_scorer", "build_trackers", "engine_factory"]
 
 
 def build_scorer(plan: RunPlan) -> Scorer:
@@ -64,3 +67,13 @@ def build_guard(config: RunConfig) -> SafetyGuard | None:
         max_rollbacks=guard.max_rollbacks,
         **guard.guard_config,
     )
+
+
+def build_trackers(
+    plan: RunPlan, guard: SafetyGuard | None, run_id: str | None, *, track: bool = True
+) -> Trackers:
+    """Return the configured trackers and, with a guard, its alerts; without ``track`` nothing is recorded."""
+    if not track:
+        return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id)
+    alerts = AlertTracker(plan.output_dir, guard.config.webhook if guard is not None else "")
+    return Trackers(plan.output_dir, plan.config.tracking, run_id, {"alerts": alerts})

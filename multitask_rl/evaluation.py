@@ -188,6 +188,10 @@ def describe(scored: Sequence[Scored], final: Sequence[Scored]) -> dict[str, flo
     if any(s.rollout.verdicts for s in first):
         numbers["cost"] = [s.cost for s in scored if s.concerned]
         numbers["flagged_rate"] = [s.rollout.finish_reason == FLAGGED for s in scored]
+        for s in scored:
+            for name, verdict in s.rollout.verdicts.items():
+                if isinstance(verdict, Verdict) and verdict.applicable:
+                    numbers.setdefault(f"cost/{name}", []).append(verdict.cost)
         numbers["rejection_rate"] = [s.rollout.rejected for s in scored]
         # before the constraint intervened: what the actor itself does
         numbers["violation_rate"] = [_violates(s) for s in first if _is_concerned(s)]

@@ -73,6 +73,7 @@ def collect_stats(
             share_trained=trained.get(name, 0) / max(1, num_trained),
             overlong_prompts=float(runs[name].num_overlong),
             kl_coefficient=runs[name].kl.coefficient,
+            **{f"multiplier/{c}": m.value for c, m in runs[name].multipliers.items()},
         )
         stats[name] = task_stats(runs[name], own, metrics)
     return stats

@@ -37,7 +37,8 @@ class TaskRun:
     group_size: int
     kl: KLController
     learner: LearnerTask
-    multiplier: LagrangeMultiplier | None = None
+    multipliers: dict[str, LagrangeMultiplier] = field(default_factory=dict)
+    """By name of the constraint, for those of mode ``lagrangian``."""
     stream: PromptStream | None = None
     """None: the task is evaluated only."""
     eval_rows: list[Row] = field(default_factory=list)
@@ -55,7 +56,7 @@ class TaskRun:
             "algorithm": self.algorithm.state_dict(),
             "kl": self.kl.state_dict(),
             "kl_reported": self.kl_reported,
-            "multiplier": self.multiplier.state_dict() if self.multiplier else None,
+            "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
         }
@@ -65,8 +66,9 @@ class TaskRun:
         self.algorithm.load_state_dict(state["algorithm"])
         self.kl.load_state_dict(state["kl"])
         self.kl_reported = state.get("kl_reported", self.kl_reported)
-        if self.multiplier and state["multiplier"]:
-            self.multiplier.load_state_dict(state["multiplier"])
+        for constraint, multiplier in self.multipliers.items():
+            if constraint in state.get("multipliers", {}):
+                multiplier.load_state_dict(state["multipliers"][constraint])
         if self.stream and state["stream"]:
             self.stream.load_state_dict(state["stream"])
         self.num_overlong = state["num_overlong"]
@@ -86,15 +88,17 @@ class TaskRun:
                         step=step, source="kl", kind="coefficient", reason=str(change), task=name, data=data
                     )
                 )
-        if self.multiplier is not None and "cost" in stats.metrics:
-            events += [replace(e, task=name) for e in self.multiplier.update(stats.metrics["cost"], step)]
+        for constraint, multiplier in self.multipliers.items():
+            if (cost := stats.metrics.get(f"cost/{constraint}")) is not None:
+                for event in multiplier.update(cost, step):
+                    events.append(replace(event, task=name, data={**event.data, "constraint": constraint}))
         self.sync_learner()
         return events
 
     def sync_learner(self) -> None:
         """Hand the controllers' values to the learner."""
         self.learner.kl_coefficient = self.kl.coefficient
-        self.learner.multiplier = self.multiplier.value if self.multiplier else 0.0
+        self.learner.multipliers = {name: m.value for name, m in self.multipliers.items()}
 
 
 def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
@@ -133,7 +137,6 @@ def build_task_runs(
     for name, spec in specs.items():
         algorithm, (train_rows, eval_rows) = algorithms[name], rows[name]
         sampling = spec.sampling_params(run_sampling(config))
-        lagrangian = [c for c in spec.constraints if c.mode == "lagrangian"]
         run = TaskRun(
             spec=spec,
             algorithm=algorithm,
@@ -142,7 +145,11 @@ def build_task_runs(
             kl=KLController(spec.kl),
             learner=LearnerTask(spec=spec, algorithm=algorithm),
             kl_reported=spec.kl.coefficient or 1.0,
-            multiplier=LagrangeMultiplier(limit=lagrangian[0].limit or 0.0) if lagrangian else None,
+            multipliers={
+                c.name or c.plugin: LagrangeMultiplier(limit=c.limit or 0.0, config=c.multiplier)
+                for c in spec.constraints
+                if c.mode == "lagrangian"
+            },
             stream=None if spec.evaluation_only else _stream(spec, train_rows, config.seed),
             eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
             max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multitask_rl.assembly import build_guard, build_scheduler, build_scorer, engine_factory
+from multitask_rl.assembly import build_guard, build_scheduler, build_scorer, build_trackers, engine_factory
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import GuardStop, MultitaskRLError, TrainingError
@@ -32,7 +32,6 @@ from multitask_rl.stages import AdvantageStage, ConstraintStage, RewardStage, Ro
 from multitask_rl.step_report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.supervision import Supervisor
 from multitask_rl.task_run import TaskRun, build_task_runs, draw_prompts
-from multitask_rl.tracking.fanout import Trackers
 from multitask_rl.training.actor import Actor, load_actor
 from multitask_rl.training.credit import CreditAssigner, CreditedSample
 from multitask_rl.training.critic import Critic
@@ -374,8 +373,7 @@ class Trainer:
         return flow
 
     def _open_trackers(self, run_id: str | None, *, track: bool) -> None:
-        tracking = self.config.tracking if track else replace(self.config.tracking, trackers=[])
-        self.trackers = Trackers(self.plan.output_dir, tracking, run_id)
+        self.trackers = build_trackers(self.plan, self.guard, run_id, track=track)
         if track:
             parameters = self.store.write_config(self.config, self.plan.specs)
             self.trackers.start(parameters, self.step or None)

@@ -79,9 +79,9 @@ class CreditBatch:
     kl_coefficient: float = 0.0
     """beta of the KL penalty inside the reward (k1); 0 when the KL is in the loss or off."""
     costs: Tensor | None = None
-    """[B] constraint cost in [0, 1]; None without constraints."""
-    multiplier: float = 0.0
-    """Lagrange multiplier of the costs."""
+    """[B, C] cost in [0, 1] of each constraint of mode ``lagrangian``; None without one."""
+    multipliers: tuple[float, ...] = ()
+    """[C] Lagrange multiplier of each, >= 0."""
     component_rewards: Tensor | None = None
     """[B, R] the rewards of the task one by one (GDPO), NaN = not applicable."""
     component_weights: Tensor | None = None

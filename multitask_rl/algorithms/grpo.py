@@ -21,6 +21,7 @@ from multitask_rl.algorithms.base import (
     LossOutput,
     TokenBatch,
 )
+from multitask_rl.algorithms.costs import subtract_costs
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.policy_loss import policy_loss
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, segment_sum
@@ -88,13 +89,13 @@ class GRPO(Algorithm):
         Args:
             deviations: [B]
             batch: for the groups.
-            signal: whose running scale: ``reward`` or ``cost``.
+            signal: whose running scale: ``reward``, ``cost``, ``cost_1`` (the second constraint's)...
         """
         if self.config.normalisation == "none":
             return deviations
         if self.config.normalisation == "group":
             return group.divide_by_group_std(deviations, batch.groups)
-        scale = self._scales[signal]
+        scale = self._scales.setdefault(signal, RunningScale())
         mean_square = group.mean_square_deviation(deviations, batch.groups)
         if mean_square > 0:
             scale.update(mean_square)
@@ -109,9 +110,11 @@ class GRPO(Algorithm):
         check_tokens(batch.lengths, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
         advantages = self.reward_advantages(batch)
         metrics = {"reward_scale": self._scales["reward"].value}
-        if batch.costs is not None and batch.multiplier > 0:
-            costs = self.normalise(self.centre(batch.costs, batch), batch, "cost")
-            advantages = (advantages - batch.multiplier * costs) / (1.0 + batch.multiplier)
+        advantages = subtract_costs(
+            advantages,
+            batch,
+            lambda cost, i: self.normalise(self.centre(cost, batch), batch, f"cost_{i}" if i else "cost"),
+        )
         if batch.kl_coefficient > 0:
             samples = broadcast(torch.arange(len(batch.groups), device=batch.groups.device), batch.lengths)
             response_kl = segment_sum(sampled_kl(batch), samples, len(batch.groups))
@@ -131,5 +134,5 @@ class GRPO(Algorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        for signal, scale in self._scales.items():
-            scale.load_state_dict(state[f"{signal}_scale"])
+        for key, saved in state.items():
+            self._scales.setdefault(key.removesuffix("_scale"), RunningScale()).load_state_dict(saved)

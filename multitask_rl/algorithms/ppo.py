@@ -18,6 +18,7 @@ from multitask_rl.algorithms.base import (
     LossOutput,
     TokenBatch,
 )
+from multitask_rl.algorithms.costs import subtract_costs
 from multitask_rl.algorithms.gae import compute_gae
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.policy_loss import policy_loss
@@ -121,9 +122,7 @@ class PPO(Algorithm):
             raise ValueError("ppo needs values [N] of the critic in its credit batch")
         check_tokens(batch.lengths, values=batch.values)
         outcomes = self._whiten_rewards(batch.rewards)
-        if batch.costs is not None and batch.multiplier > 0:
-            costs = batch.costs.to(outcomes.dtype)
-            outcomes = (outcomes - batch.multiplier * costs) / (1.0 + batch.multiplier)
+        outcomes = subtract_costs(outcomes, batch, lambda cost, _: cost.to(outcomes.dtype))
         token_rewards = torch.zeros_like(batch.values)
         metrics = {"reward_running_mean": self._reward_moments.mean, "reward_scale": self._reward_moments.std}
         if batch.kl_coefficient > 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import AlgorithmConfig, Credit, CreditBatch
+from multitask_rl.algorithms.costs import subtract_costs
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, discounted_suffix_sum
@@ -55,9 +56,11 @@ class ReinforcePP(GRPO):
         check_tokens(batch.lengths, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
         advantages = group.whiten(broadcast(self.centre(batch.rewards, batch), batch.lengths))
         metrics: dict[str, float] = {}
-        if batch.costs is not None and batch.multiplier > 0:
-            costs = group.whiten(broadcast(self.centre(batch.costs, batch), batch.lengths))
-            advantages = (advantages - batch.multiplier * costs) / (1.0 + batch.multiplier)
+        advantages = subtract_costs(
+            advantages,
+            batch,
+            lambda cost, _: group.whiten(broadcast(self.centre(cost, batch), batch.lengths)),
+        )
         if batch.kl_coefficient > 0:
             kl = sampled_kl(batch)
             to_come = discounted_suffix_sum(kl, batch.lengths, 1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from multitask_rl.config.build import suggest
 from multitask_rl.config.located_yaml import Where
-from multitask_rl.config.task import ConstraintSpec, TaskSpec
+from multitask_rl.config.task import ConstraintSpec, MultiplierSpec, TaskSpec
 from multitask_rl.config.template import parse_template
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.plugins import list_plugins
@@ -79,13 +79,6 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         here = where.at("constraints", index)
         _check_plugin(here, "multitask_rl.constraints", constraint.plugin)
         _check_constraint(here, constraint)
-    limits = {c.limit for c in spec.constraints if c.mode == "lagrangian" and c.limit is not None}
-    if len(limits) > 1:
-        raise ConfigError(
-            f"{where.at('constraints')}: constraints of mode lagrangian with the limits "
-            f"{', '.join(f'{limit:g}' for limit in sorted(limits))}: a task has one multiplier, so "
-            f"they share one limit; give them the same one, or make all but one 'penalty'"
-        )
     if not spec.rewards and not spec.constraints and not spec.dataset.startswith("plugin:"):
         raise ConfigError(
             f"{where}: the task has neither rewards nor constraints, so nothing could be learnt; "
@@ -146,6 +139,11 @@ def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
     _in_range(where.at("weight"), constraint.weight, low=0.0)
     _in_range(where.at("max_attempts"), constraint.max_attempts, low=1)
     _in_range(where.at("stream_every"), constraint.stream_every, low=0)
+    if constraint.mode != "lagrangian" and constraint.multiplier != MultiplierSpec():
+        raise ConfigError(
+            f"{where.at('multiplier')}: mode {constraint.mode!r} has no multiplier; leave it out, or set "
+            "mode: lagrangian"
+        )
 
 
 def _check_primary_metric(spec: TaskSpec, where: Where) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 from multitask_rl.records import SamplingParams
 
-__all__ = ["PASS_RATE", "ConstraintSpec", "CurriculumSpec", "KLSpec", "RewardSpec", "TaskSpec"]
+__all__ = [
+    "PASS_RATE",
+    "ConstraintSpec",
+    "CurriculumSpec",
+    "KLSpec",
+    "MultiplierSpec",
+    "RewardSpec",
+    "TaskSpec",
+]
 
 PASS_RATE = "pass_rate"
 
@@ -30,6 +38,47 @@ class RewardSpec:
 
 
 @dataclass(kw_only=True, slots=True)
+class MultiplierSpec:
+    """How the Lagrange multiplier lambda of a constraint is steered (``curriculum/multiplier.py``)."""
+
+    mode: str = "pid"
+    """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
+    setpoint: float = 0.6
+    """Part of the limit the controller aims at, in (0, 1]. It holds the mean at its aim, so the upper
+    confidence bound that is tested against the limit lies above it."""
+    smoothing: float = 0.2
+    """Gain of the moving average of the cost, in (0, 1]."""
+    initial_value: float = 0.0
+    """lambda at the start, >= 0."""
+    max_value: float = 10.0
+    """Bound of lambda, > 0."""
+    proportional: float = 2.0
+    """``pid``: factor of the present excess."""
+    integral: float = 0.05
+    """``pid``: factor of the summed excess, per step."""
+    derivative: float = 2.0
+    """``pid``: factor of the rise of the smoothed cost; a fall is not answered."""
+    log_rate: float = 0.5
+    """``log``: change of log lambda per unit of excess and step, > 0."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if self.mode not in ("pid", "log"):
+            raise ValueError(f"mode is {self.mode!r}; allowed: pid, log")
+        for name in ("setpoint", "smoothing"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        for name in ("max_value", "log_rate"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        for name in ("proportional", "integral", "derivative"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
+        if not 0.0 <= self.initial_value <= self.max_value:
+            raise ValueError(f"initial_value must be in [0, max_value], got {self.initial_value!r}")
+
+
+@dataclass(kw_only=True, slots=True)
 class ConstraintSpec:
     """One constraint of a task."""
 
@@ -43,6 +92,7 @@ class ConstraintSpec:
     limit: float | None = None
     """In [0, 1]. Every evaluation tests the held-out violation rate against it, by the upper end of its
     one-sided 95 % interval; ``lagrangian`` (needs it) also keeps the mean cost of training below it."""
+    multiplier: MultiplierSpec = field(default_factory=MultiplierSpec)
     weight: float = 1.0
     """Weight of the cost (``penalty``)."""
     max_attempts: int = 4

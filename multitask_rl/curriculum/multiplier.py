@@ -9,53 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from multitask_rl.config.task import MultiplierSpec
 from multitask_rl.records import Event
 
-__all__ = ["LagrangeMultiplier", "LagrangeMultiplierConfig"]
+__all__ = ["LagrangeMultiplier"]
 
-_MODES = ("pid", "log")
+_LOG_FLOOR = 0.01
+"""``log``: below it lambda counts as 0; where it starts unless told otherwise."""
 _REPORTED_LOG_RATIO = math.log(1.2)
-
-
-@dataclass(kw_only=True, slots=True)
-class LagrangeMultiplierConfig:
-    """Settings of the controller."""
-
-    mode: str = "pid"
-    """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
-    setpoint: float = 0.6
-    """Part of the limit the controller aims at, in (0, 1]. It holds the mean at its aim, so the upper
-    confidence bound that is tested against the limit lies above it."""
-    smoothing: float = 0.2
-    """Gain of the moving average of the cost, in (0, 1]."""
-    max_value: float = 10.0
-    """Bound of lambda, > 0."""
-    proportional: float = 2.0
-    """``pid``: factor of the present excess."""
-    integral: float = 0.05
-    """``pid``: factor of the summed excess, per step."""
-    derivative: float = 2.0
-    """``pid``: factor of the rise of the smoothed cost; a fall is not answered."""
-    log_rate: float = 0.5
-    """``log``: change of log lambda per unit of excess and step, > 0."""
-    initial_value: float = 0.01
-    """``log``: lambda at the start; below it lambda counts as 0. > 0."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        if self.mode not in _MODES:
-            raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(_MODES)}")
-        for name in ("setpoint", "smoothing"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
-        for name in ("max_value", "log_rate", "initial_value"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        if min(self.proportional, self.integral, self.derivative) < 0.0:
-            raise ValueError("proportional, integral and derivative must be >= 0")
 
 
 class LagrangeMultiplier:
@@ -74,21 +37,18 @@ class LagrangeMultiplier:
 
     Args:
         limit: allowed mean cost, in [0, 1].
-        config: default: ``LagrangeMultiplierConfig()``.
+        config: default: ``MultiplierSpec()``.
     """
 
-    Config: ClassVar[type[LagrangeMultiplierConfig]] = LagrangeMultiplierConfig
-
-    def __init__(self, limit: float, config: LagrangeMultiplierConfig | None = None) -> None:
+    def __init__(self, limit: float, config: MultiplierSpec | None = None) -> None:
         if not 0.0 <= limit <= 1.0:
             raise ValueError(f"the limit of a mean cost must be in [0, 1], got {limit!r}")
         self.limit = limit
-        self.config = config or LagrangeMultiplierConfig()
+        self.config = config or MultiplierSpec()
         self._average: float | None = None
-        self._integral = 0.0
-        self._log_value = math.log(self.config.initial_value)
-        self._value = 0.0
-        self._reported = 0.0
+        self._value = self._integral = self.config.initial_value
+        self._log_value = math.log(max(_LOG_FLOOR, self.config.initial_value))
+        self._reported = self._value
 
     @property
     def value(self) -> float:
@@ -118,7 +78,7 @@ class LagrangeMultiplier:
         return self._clip(config.proportional * excess + self._integral + config.derivative * rise)
 
     def _log(self, excess: float) -> float:
-        low, high = math.log(self.config.initial_value), math.log(self.config.max_value)
+        low, high = math.log(_LOG_FLOOR), math.log(self.config.max_value)
         self._log_value = min(high, max(low, self._log_value + self.config.log_rate * excess))
         return self._clip(math.exp(self._log_value)) if self._log_value > low else 0.0
 
@@ -141,10 +101,6 @@ class LagrangeMultiplier:
 
     def _clip(self, value: float) -> float:
         return min(self.config.max_value, max(0.0, value))
-
-    def metrics(self) -> dict[str, float]:
-        """Return ``multiplier`` and ``cost_average``."""
-        return {"multiplier": self._value, "cost_average": self._average or 0.0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""

@@ -60,6 +60,9 @@ class SafetyGuardConfig:
     """Warn when a task's entropy falls below this part of what it was at the start."""
     max_length_ratio: float = 3.0
     """Warn when a task's responses become this many times longer or shorter than at the start. > 1."""
+    webhook: str = ""
+    """``http(s)://`` address that every alert is posted to as JSON; a token for it is read from the
+    environment variable ``MULTITASK_RL_WEBHOOK_TOKEN``. Empty = none."""
     lower_is_better: list[str] = field(
         default_factory=lambda: ["violation_rate", "over_refusal", "failure_rate", "kl"]
     )
@@ -75,5 +78,7 @@ class SafetyGuardConfig:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
         if not self.max_length_ratio > 1.0:
             raise ValueError(f"max_length_ratio must be > 1, got {self.max_length_ratio!r}")
+        if self.webhook and not self.webhook.startswith(("http://", "https://")):
+            raise ValueError(f"webhook must start with http:// or https://, got {self.webhook!r}")
         if not self.ladder or self.ladder != [rung for rung in _RUNGS if rung in self.ladder]:
             raise ValueError(f"ladder must be some of {', '.join(_RUNGS)} in this order, got {self.ladder!r}")

@@ -24,12 +24,24 @@ class Trackers:
     ``run_id`` is the trackers' identities as one string (JSON, name -> id), to be kept in the checkpoint
     and given back on resume.
 
+    Args:
+        output_dir: of the run.
+        config: names the trackers.
+        run_id: of the run that is continued.
+        further: trackers beside the configured ones, by name.
+
     Raises:
         PluginError: a tracker is unknown or cannot be imported.
         MissingExtraError: a tracker's library is not installed.
     """
 
-    def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        config: TrackingConfig,
+        run_id: str | None,
+        further: Mapping[str, Tracker] | None = None,
+    ) -> None:
         self._identities: dict[str, str] = json.loads(run_id) if run_id else {}
         self.failures: dict[str, str] = {}
         """Trackers left out: name -> what went wrong."""
@@ -38,7 +50,7 @@ class Trackers:
                 output_dir=Path(output_dir), config=config, run_id=self._identities.get(name)
             )
             for name in dict.fromkeys(config.trackers)
-        }
+        } | dict(further or {})
 
     @property
     def run_id(self) -> str | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from multitask_rl.algorithms.base import Algorithm, CreditBatch
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.records import Score, TrainSample
+from multitask_rl.records import Score, TrainSample, Verdict
 from multitask_rl.training.runner import ModelRunner, scatter
 
 __all__ = ["CreditAssigner", "CreditedSample", "LearnerTask"]
@@ -24,8 +24,8 @@ class LearnerTask:
     algorithm: Algorithm
     kl_coefficient: float = 0.0
     """beta now (the controller's)."""
-    multiplier: float = 0.0
-    """Lagrange multiplier now."""
+    multipliers: dict[str, float] = field(default_factory=dict)
+    """Lagrange multiplier now, by name of the constraint."""
 
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:
@@ -151,9 +151,17 @@ def _credit_batch(
         ref_logprobs=torch.cat(before.ref_logprobs) if before and before.ref_logprobs else None,
         values=torch.cat(before.values) if before and before.values else None,
         kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "reward" else 0.0,
-        costs=torch.tensor([s.scored.cost for s in samples]) if task.spec.constraints else None,
-        multiplier=task.multiplier,
+        costs=_costs(samples, list(task.multipliers)) if task.multipliers else None,
+        multipliers=tuple(task.multipliers.values()),
         **_components(task.spec, samples),
+    )
+
+
+def _costs(samples: list[TrainSample], names: Sequence[str]) -> Tensor:
+    """Return the cost of each sample under each constraint of ``names`` (0 where it does not apply): [B, C]."""
+    rows = [[s.scored.rollout.verdicts.get(name) for name in names] for s in samples]
+    return torch.tensor(
+        [[v.cost if isinstance(v, Verdict) and v.applicable else 0.0 for v in row] for row in rows]
     )
 
 

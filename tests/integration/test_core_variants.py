@@ -45,7 +45,12 @@ tasks:
     type: ppo
     dataset: digit.jsonl
     rewards: [rewards.py:is_short]
-    constraints: [{plugin: rewards.py:has_no_digit, mode: lagrangian, limit: 0.1}]
+    constraints:
+      - {plugin: rewards.py:has_no_digit, mode: lagrangian, limit: 0.1}
+      - plugin: rewards.py:is_short
+        mode: lagrangian
+        limit: 0.2
+        multiplier: {mode: log, initial_value: 0.5, log_rate: 2}
   held:
     {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right], evaluation_only: true}
 """
@@ -152,6 +157,22 @@ def test_adapters_are_the_same_in_every_run_and_alone_are_trained(tmp_path):
     assert not torch.equal(merged[name], start[name])
     base = first.actor.model.get_base_model().state_dict()
     assert torch.equal(base["model.layers.0.self_attn.q_proj.base_layer.weight"], start[name])
+
+
+def test_every_lagrangian_constraint_of_a_task_has_a_multiplier_of_its_own(tmp_path):
+    write_run(tmp_path, CONSTRAINTS)
+    trainer = train(run_config(tmp_path, "out", 3))
+    multipliers = trainer.runs["digit"].multipliers
+    assert list(multipliers) == ["has_no_digit", "is_short"]
+    found = numbers(tmp_path / "out")
+    for name, multiplier in multipliers.items():
+        assert found[f"task/digit/multiplier/{name}"] > 0
+        assert 0 < found[f"task/digit/cost/{name}"] <= 1
+        learner = trainer.runs["digit"].learner
+        assert learner.multipliers[name] == multiplier.value
+    assert multipliers["is_short"].value > 0.5, "it started at its initial_value and its cost is too high"
+    assert multipliers["is_short"].value != multipliers["has_no_digit"].value
+    assert not trainer.runs["copy"].multipliers
 
 
 def test_a_tasks_scale_and_shift_of_rewards_change_no_weight(tmp_path):

@@ -191,7 +191,7 @@ def test_the_guard_takes_back_a_planted_regression_and_the_run_goes_on(tmp_path)
     assert trainer.runs["copy"].stream.draw > draws[0], "the data of the window are not seen again"
 
 
-def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(tmp_path):
+def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(tmp_path, caplog):
     settings = learn_well(tmp_path)
     trainer = Trainer.from_config(run_config(tmp_path, "out", 200, **settings))
 
@@ -201,9 +201,12 @@ def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(
         return scored
 
     trainer.insert_stage(FunctionStage("plant", plant, consumes=Scored, produces=Scored), after="rewards")
+    caplog.set_level("WARNING")
     with pytest.raises(GuardStop, match=r"the last good weights are in .*step_000000") as caught:
         trainer.train()
     assert caught.value.exit_code == 3
+    assert "guard rollback at step" in caplog.text
+    assert "guard stop at step" in caplog.text
 
 
 @pytest.mark.parametrize(

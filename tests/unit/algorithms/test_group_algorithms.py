@@ -31,7 +31,7 @@ GROUPS = torch.arange(4).repeat_interleave(6)
 LENGTHS = torch.randint(0, 9, (24,), generator=GENERATOR)
 REWARDS = torch.rand(24, dtype=torch.float64, generator=GENERATOR).round(decimals=1)
 REWARDS[6:12] = 0.7
-COSTS = torch.randint(0, 2, (24,), generator=GENERATOR).double()
+COSTS = torch.randint(0, 2, (24, 1), generator=GENERATOR).double()
 NUM_TOKENS = int(LENGTHS.sum())
 OLD, REF = -torch.rand(2, NUM_TOKENS, dtype=torch.float64, generator=GENERATOR)
 
@@ -57,7 +57,7 @@ def test_adding_a_constant_to_the_rewards_changes_nothing(name):
 @pytest.mark.parametrize("name", SCALE_FREE)
 def test_a_task_times_100_plus_7_trains_the_same_also_with_costs_and_kl(name):
     first, second = _build(name), _build(name)
-    others = {**KL, "costs": COSTS, "multiplier": 0.7}
+    others = {**KL, "costs": COSTS, "multipliers": (0.7,)}
     for step in range(3):
         rewards = REWARDS * (1 + step) ** 0.5
         plain = _credit(first, rewards, **others)
@@ -83,13 +83,13 @@ def test_order_of_the_samples_does_not_matter(name):
         GROUPS[order] * 10 + 5,  # nor do the groups' numbers
         LENGTHS[order],
         costs=COSTS[order],
-        multiplier=0.5,
+        multipliers=(0.5,),
         old_logprobs=OLD[token_order],
         ref_logprobs=REF[token_order],
         kl_coefficient=0.1,
     )
     shuffled = _build(name).credit(batch).advantages
-    straight = _credit(name, costs=COSTS, multiplier=0.5, **KL)
+    straight = _credit(name, costs=COSTS, multipliers=(0.5,), **KL)
     torch.testing.assert_close(shuffled, straight[token_order], rtol=1e-9, atol=1e-9)
 
 
@@ -120,16 +120,33 @@ def test_better_responses_get_larger_advantages_in_their_group(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_without_multiplier_costs_change_nothing(name):
     unconstrained = _credit(name)
-    assert (_credit(name, costs=COSTS, multiplier=0.0) == unconstrained).all()
+    assert (_credit(name, costs=COSTS, multipliers=(0.0,)) == unconstrained).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_large_multiplier_leaves_only_the_costs(name):
-    constrained = _credit(name, costs=COSTS, multiplier=1e9)
-    costs_alone = _credit(name, torch.zeros_like(REWARDS), costs=COSTS, multiplier=1e9)
+    constrained = _credit(name, costs=COSTS, multipliers=(1e9,))
+    costs_alone = _credit(name, torch.zeros_like(REWARDS), costs=COSTS, multipliers=(1e9,))
     torch.testing.assert_close(constrained, costs_alone, rtol=0, atol=1e-6)
-    mean_cost_advantage = (constrained * COSTS.repeat_interleave(LENGTHS)).sum()
+    mean_cost_advantage = (constrained * COSTS[:, 0].repeat_interleave(LENGTHS)).sum()
     assert mean_cost_advantage < 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_several_constraints_are_combined_each_with_its_own_multiplier(name):
+    second = torch.randint(0, 2, (24, 1), generator=torch.Generator().manual_seed(8)).double()
+    zero, both = torch.zeros_like(REWARDS), torch.cat([COSTS, second], dim=1)
+    reward = _credit(name)
+    # a very large multiplier leaves minus the advantage of one cost alone
+    first_cost = -_credit(name, zero, costs=COSTS, multipliers=(1e12,))
+    second_cost = -_credit(name, zero, costs=second, multipliers=(1e12,))
+    combined = _credit(name, costs=both, multipliers=(0.5, 2.0))
+    expected = (reward - 0.5 * first_cost - 2.0 * second_cost) / 3.5
+    torch.testing.assert_close(combined, expected, rtol=1e-6, atol=1e-6)
+    alone = _credit(name, costs=both, multipliers=(0.5, 0.0))
+    assert (alone == _credit(name, costs=COSTS, multipliers=(0.5,))).all(), (
+        "an idle constraint changes nothing"
+    )
 
 
 @pytest.mark.parametrize("normalisation", ["group", "task", "none"])
@@ -139,7 +156,7 @@ def test_multiplier_acts_by_its_size_not_by_its_sign(normalisation):
     gaps = []
     for multiplier in (0.25, 0.5, 2.0, 4.0):
         batch = credit_batch(
-            [1.0, 0.0], costs=torch.tensor([1.0, 0.0], dtype=torch.float64), multiplier=multiplier
+            [1.0, 0.0], costs=torch.tensor([[1.0], [0.0]], dtype=torch.float64), multipliers=(multiplier,)
         )
         advantages = algorithm.credit(batch).advantages
         gaps.append((advantages[0] - advantages[1]).item())
@@ -181,10 +198,11 @@ def test_missing_log_probabilities_are_named(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_state_survives_json_and_continues_identically(name):
     first, second = _build(name), _build(name)
-    _credit(first, costs=COSTS, multiplier=0.5)
+    _credit(first, costs=torch.cat([COSTS, COSTS.flip(0)], dim=1), multipliers=(0.5, 0.5))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     later = REWARDS.flip(0) * 3.0
-    assert (_credit(first, later) == _credit(second, later)).all()
+    others = {"costs": torch.cat([COSTS, COSTS * 0.5], dim=1), "multipliers": (1.0, 2.0)}
+    assert (_credit(first, later, **others) == _credit(second, later, **others)).all()
 
 
 def test_task_scale_is_smooth_and_has_a_floor_relative_to_its_peak():

@@ -57,10 +57,10 @@ def test_equal_rewards_give_no_reward_signal():
 
 
 def test_costs_lower_the_advantage_only_with_a_multiplier():
-    costs = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    costs = torch.tensor([[1.0], [0.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
     free = _credit()
-    assert (_credit(costs=costs, multiplier=0.0).advantages == free.advantages).all()
-    assert _credit(costs=costs, multiplier=2.0).advantages[0] < free.advantages[0]
+    assert (_credit(costs=costs, multipliers=(0.0,)).advantages == free.advantages).all()
+    assert _credit(costs=costs, multipliers=(2.0,)).advantages[0] < free.advantages[0]
 
 
 def test_perfect_critic_explains_everything():

@@ -143,9 +143,14 @@ OK = "rewards: [math_answer]"
         ),
         (
             "tasks:\n  m:\n    rewards: [f1]\n    constraints:\n"
-            "      - {plugin: fact_checker, mode: lagrangian, limit: 0.1}\n"
-            "      - {plugin: over_refusal, mode: lagrangian, limit: 0.2}\n",
-            ["tasks.yaml:4", "constraints", "limits 0.1, 0.2", "one multiplier"],
+            "      - {plugin: fact_checker, mode: lagrangian, limit: 0.1,\n"
+            "         multiplier: {setpoint: 2.0}}\n",
+            ["tasks.yaml:6", "constraints[0].multiplier", "setpoint must be in (0, 1], got 2.0"],
+        ),
+        (
+            "tasks:\n  m:\n    rewards: [f1]\n    constraints:\n"
+            "      - {plugin: fact_checker, mode: penalty, multiplier: {integral: 0.1}}\n",
+            ["tasks.yaml:5", "constraints[0].multiplier", "'penalty' has no multiplier"],
         ),
         (
             f"tasks:\n  m:\n    {OK}\n    dataset: gone.jsonl\n",

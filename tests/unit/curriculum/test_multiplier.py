@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from multitask_rl.curriculum.multiplier import LagrangeMultiplier, LagrangeMultiplierConfig
+from multitask_rl.config.task import MultiplierSpec
+from multitask_rl.curriculum.multiplier import LagrangeMultiplier
 
 MODES = ("pid", "log")
 
 
 def _build(mode: str = "pid", *, limit: float = 0.1, **config: float) -> LagrangeMultiplier:
-    return LagrangeMultiplier(limit, LagrangeMultiplierConfig(mode=mode, **config))  # type: ignore[arg-type]
+    return LagrangeMultiplier(limit, MultiplierSpec(mode=mode, **config))  # type: ignore[arg-type]
 
 
 def _drive(multiplier: LagrangeMultiplier, costs: Sequence[float]) -> list[float]:
@@ -93,11 +94,18 @@ def test_state_round_trip_continues_identically(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("mode", "adam"), ("setpoint", 0.0), ("max_value", 0.0), ("integral", -1.0), ("log_rate", 0)],
+    [
+        ("mode", "adam"),
+        ("setpoint", 0.0),
+        ("max_value", 0.0),
+        ("integral", -1.0),
+        ("log_rate", 0),
+        ("initial_value", 11.0),
+    ],
 )
 def test_values_out_of_range_are_refused(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=key):
-        LagrangeMultiplierConfig(**{key: value})  # type: ignore[arg-type]
+        MultiplierSpec(**{key: value})  # type: ignore[arg-type]
 
 
 def test_changes_are_reported_with_reason_from_and_to_and_the_bound_is_an_alarm() -> None:
@@ -108,6 +116,16 @@ def test_changes_are_reported_with_reason_from_and_to_and_the_bound_is_an_alarm(
     assert "mean cost 1.000, limit 0.05" in events[0].reason
     assert [e.kind for e in events if e.kind == "alarm"] == ["alarm"]
     assert events[-1].data["to"] == 10.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_starts_where_it_is_told_and_forgets_it(mode: str) -> None:
+    multiplier = _build(mode, initial_value=2.0)
+    assert multiplier.value == 2.0
+    values = _drive(multiplier, [0.0] * 5000)
+    assert values[0] == pytest.approx(2.0, abs=0.2)
+    assert values == sorted(values, reverse=True)
+    assert values[-1] == 0.0
 
 
 def test_a_limit_that_is_no_rate_is_refused() -> None:
