@@ -158,7 +158,7 @@ def _credit_batch(
 
 
 def _costs(samples: list[TrainSample], names: Sequence[str]) -> Tensor:
-    """Return the cost of each sample under each constraint of ``names`` (0 where it does not apply): [B, C]."""
+    """Return the cost of each sample under each of the constraints, 0 where it does not apply: [B, C]."""
     rows = [[s.scored.rollout.verdicts.get(name) for name in names] for s in samples]
     return torch.tensor(
         [[v.cost if isinstance(v, Verdict) and v.applicable else 0.0 for v in row] for row in rows]
