@@ -14,7 +14,6 @@ from typing import Any
 
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
 from claims.suite import TASKS, SuiteRun, build_trainer, prepare_actor, step_metrics
-from multitask_rl.curriculum.multiplier import LagrangeMultiplier, LagrangeMultiplierConfig
 from multitask_rl.intervals import rate_upper_bound
 from multitask_rl.trainer import Trainer
 
@@ -47,10 +46,6 @@ def run_arm(arm: Arm, seed: int, options: Options) -> Metrics:
         num_held_out=NUM_HELD_OUT,
     )
     trainer = build_trainer(run)
-    controller = arm.settings.get("multiplier")
-    if controller is not None:
-        config = LagrangeMultiplierConfig(**controller)
-        trainer.runs["safe"].multiplier = LagrangeMultiplier(LIMIT, config)
     trainer.train()
     return summarise(trainer)
 
@@ -63,6 +58,8 @@ def _tasks(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "limit": LIMIT,
         **settings["constraint"],
     }
+    if "multiplier" in settings:
+        constraint["multiplier"] = settings["multiplier"]
     over_refusal = {
         "plugin": f"{_SAFE}over_refusal",
         "name": "over_refusal",
@@ -98,7 +95,7 @@ def summarise(trainer: Trainer) -> Metrics:
     rate = metrics["constraint/violation/violation_rate"]
     own["served_violation_rate"] = metrics.get("constraint/violation/served_violation_rate", rate)
     own |= {f"level/{task}": mean(e.values) for task, e in final.items() if task != "safe"}
-    key = "task/safe/multiplier"
+    key = "task/safe/multiplier/violation"
     return own | _trace([n[key] for n in step_metrics(trainer) if key in n])
 
 

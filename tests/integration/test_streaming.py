@@ -108,7 +108,7 @@ def test_a_flagged_response_is_trained_on_and_not_sampled_again(finished):
     rows = rollouts(directory / "streaming")
     assert {row["attempt"] for row in rows} == {0}
     assert not any(row["rejected"] for row in rows)
-    assert trainer.runs["held"].multiplier.value > 0
+    assert all(m.value > 0 for m in trainer.runs["held"].multipliers.values())
     metrics = [json.loads(x) for x in (directory / "streaming" / "metrics.jsonl").read_text().splitlines()]
     numbers = {k: v for row in metrics for k, v in row.items()}
     assert 0 < numbers["task/held/flagged_rate"] <= 1
