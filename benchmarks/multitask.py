@@ -26,6 +26,7 @@ CLAIMS = {
     "algorithms": "claims.algorithms",
     "transfer": "claims.transfer",
     "constraints": "claims.constraints",
+    "guard": "claims.guard",
 }
 """Name on the command line -> module with ``CLAIM``."""
 

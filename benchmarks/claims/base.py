@@ -76,6 +76,9 @@ class Claim:
     """(arm, seed, options) -> metrics. A module-level function: it runs in a process of its own."""
     render: Callable[[Arms], str]
     """Arms' results -> the table with its intervals and verdicts, as Markdown."""
+    runs_per_process: int | None = 1
+    """Runs after which a worker process is replaced; None = never (importing torch costs as much as a short
+    run)."""
     prepare: Callable[[Options], None] | None = None
     """Once before the arms (trained models into the cache)."""
 
@@ -92,7 +95,8 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
     jobs = [(arm, seed) for seed in options.seeds for arm in chosen]
     done = {(arm.name, seed): _load(claim, arm, seed, options) for arm, seed in jobs}
     waiting = [(arm, seed) for arm, seed in jobs if done[arm.name, seed] is None]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    own = {"mp_context": get_context("spawn"), "max_tasks_per_child": claim.runs_per_process}
+    with ProcessPoolExecutor(processes, **own) as pool:
         futures = {pool.submit(claim.run, arm, seed, options): (arm, seed) for arm, seed in waiting}
         for number, future in enumerate(as_completed(futures), start=1):
             arm, seed = futures[future]

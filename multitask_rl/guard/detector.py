@@ -80,7 +80,8 @@ class RegressionDetector:
     slack: float = 0.0
     """k of the newest evaluation."""
     good_step: int = -1
-    """Last step at which the CUSUM was 0: a fall began after it, if there is one."""
+    """Last step at which the CUSUM was 0 and the value not below its moving average: a fall began after it,
+    if there is one. (The CUSUM alone dates it too late: a fall of less than k leaves it at 0.)"""
 
     def observe(
         self, value: float, error: float, step: int, settings: DetectorSettings, *, scale: float = 0.0
@@ -114,7 +115,7 @@ class RegressionDetector:
         error = max(self.error, 1e-12)
         self.slack = max(settings.min_slack, 0.5 * self.relevant_drop(settings) / error)
         self.cusum = max(0.0, self.cusum + (self.reference - self.value) / error - self.slack)
-        if self.cusum == 0.0:
+        if self.cusum == 0.0 and self.value >= self.average:
             self.good_step = step
 
     def relevant_drop(self, settings: DetectorSettings) -> float:

@@ -1,4 +1,4 @@
-"""Signs that the training signal has come apart from the ability: hacking, collapse, drift.
+"""Signs that the training signal has come apart from the ability: hacking, collapse, drift, starvation.
 
 A reward can be raised without the ability it stands for. What shows it is the training reward going up while
 the held-out metric goes down; what announces it is a policy that runs far from its reference, loses its
@@ -43,6 +43,8 @@ class Observation:
     """Nats per token."""
     kl: float = math.nan
     """Nats per response, to the reference policy."""
+    prompts: float = math.nan
+    """Groups scored per step."""
 
 
 class HackingMonitor:
@@ -55,7 +57,11 @@ class HackingMonitor:
         self._raised: set[str] = set()
 
     def observe(self, task: str, point: Observation, step: int) -> list[Event]:
-        """Add an evaluation of ``task``; return each sign once, when it appears (``hacking`` or ``warn``)."""
+        """Add an evaluation of ``task``; return each sign once, when it appears.
+
+        Kinds: ``hacking``, ``starved`` (no sample of a task that was trained reached training for two
+        evaluations), ``warn`` for the others.
+        """
         points = self._points.setdefault(task, deque(maxlen=_WINDOW))
         points.append(point)
         start = self._start[task] = _first_known(self._start.get(task, point), point)
@@ -64,6 +70,7 @@ class HackingMonitor:
             "kl": self._kl(point),
             "entropy": self._entropy(start, point),
             "length": self._length(start, point),
+            "starved": self._starved(start, points),
         }
         events = []
         for sign, reason in signs.items():
@@ -72,7 +79,7 @@ class HackingMonitor:
                 self._raised.discard(name)
             elif name not in self._raised:
                 self._raised.add(name)
-                kind = "hacking" if sign == "hacking" else "warn"
+                kind = sign if sign in ("hacking", "starved") else "warn"
                 data = {k: v for k, v in asdict(point).items() if math.isfinite(v)}
                 text = f"{task}: {reason}"
                 events.append(Event(step=step, source="guard", kind=kind, reason=text, task=task, data=data))
@@ -112,6 +119,16 @@ class HackingMonitor:
         if not (ratio > limit or ratio < 1.0 / limit):
             return ""
         return f"responses went from {start.length:.1f} to {point.length:.1f} tokens"
+
+    def _starved(self, start: Observation, points: Sequence[Observation]) -> str:
+        """A held-out level falls long after its task has left training, or not at all."""
+        last = [p.prompts for p in points][-2:]
+        if not (start.prompts > 0.0 and len(last) == 2 and last == [0.0, 0.0]):
+            return ""
+        return (
+            "no sample of it reached training since the evaluation before the last, although it was trained "
+            "before: its data, its share or its rewards are gone"
+        )
 
     def forget(self) -> None:
         """The run was taken back: start trends afresh."""

@@ -24,6 +24,8 @@ class _Entry:
     step: int
     updates: float
     """Groups that gave a gradient."""
+    prompts: float
+    """Groups scored."""
     reward: float
     length: float
     entropy: float
@@ -43,6 +45,7 @@ class StepHistory:
             entry = _Entry(
                 step=step,
                 updates=float(seen.num_informative),
+                prompts=float(seen.num_prompts),
                 reward=seen.reward_mean,
                 **{name: seen.metrics.get(name, math.nan) for name in _METRICS},
             )
@@ -80,7 +83,10 @@ class StepHistory:
         return fmean(last) - fmean(first) > _RISING_Z * error
 
     def mean_since(self, task: str, name: str, since: int) -> float:
-        """Return the mean ``reward``, ``length``, ``entropy`` or ``kl`` from ``since`` on, NaN if unknown."""
+        """Return the mean from ``since`` on, NaN if unknown.
+
+        ``name`` is ``reward``, ``length``, ``entropy``, ``kl`` or ``prompts`` (per step).
+        """
         entries = [entry for entry in self._entries.get(task, ()) if entry.step >= since]
         values = [v for entry in entries if math.isfinite(v := getattr(entry, name))]
         return fmean(values) if values else math.nan

@@ -11,7 +11,7 @@ from multitask_rl.guard.settings import SafetyGuardConfig
 
 __all__ = ["Response"]
 
-_PLAIN_STATE = ("rollbacks", "cooldown_until", "began")
+_PLAIN_STATE = ("rollbacks", "cooldown_until", "began", "is_restored")
 
 
 class Response:
@@ -27,6 +27,8 @@ class Response:
         """First step at which evidence adds up again."""
         self.began = 0
         """Step from which the adjustments count."""
+        self.is_restored = False
+        """The adjustments followed a rollback that took place: the run goes on from good weights."""
         self.adjustments = RollbackAdjustments()
         """In force."""
 
@@ -56,7 +58,9 @@ class Response:
         times = len(self.rollbacks) if is_rollback else 1
         factors = {victim: config.victim_factor}
         if culprit:
-            factors[culprit] = 0.0 if action is GuardAction.freeze else config.culprit_factor**times
+            # a task trained into its own fall would only fall again, more slowly, on half of its share
+            is_frozen = action is GuardAction.freeze or (is_rollback and culprit == victim)
+            factors[culprit] = 0.0 if is_frozen else config.culprit_factor**times
         self.adjustments = RollbackAdjustments(
             skip_data=config.skip_data and is_rollback,
             lr_factor=config.lr_factor**times if is_rollback else 1.0,
@@ -67,6 +71,7 @@ class Response:
             culprit=culprit,
         )
         self.began = step
+        self.is_restored = False
         if is_rollback:
             self.cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
 
@@ -74,6 +79,7 @@ class Response:
         """Count adjustments and cooldown from ``step``, where the run goes on."""
         self.cooldown_until += step - self.began
         self.began = step
+        self.is_restored = True
 
     def lift(self, step: int) -> str:
         """End the adjustments if their time is over; return the victim that has recovered, or nothing.

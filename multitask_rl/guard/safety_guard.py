@@ -252,9 +252,16 @@ class SafetyGuard:
             setattr(self, f"_{name}", state[name])
 
     def _feed(self, step: int, evaluations: Mapping[str, TaskEvaluation]) -> list[Event]:
-        """Give every watch its evaluation; evidence does not add up during the cooldown."""
+        """Give every watch its evaluation.
+
+        Evidence does not add up during the cooldown. One evaluation alone may still be too much (a fall of
+        about twice the threshold): what broke the run is there still, and good weights are being spoiled.
+        """
         events = []
+        is_cooling = step < self._response.cooldown_until
         for watch in self._watches:
+            if is_cooling:
+                watch.detector.cusum = 0.0
             evaluation = evaluations.get(watch.task)
             seen = evaluation is not None and watch.observe(evaluation, self._settings)
             missing = f"{watch.key}#missing"
@@ -264,7 +271,7 @@ class SafetyGuard:
                 events.append(Event(step=step, source="guard", kind="warn", reason=reason, task=watch.task))
             elif seen:
                 self._warned.discard(missing)
-            if step < self._response.cooldown_until:
+            if is_cooling and not self._response.is_restored:
                 watch.detector.cusum = 0.0
         return events
 
@@ -325,6 +332,7 @@ class SafetyGuard:
                     length=seen("length"),
                     entropy=seen("entropy"),
                     kl=seen("kl"),
+                    prompts=math.nan if self.weight_factors().get(watch.task) == 0.0 else seen("prompts"),
                 )
                 events += self._hacking.observe(watch.task, point, self._step)
         return events
