@@ -105,7 +105,7 @@ class Supervisor:
         trainer.note(decision.events)
         trainer.trackers.log_metrics(guard.metrics(), trainer.step)
         if decision.action is GuardAction.stop:
-            self._stop(decision)
+            self._stop(guard, decision)
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
         factors = guard.weight_factors()
         trainer.scheduler.set_factors({n: f for n, f in factors.items() if n in trainer.plan.trained})
@@ -168,12 +168,19 @@ class Supervisor:
         trainer.note(guard.rolled_back(target, step=target.step))
         return True
 
-    def _stop(self, decision: GuardDecision) -> None:
-        good = [c.step for c in self._checkpoints() if c.judged_good]
+    def _good_checkpoint(self, guard: SafetyGuard) -> int | None:
+        """Return the step of the checkpoint to go on from: that of a rollback, else the newest judged good."""
+        checkpoints = self._checkpoints()
+        target = guard.rollback_target(checkpoints)
+        good = [c.step for c in checkpoints if c.judged_good]
+        return target.step if target is not None else max(good, default=None)
+
+    def _stop(self, guard: SafetyGuard, decision: GuardDecision) -> None:
+        step = self._good_checkpoint(guard)
         where = (
-            f"the last good weights are in {self._trainer.store.checkpoints.path(good[-1])}"
-            if good
-            else "no checkpoint was judged good"
+            "no checkpoint was judged good"
+            if step is None
+            else f"the last good weights are in {self._trainer.store.checkpoints.path(step)}"
         )
         raise GuardStop(f"the guard stopped the run at step {self._trainer.step}: {decision.reason}; {where}")
 

@@ -20,6 +20,7 @@ from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table
 from claims.plants import FAULTS, GuardWithPlant, Plant
 from claims.suite import TASKS, SuiteRun, build_trainer, prepare_actor
 from multitask_rl.errors import GuardStop
+from multitask_rl.guard.decision import CheckpointInfo
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.trainer import Trainer
 
@@ -117,7 +118,7 @@ def _build(name: str, seed: int, options: Options, *, steps: int, **overrides: A
         "batch": {"prompts_per_step": 4},
         "guard": {"enabled": True},
         "eval": {"every": EVERY, "num_prompts": 256},
-        "checkpoint": {"every": EVERY, "resume": "auto"},
+        "checkpoint": {"every": EVERY, "keep": 12, "resume": "auto"},
     }
     return build_trainer(
         SuiteRun(
@@ -160,12 +161,21 @@ def _branch(
     levels = [min(_levels(e)[n] / reference[n] for n in PAIR) for _, e in trainer.history]
     timeline = Timeline(levels=levels, actions=guard.actions)
     if is_stopped:
-        entries = trainer.store.checkpoints.entries
-        step = max(s for s, entry in entries.items() if entry.judged_good)
+        step = delivered_step(trainer)
         known = [level for (s, _), level in zip(trainer.history, levels, strict=True) if s == step]
         timeline.delivered = known[-1] if known else 1.0  # 1: the checkpoint of the plant itself
     shutil.rmtree(trainer.config.output_dir)
     return timeline
+
+
+def delivered_step(trainer: Trainer) -> int | None:
+    """Return the step of the checkpoint that a run stopped by its guard hands over."""
+    assert trainer.guard is not None
+    entries = trainer.store.checkpoints.entries
+    infos = [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
+    target = trainer.guard.rollback_target(infos)
+    good = [info.step for info in infos if info.judged_good]
+    return target.step if target is not None else max(good, default=None)
 
 
 def _levels(evaluations: Mapping[str, TaskEvaluation]) -> dict[str, float]:
