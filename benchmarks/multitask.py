@@ -27,6 +27,7 @@ CLAIMS = {
     "transfer": "claims.transfer",
     "constraints": "claims.constraints",
     "guard": "claims.guard",
+    "overoptimisation": "claims.overoptimisation",
 }
 """Name on the command line -> module with ``CLAIM``."""
 

@@ -169,7 +169,7 @@ class Supervisor:
         return True
 
     def _good_checkpoint(self, guard: SafetyGuard) -> int | None:
-        """Return the step of the checkpoint to go on from: that of a rollback, else the newest judged good."""
+        """Return the step of the weights to go on from: a rollback's target, else the newest judged good."""
         checkpoints = self._checkpoints()
         target = guard.rollback_target(checkpoints)
         good = [c.step for c in checkpoints if c.judged_good]

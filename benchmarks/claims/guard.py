@@ -18,9 +18,8 @@ from typing import Any
 
 from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table
 from claims.plants import FAULTS, GuardWithPlant, Plant
-from claims.suite import TASKS, SuiteRun, build_trainer, prepare_actor
+from claims.suite import TASKS, SuiteRun, build_trainer, delivered_step, prepare_actor
 from multitask_rl.errors import GuardStop
-from multitask_rl.guard.decision import CheckpointInfo
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.trainer import Trainer
 
@@ -166,16 +165,6 @@ def _branch(
         timeline.delivered = known[-1] if known else 1.0  # 1: the checkpoint of the plant itself
     shutil.rmtree(trainer.config.output_dir)
     return timeline
-
-
-def delivered_step(trainer: Trainer) -> int | None:
-    """Return the step of the checkpoint that a run stopped by its guard hands over."""
-    assert trainer.guard is not None
-    entries = trainer.store.checkpoints.entries
-    infos = [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
-    target = trainer.guard.rollback_target(infos)
-    good = [info.step for info in infos if info.judged_good]
-    return target.step if target is not None else max(good, default=None)
 
 
 def _levels(evaluations: Mapping[str, TaskEvaluation]) -> dict[str, float]:

@@ -18,13 +18,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from multitask_rl.config.build import build_dataclass
 from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.run import RunConfig
+from multitask_rl.guard.decision import CheckpointInfo
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.actor import Actor
 from multitask_rl_tasks.suite import SUITE, build_rows, write_rows
 from multitask_rl_tasks.suite.settings import ModelSize, WarmStartSettings, WarmTask
 from multitask_rl_tasks.suite.warm_start import save_actor
 
-__all__ = ["WARM_START", "SuiteRun", "build_trainer", "levels", "prepare_actor", "step_metrics"]
+__all__ = [
+    "WARM_START",
+    "SuiteRun",
+    "build_trainer",
+    "delivered_step",
+    "levels",
+    "prepare_actor",
+    "step_metrics",
+]
 
 SMALL = ModelSize(hidden_size=64, num_layers=2, intermediate_size=168)
 WARM_START = WarmStartSettings(
@@ -125,6 +134,16 @@ def step_metrics(trainer: Trainer) -> Iterator[dict[str, float]]:
         numbers: dict[str, float] = record.get("metrics", record)
         if any(key.endswith("/weight") for key in numbers):
             yield numbers
+
+
+def delivered_step(trainer: Trainer) -> int | None:
+    """Return the step of the checkpoint that a run stopped by its guard hands over."""
+    assert trainer.guard is not None
+    entries = trainer.store.checkpoints.entries
+    infos = [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
+    target = trainer.guard.rollback_target(infos)
+    good = [info.step for info in infos if info.judged_good]
+    return target.step if target is not None else max(good, default=None)
 
 
 def _task(name: str, entry: Mapping[str, Any], run: SuiteRun, folder: Path) -> dict[str, Any]:

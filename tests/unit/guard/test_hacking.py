@@ -73,6 +73,19 @@ def test_kl_budget_entropy_collapse_and_length_drift_are_warned_once_each() -> N
     assert "from 20.0 to 70.0 tokens" in text
 
 
+def test_a_trained_task_without_samples_for_two_evaluations_is_starved_said_once() -> None:
+    def seen(per_step: list[float]) -> list[tuple[str, int]]:
+        monitor = HackingMonitor(SafetyGuardConfig())
+        points = [Observation(train_reward=0.5, value=0.5, error=0.02, prompts=n) for n in per_step]
+        return [(e.kind, e.step) for step, p in enumerate(points) for e in monitor.observe("a", p, step)]
+
+    assert seen([4.0, 0.0, 0.0, 0.0]) == [("starved", 2)]
+    assert seen([4.0, 0.0, 0.5, 0.0, 2.0]) == []  # a small share leaves gaps
+    assert seen([0.0, 0.0, 0.0]) == []  # a task of weight 0 never was in training
+    assert seen([4.0, math.nan, math.nan]) == []  # frozen by the guard itself, or not trained
+    assert seen([4.0, 0.0, 0.0, 1.0, 0.0, 0.0]) == [("starved", 2), ("starved", 5)]
+
+
 def test_state_round_trip_continues_identically() -> None:
     stream = random.Random(0)
     whole, resumed = (HackingMonitor(SafetyGuardConfig()) for _ in range(2))

@@ -182,7 +182,28 @@ def test_a_task_trained_into_its_own_fall_is_its_own_culprit() -> None:
         if step % 10 == 0 and step != 100:
             decision = guard.observe(step, _constant({"a": 0.6 if step <= 90 else 0.3, "b": 0.7}, step))
     assert decision.adjustments.culprit == "a"
-    assert guard.weight_factors() == {"a": 0.5}
+    assert guard.weight_factors() == {"a": 0.0}  # half its share would only fall again
+
+
+def test_a_task_that_seems_to_cause_its_own_fall_is_slowed_not_frozen_before_a_rollback() -> None:
+    guard = _guard(ladder=["reweight", "rollback"])
+    for step in range(90):
+        guard.record_step(step, {"a": _stats("a", 2, 0.3 + 0.005 * step), "b": _stats("b", 9)})
+    actions = [d.action for d in _run(guard, [0.6] * 9 + [0.48] * 6)]
+    assert next(a for a in actions if a is not GuardAction.keep and a is not GuardAction.warn) is (
+        GuardAction.reweight
+    )
+    assert guard.weight_factors()["a"] == 0.5
+
+
+def test_rollback_target_predates_the_part_of_a_fall_that_leaves_no_evidence() -> None:
+    """0.57 is within half of the threshold below 0.6: the CUSUM is still 0 there, and it is judged good."""
+    guard = _guard()
+    decisions = _run(guard, [0.6] * 10 + [0.57, 0.3])
+    assert decisions[10].judged_good
+    assert decisions[11].action is GuardAction.rollback
+    infos = [CheckpointInfo(step=step, judged_good=True) for step in (80, 90, 100)]
+    assert guard.rollback_target(infos) == infos[1]
 
 
 def test_factors_are_lifted_once_the_victim_has_recovered_and_the_cooldown_is_over() -> None:
@@ -199,9 +220,22 @@ def test_cooldown_lets_nothing_add_up() -> None:
     guard = _guard(cooldown_steps=60)
     _fall(guard)
     guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
-    actions = [d.action for d in _run(guard, [0.3] * 8, start=100)]
+    actions = [d.action for d in _run(guard, [0.5] * 12, start=100)]
     assert actions[:5] == [GuardAction.keep] * 5  # steps 100..140
     assert GuardAction.rollback in actions[5:]
+
+
+def test_cooldown_does_not_hide_that_restored_weights_fall_again_at_once() -> None:
+    guard = _guard(cooldown_steps=60)
+    _fall(guard)
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    assert [d.action for d in _run(guard, [0.6, 0.3], start=100)] == [GuardAction.keep, GuardAction.rollback]
+
+
+def test_cooldown_waits_for_weights_that_no_checkpoint_could_replace() -> None:
+    guard = _guard(cooldown_steps=60)
+    _fall(guard)  # and no rollback: the trainer found no target
+    assert {d.action for d in _run(guard, [0.3] * 5, start=101)} == {GuardAction.keep}
 
 
 def test_rollbacks_are_bounded_then_the_run_stops() -> None:
