@@ -1,4 +1,4 @@
-"""The pure functions of the claims about the guard: what counts as found, restored, delivered. No training."""
+"""The pure functions of the claims about the guard: what is found, restored, handed over. No training."""
 
 from __future__ import annotations
 
@@ -151,9 +151,10 @@ def test_over_optimisation_is_read_off_the_smoothed_curve() -> None:
 
 def test_the_over_optimisation_table_counts_both_criteria() -> None:
     claim = _module("overoptimisation")
+    base = {column: [1.0, 1.0] for column in claim.COLUMNS}
     arms = {
-        "unguarded": {**{c: [1.0, 1.0] for c in claim.COLUMNS}, "ratio": [0.2, 0.6], "gold_end": [0.2, 0.6]},
-        "guard_stop": {**{c: [1.0, 1.0] for c in claim.COLUMNS}, "ratio": [0.96, 0.9], "gold_end": [0.96, 0.9]},
+        "unguarded": {**base, "ratio": [0.2, 0.6], "gold_end": [0.2, 0.6]},
+        "guard_stop": {**base, "ratio": [0.96, 0.9], "gold_end": [0.96, 0.9]},
     }
     lines = claim.render(arms).splitlines()
     assert lines[2].endswith("| 0 of 2 | 1 of 2 |")
