@@ -50,7 +50,7 @@ def run_arm(arm: Arm, seed: int, options: Options) -> Metrics:
                 "batch": {"prompts_per_step": 4},
                 "optimizer": {"learning_rate": 1.5e-4},
                 "guard": arm.settings["guard"],
-                "eval": {"every": EVERY},
+                "eval": {"every": EVERY if arm.settings["kl"]["coefficient"] == MEASURED else 2 * EVERY},
                 "checkpoint": {"every": EVERY, "keep": 22} if arm.settings["guard"]["enabled"] else {},
             },
             warm_start=ACTOR,
@@ -147,7 +147,7 @@ CLAIM = Claim(
         "Against a trained reward model the guard, watching the hidden utility, ends with >= 0.95 of the "
         "run's best utility; without it the run ends below 0.5 of it."
     ),
-    steps=150,
+    steps=120,
     arms=(
         _arm("unguarded"),
         _arm("guard_stop", guard={"max_rollbacks": 0}),

@@ -24,13 +24,14 @@ from multitask_rl.guard.hacking import HackingMonitor, Observation
 from multitask_rl.guard.history import StepHistory
 from multitask_rl.guard.response import Response
 from multitask_rl.guard.settings import SafetyGuardConfig
+from multitask_rl.guard.target import choose_target
 from multitask_rl.guard.watch import Watch, build_watches
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
 __all__ = ["SafetyGuard"]
 
 _MAX_SNAPSHOTS = 64
-_PLAIN_STATE = ("step", "good_until", "judged_good")
+_PLAIN_STATE = ("step", "good_until", "judged_good", "fallen")
 
 Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation]]
 """``confirm(task)`` evaluates the current weights and those last judged good afresh, same prompts and seeds
@@ -119,6 +120,7 @@ class SafetyGuard:
         self._warned: set[str] = set()
         self._step = 0
         self._good_until = 0
+        self._fallen = ""
         self._judged_good = False
 
     def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:
@@ -152,14 +154,14 @@ class SafetyGuard:
         return replace(decision, events=events)
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        """Return the checkpoint to restore: the newest judged good, at most ``rollback_steps`` back.
+        """Return the checkpoint to restore: judged good, at most ``rollback_steps`` back (``choose_target``).
 
-        Among those, one from before the fall began (as the CUSUM dates it) is preferred. None when no
-        checkpoint in reach was judged good; the trainer then goes on with the adjustments alone.
+        None when there is none; the trainer then goes on with the adjustments alone.
         """
         good = [c for c in checkpoints if c.judged_good and 0 <= self._step - c.step <= self.rollback_steps]
-        before = [c for c in good if c.step <= self._good_until]
-        return max(before or good, key=lambda c: c.step, default=None)
+        states = [(at, own[self._fallen]["detector"]) for at, own in self._snapshots if self._fallen in own]
+        seen = [(at, state["value"], state["error"]) for at, state in states]
+        return choose_target(good, seen, fell_after=self._good_until)
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Take note that the run goes on from ``target``, its next step being numbered from ``step``.
@@ -250,6 +252,7 @@ class SafetyGuard:
         self._warned = {rename(key) for key in state["warned"]}
         for name in _PLAIN_STATE:
             setattr(self, f"_{name}", state[name])
+        self._fallen = rename(self._fallen)
 
     def _feed(self, step: int, evaluations: Mapping[str, TaskEvaluation]) -> list[Event]:
         """Give every watch its evaluation.
@@ -307,10 +310,10 @@ class SafetyGuard:
         if not confirmed:
             text = "looks lower, but a paired comparison does not confirm it"
             return self._build(GuardAction.warn, watch, step, text, statistics)
-        self._good_until = watch.detector.good_step
+        self._good_until, self._fallen = watch.detector.good_step, watch.key
         action = self._response.choose(watch.key, statistics, step)
         if action is GuardAction.stop:
-            text = f"has regressed again after {len(self._response.rollbacks)} rollbacks"
+            text = f"has regressed, and {len(self._response.rollbacks)} rollbacks are behind it"
             return self._build(action, watch, step, text, statistics)
         culprit = self._history.find_culprit(watch.task, self._good_until)
         self._response.adjust(action, victim=watch.task, culprit=culprit, step=step)
