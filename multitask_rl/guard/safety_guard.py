@@ -313,7 +313,8 @@ class SafetyGuard:
         self._good_until, self._fallen = watch.detector.good_step, watch.key
         action = self._response.choose(watch.key, statistics, step)
         if action is GuardAction.stop:
-            text = f"has regressed, and {len(self._response.rollbacks)} rollbacks are behind it"
+            times = len(self._response.rollbacks)
+            text = f"has regressed again after {times} rollbacks" if times else "has regressed"
             return self._build(action, watch, step, text, statistics)
         culprit = self._history.find_culprit(watch.task, self._good_until)
         self._response.adjust(action, victim=watch.task, culprit=culprit, step=step)

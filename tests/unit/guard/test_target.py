@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from multitask_rl.guard.decision import CheckpointInfo
+from multitask_rl.guard.target import choose_target
+
+
+def _good(*steps: int) -> list[CheckpointInfo]:
+    return [CheckpointInfo(step=step, judged_good=True) for step in steps]
+
+
+def _seen(*values: float, error: float = 0.03) -> list[tuple[int, float, float]]:
+    return [(10 * (i + 1), value, error) for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0.6, 0.6, 0.6, 0.3), 20),  # 30 borders on the fall: its neighbourhood is lower
+        ((0.6, 0.6, 0.6, 0.56, 0.3), 30),
+        ((0.4, 0.5, 0.6, 0.7, 0.3), 30),  # on the way up the height is the newest level
+        ((0.6, 0.5, 0.6, 0.6, 0.6, 0.2), 40),  # one low evaluation is noise, not the fall
+    ],
+)
+def test_the_newest_at_the_height_is_chosen(values: tuple[float, ...], expected: int) -> None:
+    infos = _good(*(10 * i for i in range(1, len(values))))
+    chosen = choose_target(infos, _seen(*values), fell_after=1000)
+    assert chosen is not None
+    assert chosen.step == expected
+
+
+def test_candidates_from_before_the_fall_come_first_whatever_their_level() -> None:
+    infos = _good(10, 30)
+    assert choose_target(infos, _seen(0.5, 0.6, 0.7, 0.3), fell_after=20) == infos[0]
+    assert choose_target(infos[1:], _seen(0.5, 0.6, 0.7, 0.3), fell_after=20) == infos[1]
+
+
+def test_without_values_the_newest_is_chosen_and_without_candidates_none() -> None:
+    infos = _good(10, 20)
+    assert choose_target(infos, [], fell_after=15) == infos[0]
+    assert choose_target(infos, [(15, 0.5, 0.1)], fell_after=25) == infos[1]  # never evaluated alone
+    assert choose_target([], _seen(0.5), fell_after=10) is None
