@@ -69,7 +69,7 @@ def _table(cls: type, prefix: str = "", skip: tuple[str, ...] = ()) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     meanings = _meanings(cls)
     for field in dataclasses.fields(cls):
-        if field.name not in skip:
+        if field.name not in skip and not field.metadata.get("derived"):
             kind = str(field.type).replace("|", "\\|")
             meaning = meanings.get(field.name, "").replace("|", "\\|").replace("``", "`")
             lines.append(f"| `{prefix}{field.name}` | `{kind}` | {_default(field)} | {meaning} |")

@@ -177,6 +177,9 @@ def describe(scored: Sequence[Scored], final: Sequence[Scored]) -> dict[str, flo
     for s in final:
         numbers.setdefault("length", []).append(len(s.rollout.response_ids))
         numbers.setdefault("truncated_rate", []).append(s.rollout.is_truncated)
+        if s.rollout.sampling.grammar:
+            # the end token is allowed after a sentence only
+            numbers.setdefault("grammar/accepted_rate", []).append(s.rollout.finish_reason == "stop")
         failed = s.failure is not None or s.rollout.failure is not None
         numbers.setdefault("failure_rate", []).append(failed)
         for name, result in s.breakdown.items():

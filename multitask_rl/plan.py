@@ -19,7 +19,7 @@ from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.satisfaction import constraint_warnings
-from multitask_rl.task_run import build_algorithms
+from multitask_rl.task_run import build_algorithms, run_sampling
 
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
@@ -101,6 +101,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     )
     for name, spec in specs.items():
         _check_combination(spec, plan.algorithms[name])
+        _check_stop(spec, config)
         if spec.curriculum.by not in ("", PASS_RATE):
             pools_by_column(rows[name][0], spec.curriculum, name)
         _check_streaming(spec, plan)
@@ -157,6 +158,17 @@ def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
             f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: stream_every needs an engine that can "
             f"be watched while it generates: rollout.engine=hf with executor=local, not {engine!r} with "
             f"{executor!r}; leave stream_every out to judge whole responses"
+        )
+
+
+def _check_stop(spec: TaskSpec, config: RunConfig) -> None:
+    """Refuse two judges of where a response ends."""
+    stop = spec.sampling_params(run_sampling(config)).stop
+    if spec.grammar and stop:
+        raise ConfigError(
+            f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: a grammar decides where a response "
+            f"ends, a stop string could cut it before ({', '.join(map(repr, stop))}); set "
+            f"tasks.{spec.name}.sampling.stop=[]"
         )
 
 

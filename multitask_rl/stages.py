@@ -132,7 +132,7 @@ class ConstraintStage(Stage):
 
     def process(self, items: list[Rollout]) -> list[Rollout]:
         """Return the rollouts with verdicts, attempts of one slot side by side."""
-        constrained = [r for r in items if self._runs[r.task].spec.constraints]
+        constrained = [r for r in items if self._runs[r.task].spec.judged]
         if not constrained:
             return items
         attempts: dict[tuple[str, int], list[Rollout]] = {}
@@ -153,7 +153,7 @@ class ConstraintStage(Stage):
             # what ended a response stands, though a judge that draws might now think better of it
             verdicts = {**judged_whole, **rollout.verdicts}
             rejecting = {
-                c.name or c.plugin for c in self._runs[rollout.task].spec.constraints if c.mode == "reject"
+                c.name or c.plugin for c in self._runs[rollout.task].spec.judged if c.mode == "reject"
             }
             failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
             refused = any(
@@ -202,7 +202,7 @@ class RewardStage(Stage):
         ]
 
     def _with_costs(self, scored: Scored) -> Scored:
-        constraints = self._runs[scored.rollout.task].spec.constraints
+        constraints = self._runs[scored.rollout.task].spec.judged
         if not constraints:
             return scored
         costs: dict[str, list[float]] = {}

@@ -130,13 +130,14 @@ def build_task_runs(
         actor: its vocabulary and longest sequence are needed.
 
     Raises:
-        ConfigError: the model's context cannot hold the response.
+        ConfigError: the model's context cannot hold the response, or its vocabulary not the task's grammar.
     """
     _bind_control_tokens(algorithms, actor)
     runs: dict[str, TaskRun] = {}
     for name, spec in specs.items():
         algorithm, (train_rows, eval_rows) = algorithms[name], rows[name]
         sampling = spec.sampling_params(run_sampling(config))
+        _check_grammar(spec, sampling, actor)
         run = TaskRun(
             spec=spec,
             algorithm=algorithm,
@@ -244,6 +245,15 @@ def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> N
     for algorithm in algorithms.values():
         if algorithm.num_control_tokens:
             algorithm.bind(ids[: algorithm.num_control_tokens])
+
+
+def _check_grammar(spec: TaskSpec, sampling: SamplingParams, actor: Actor) -> None:
+    if sampling.grammar:
+        try:
+            actor.grammars.check(sampling.grammar, sampling.max_new_tokens)
+        except ConfigError as error:
+            where = f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints"
+            raise ConfigError(f"{where}: {error}") from error
 
 
 def _max_prompt_tokens(name: str, sampling: SamplingParams, config: RunConfig, actor: Actor) -> int:

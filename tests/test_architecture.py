@@ -38,6 +38,7 @@ ADAPTERS = {
     "peft": {"training/lora"},
     "evaluate": {"scoring/foreign"},
     "codebleu": set(),
+    "llguidance": {"config/grammar", "rollout/grammar"},
     "deepspeed": {"training"},
 }
 """Library -> where in core it may be imported (bundled plugins may import what they adapt)."""

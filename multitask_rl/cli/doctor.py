@@ -25,6 +25,7 @@ _EXTRAS = {
     "math": ("math-verify",),
     "ray": ("ray",),
     "peft": ("peft",),
+    "grammar": ("llguidance",),
 }
 _GROUPS_IMPORTED = tuple(g for g in GROUPS if not g.endswith(("rollout_engines", "trackers")))
 """Engines and trackers import the library they adapt; their packages are looked at instead."""

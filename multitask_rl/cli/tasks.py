@@ -81,7 +81,9 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     needs: set[str] = set()
     traits: dict[str, PluginTraits] = {}
     rewards = [("reward", i, r.plugin, r.config) for i, r in enumerate(spec.rewards)]
-    constraints = [("constraint", i, c.plugin, c.config) for i, c in enumerate(spec.constraints)]
+    constraints = [
+        ("constraint", i, c.plugin, c.config) for i, c in enumerate(spec.constraints) if c.mode != "grammar"
+    ]
     for kind, index, plugin, config in rewards + constraints:
         place = f"{where}.{kind}s[{index}]"
         source = find_plugin(kind, plugin, place)

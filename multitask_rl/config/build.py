@@ -49,12 +49,17 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> No
 def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:
     """Return ``cls(**values)`` after checking every key and type against the hints of ``cls``.
 
-    Nested dataclasses, lists and tuples are built too; whole numbers are accepted as numbers.
+    Nested dataclasses, lists and tuples are built too; whole numbers are accepted as numbers. A field with
+    the metadata ``derived`` is filled in from elsewhere and is no key.
 
     Raises:
         ConfigError: unknown key, wrong type, missing key, or what ``__post_init__`` refuses.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    fields = {
+        f.name: f
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.init and not f.metadata.get("derived")
+    }
     check_keys(values, fields, where)
     hints = typing.get_type_hints(cls)
     built = {key: _convert(hints[key], value, where.at(key)) for key, value in values.items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from multitask_rl.config.build import suggest
+from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
 from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.task import ConstraintSpec, MultiplierSpec, TaskSpec
 from multitask_rl.config.template import parse_template
@@ -31,7 +32,7 @@ FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")
 """Reward functions of other libraries; ``scoring.adapt`` reads what follows the prefix."""
 GENERATOR_PREFIX = "reasoning_gym:"
 """Data sets that a program makes, with their own verifier."""
-CONSTRAINT_MODES = ("reject", "penalty", "lagrangian")
+CONSTRAINT_MODES = ("reject", "penalty", "lagrangian", "grammar")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -76,12 +77,11 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     for index, reward in enumerate(spec.rewards):
         _check_plugin(where.at("rewards", index), "multitask_rl.rewards", reward.plugin)
     for index, constraint in enumerate(spec.constraints):
-        here = where.at("constraints", index)
-        _check_plugin(here, "multitask_rl.constraints", constraint.plugin)
-        _check_constraint(here, constraint)
-    if not spec.rewards and not spec.constraints and not spec.dataset.startswith("plugin:"):
+        _check_constraint(where.at("constraints", index), constraint)
+    _check_number_of_grammars(spec, where.at("constraints"))
+    if not spec.rewards and not spec.judged and not spec.dataset.startswith("plugin:"):
         raise ConfigError(
-            f"{where}: the task has neither rewards nor constraints, so nothing could be learnt; "
+            f"{where}: the task has neither rewards nor constraints that judge, so nothing could be learnt; "
             f"add 'rewards: [<name>]' (`multitask-rl plugins list` shows what is installed)"
         )
     try:
@@ -131,6 +131,13 @@ def _check_numbers(spec: TaskSpec, where: Where) -> None:
 
 def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
     _one_of(where.at("mode"), constraint.mode, CONSTRAINT_MODES)
+    if constraint.mode == "grammar":
+        _check_grammar_alone(where, constraint)
+        check_grammar(constraint.config, where.at("config"))
+        return
+    if not constraint.plugin:
+        raise ConfigError(f"{where}: key 'plugin' is missing; only mode grammar has none")
+    _check_plugin(where, "multitask_rl.constraints", constraint.plugin)
     _in_range(where.at("limit"), constraint.limit, low=0.0, high=1.0)
     if constraint.mode == "lagrangian" and constraint.limit is None:
         raise ConfigError(
@@ -143,6 +150,27 @@ def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
         raise ConfigError(
             f"{where.at('multiplier')}: mode {constraint.mode!r} has no multiplier; leave it out, or set "
             "mode: lagrangian"
+        )
+
+
+def _check_grammar_alone(where: Where, constraint: ConstraintSpec) -> None:
+    """Refuse keys of constraints that judge: a grammar would leave them without effect."""
+    default = ConstraintSpec()
+    for key in ("plugin", "limit", "weight", "max_attempts", "stream_every", "multiplier"):
+        if getattr(constraint, key) != getattr(default, key):
+            raise ConfigError(
+                f"{where.at(key)}: a constraint of mode grammar has no {key}, got "
+                f"{getattr(constraint, key)!r}: it judges no response, it decides what can be sampled; give "
+                f"the grammar in config: one of {', '.join(GRAMMAR_KEYS)}"
+            )
+
+
+def _check_number_of_grammars(spec: TaskSpec, where: Where) -> None:
+    grammars = [index for index, c in enumerate(spec.constraints) if c.mode == "grammar"]
+    if len(grammars) > 1:
+        raise ConfigError(
+            f"{where.at(grammars[1])}: a second grammar; a task has one: join them in one regex "
+            "('first|second') or in one schema ('anyOf'), or make it two tasks"
         )
 
 

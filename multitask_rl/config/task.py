@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,13 +83,13 @@ class MultiplierSpec:
 class ConstraintSpec:
     """One constraint of a task."""
 
-    plugin: str
-    """Entry-point name, ``module:function`` or ``file.py:function``."""
+    plugin: str = ""
+    """Entry-point name, ``module:function`` or ``file.py:function``; none in mode ``grammar``."""
     name: str = ""
     """Name in logs; default: the plugin's."""
     mode: str = "reject"
     """``reject``: refuse the response and sample again; ``penalty``: subtract ``weight * cost``;
-    ``lagrangian``: a multiplier keeps the mean cost at ``limit``."""
+    ``lagrangian``: a multiplier keeps the mean cost at ``limit``; ``grammar``: nothing else is sampled."""
     limit: float | None = None
     """In [0, 1]. Every evaluation tests the held-out violation rate against it, by the upper end of its
     one-sided 95 % interval; ``lagrangian`` (needs it) also keeps the mean cost of training below it."""
@@ -101,7 +102,8 @@ class ConstraintSpec:
     """Tokens between two looks at a response while it is generated; the first look that finds a violation
     ends it there. For limits that no later token can mend. 0 = judged when complete."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the plugin's ``Config``."""
+    """Keys of the plugin's ``Config``; in mode ``grammar`` one of ``regex`` (the whole response matches),
+    ``json_schema``, ``choices`` (a list of texts)."""
     device: str = ""
     """Device of a model-backed plugin; empty = from the device map, else its default."""
 
@@ -196,8 +198,22 @@ class TaskSpec:
     source: str = ""
     """``file:line`` of its definition, for errors."""
 
+    @property
+    def judged(self) -> list[ConstraintSpec]:
+        """Constraints that judge a response; a grammar does not, it decides what can be sampled."""
+        return [c for c in self.constraints if c.mode != "grammar"]
+
+    @property
+    def grammar(self) -> str:
+        """JSON text of the grammar's configuration; empty without one (see ``SamplingParams.grammar``)."""
+        return next((json.dumps(c.config) for c in self.constraints if c.mode == "grammar"), "")
+
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         """Return how the task is sampled, given the run's ``default``."""
-        if self.sampling is None or not self.sampling_keys:
-            return self.sampling or default
-        return replace(default, **{key: getattr(self.sampling, key) for key in self.sampling_keys})
+        if self.sampling is None:
+            result = default
+        elif not self.sampling_keys:
+            result = self.sampling
+        else:
+            result = replace(default, **{key: getattr(self.sampling, key) for key in self.sampling_keys})
+        return replace(result, grammar=self.grammar) if self.grammar else result

@@ -263,7 +263,7 @@ def _plugins(cls: type[S], items: Any, where: Where) -> list[S]:
         if not isinstance(item, (str, Mapping)):
             raise ConfigError(f"{here}: expected a plugin's name or a mapping with 'plugin', got {item!r}")
         spec = build_dataclass(cls, {"plugin": item} if isinstance(item, str) else item, here)
-        spec.name = spec.name or _short_name(spec.plugin)
+        spec.name = spec.name or _short_name(spec.plugin) or "grammar"
         if any(other.name == spec.name for other in specs):
             raise ConfigError(f"{here}: the name {spec.name!r} is taken; give this one another 'name'")
         specs.append(spec)

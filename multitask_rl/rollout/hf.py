@@ -21,6 +21,7 @@ from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Generation, GenerationRequest, Watch
 from multitask_rl.rollout.decoder import Decoder, PlainDecoder, SharedDecoder, can_share_prompts
+from multitask_rl.rollout.grammar import GrammarRows, Grammars
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
 from multitask_rl.rollout.shared_attention import attention_over_shared_prompts
 
@@ -86,6 +87,7 @@ class HFEngine:
         pad_token_id: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         max_batch_tokens: int = 65536,
+        grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.model = model
         self.policy_version = 0
@@ -93,6 +95,7 @@ class HFEngine:
         self._eos = torch.tensor(sorted(eos_token_ids))
         self._pad = pad_token_id
         self._decode = decode
+        self._grammars = grammars
         self._cached = not (getattr(model, "_is_stateful", False))
         self._shares_prompts: bool | None = None
 
@@ -105,6 +108,7 @@ class HFEngine:
             pad_token_id=actor.pad_token_id,
             decode=lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=True)),
             max_batch_tokens=config.max_batch_tokens,
+            grammars=lambda: actor.grammars,
         )
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
@@ -201,9 +205,10 @@ class HFEngine:
         state = self._decoder([row.prompt_ids for row in rows])
         active = torch.arange(len(rows), device=device)
         eos, first = self._eos.to(device), rows[0].sampling
+        grammar = self._follow([row.sampling.grammar for row in rows])
         for step in range(steps):
             tokens, chosen = sample_tokens(
-                state.logits,
+                state.logits if grammar is None else grammar.mask(state.logits, active),
                 uniforms[active, step],
                 temperature=first.temperature,
                 top_k=first.top_k,
@@ -211,6 +216,8 @@ class HFEngine:
             )
             ids[active, step] = tokens
             logprobs[active, step] = chosen
+            if grammar is not None:
+                grammar.advance(active, tokens)
             ended = torch.isin(tokens, eos) | self._hit_stop_string(rows, ids, active, step)
             lengths[active[ended]] = step + 1
             stopped[active[ended]] = True
@@ -239,6 +246,13 @@ class HFEngine:
         if self._shares_prompts:
             return SharedDecoder(self.model, prompts, self._pad)
         return PlainDecoder(self.model, prompts, self._pad, cached=self._cached)
+
+    def _follow(self, grammars: list[str]) -> GrammarRows | None:
+        if not any(grammars):
+            return None
+        if self._grammars is None:
+            raise EngineError("a request has a grammar, but the engine was built without 'grammars'")
+        return self._grammars().follow(grammars)
 
     def _hit_stop_string(self, rows: list[_Row], ids: Tensor, active: Tensor, step: int) -> Tensor:
         hit = torch.zeros(len(active), dtype=torch.bool, device=ids.device)

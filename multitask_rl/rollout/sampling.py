@@ -5,11 +5,13 @@ Axes: ``B`` rows, ``V`` vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["draw_uniforms", "keep_top", "sample_tokens"]
+__all__ = ["TokenMask", "draw_uniforms", "keep_allowed", "keep_top", "sample_tokens"]
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
@@ -18,6 +20,48 @@ def draw_uniforms(seed: int, count: int) -> np.ndarray:
     Each sample owns its stream, so its tokens do not depend on what else is in the batch.
     """
     return np.random.Generator(np.random.Philox(key=seed)).random(count, dtype=np.float32)
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenMask:
+    """What a grammar allows at some of the tokens of a batch, one bit per token of the vocabulary."""
+
+    tokens: Tensor
+    """[M] positions in the batch that have a mask."""
+    packed: Tensor
+    """[U, >= V / 8] uint8, the distinct masks; token v is bit v % 8 of byte v // 8."""
+    which: Tensor
+    """[M] row of ``packed`` of each position."""
+    forced: Tensor
+    """[M] bool: a single token was allowed."""
+
+    def to(self, device: torch.device) -> TokenMask:
+        """Move the tensors."""
+        return TokenMask(
+            tokens=self.tokens.to(device),
+            packed=self.packed.to(device),
+            which=self.which.to(device),
+            forced=self.forced.to(device),
+        )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return ``logits`` [N, V] with -inf for what is not allowed; the other positions are untouched."""
+        kept = keep_allowed(logits[self.tokens], self.packed[self.which])
+        return logits.index_copy(0, self.tokens, kept)
+
+
+def keep_allowed(logits: Tensor, packed: Tensor) -> Tensor:
+    """Set the logits of tokens that a grammar does not allow to -inf.
+
+    Before temperature and filters: the nucleus is one of the allowed tokens.
+
+    Args:
+        logits: [B, V].
+        packed: [B, >= V / 8] uint8, see ``TokenMask``.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    refused = ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)[:, : logits.shape[-1]] == 0
+    return logits.masked_fill(refused, float("-inf"))
 
 
 def keep_top(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None = None) -> Tensor:

@@ -27,6 +27,7 @@ from multitask_rl.config.located_yaml import Where
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.rollout.handover import save_for_engine
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class VLLMEngine:
         self._llm: Any = _start(str(model_dir), self.config, seed)
         self._shapes = _saved_shapes(Path(model_dir))
         self._unusable = ""
+        self._grammars: Grammars | None = None
         self._max_model_len = int(self._llm.llm_engine.model_config.max_model_len)
 
     @classmethod
@@ -157,7 +159,25 @@ class VLLMEngine:
             logprobs=0,
             detokenize=bool(params.stop),
             skip_special_tokens=False,
+            structured_outputs=self._structured_outputs(params.grammar),
         )
+
+    def _structured_outputs(self, grammar: str) -> Any:
+        """Return the grammar as the guidance backend reads it: the same text that the trainer compiles."""
+        if not grammar:
+            return None
+        from vllm.sampling_params import StructuredOutputsParams
+
+        if self._grammars is None:
+            tokenizer = self._llm.get_tokenizer()
+            vocab_size = int(self._llm.llm_engine.model_config.get_vocab_size())
+            self._grammars = Grammars(tokenizer, vocab_size=vocab_size, eos_token_id=tokenizer.eos_token_id)
+        if not self._grammars.is_native:
+            raise EngineError(
+                "vLLM cannot follow a grammar with this tokenizer: it is neither byte-level nor has byte "
+                "fallback; take rollout.engine=hf"
+            )
+        return StructuredOutputsParams(grammar=self._grammars.source(grammar))
 
     def _run(self, prompts: list[dict[str, list[int]]], sampling: list[Any]) -> list[Any]:
         self._check_usable()
@@ -260,6 +280,8 @@ def _start(model_dir: str, config: VLLMEngine.Config, seed: int) -> Any:
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 enforce_eager=config.enforce_eager or on_cpu,
                 logprobs_mode="processed_logprobs",
+                # the trainer's library for every grammar; its mask is put on before the log-probabilities
+                structured_outputs_config={"backend": "guidance"},
                 enable_prefix_caching=True,
                 **arguments,
             )

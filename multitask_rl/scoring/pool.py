@@ -74,7 +74,7 @@ class RewardPool:
         plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, LanePlan]] = []
         for task in self._specs.values():
             _check_names(task)
-            for specs in (task.rewards, task.constraints):
+            for specs in (task.rewards, task.judged):
                 for index, spec in enumerate(cast(list[RewardSpec | ConstraintSpec], specs)):
                     plan = plan_lane(task, spec, index, seed=self._seed, devices=self._devices)
                     plans.append((task, spec, plan))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
+from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.training.critic import Critic
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Actor:
         self.policy_version = 0
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
+        self._grammars: Grammars | None = None
 
     @property
     def device(self) -> torch.device:
@@ -57,6 +59,24 @@ class Actor:
     def hidden_size(self) -> int:
         """Width of the last hidden state."""
         return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiled grammars, for sampling and for training; made anew when the vocabulary has grown.
+
+        Raises:
+            MissingExtraError, ConfigError: see ``Grammars``.
+        """
+        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        known = self._grammars
+        if known is None or (known.tokenizer_size, known.logits_size) != (len(self.tokenizer), vocab_size):
+            eos = self.tokenizer.eos_token_id
+            known = self._grammars = Grammars(
+                self.tokenizer,
+                vocab_size=vocab_size,
+                eos_token_id=int(eos) if eos is not None else self.eos_token_ids[0],
+            )
+        return known
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Parameters with a gradient, in a fixed order."""

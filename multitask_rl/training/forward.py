@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.sampling import keep_top
+from multitask_rl.rollout.sampling import TokenMask, keep_top
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.shared_prompt import shared_logits
 
@@ -24,11 +24,13 @@ class TokenOutputs:
     """What the model says of the response tokens of a micro-batch."""
 
     logprobs: Tensor
-    """[N] nats, under the sampled distribution (temperature, top-k, top-p), float32."""
+    """[N] nats, under the sampled distribution (grammar, temperature, top-k, top-p), float32."""
     logits: Tensor
-    """[N, V] float32, after temperature and filter."""
+    """[N, V] float32, after grammar, temperature and filter."""
     hidden: Tensor | None = None
     """[N, H] last hidden state at the position before each token."""
+    forced: Tensor | None = None
+    """[N] bool: a grammar left a single token; None if no sample of the micro-batch has a grammar."""
 
 
 def response_logits(model: Any, batch: MicroBatch, *, want_hidden: bool) -> tuple[Tensor, Tensor | None]:
@@ -62,7 +64,12 @@ def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def forward_tokens(
-    model: Any, batch: MicroBatch, sampling: list[SamplingParams], *, want_hidden: bool = False
+    model: Any,
+    batch: MicroBatch,
+    sampling: list[SamplingParams],
+    *,
+    want_hidden: bool = False,
+    mask: TokenMask | None = None,
 ) -> TokenOutputs:
     """Run ``model`` and return log-probabilities of the response tokens as the engine sampled them.
 
@@ -71,9 +78,12 @@ def forward_tokens(
         batch: micro-batch on the model's device.
         sampling: [B] sampling parameters per sample; temperature 0 counts as 1 (greedy has no distribution).
         want_hidden: also return the last hidden states (for value heads).
+        mask: what grammars allowed at the response tokens that have one.
     """
     logits, hidden = response_logits(model, batch, want_hidden=want_hidden)
     logits = logits.float()
+    if mask is not None:
+        logits = mask.apply(logits)
     temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=logits.device)
     if bool((temperatures != 1.0).any()):
         logits = logits / temperatures[batch.sequence].unsqueeze(-1)
@@ -83,4 +93,9 @@ def forward_tokens(
         filtered = keep_top(logits[tokens], top_k, top_p, keep=batch.targets[tokens])
         logits = logits.index_copy(0, tokens, filtered)
     picked = logits.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
-    return TokenOutputs(logprobs=picked - logits.logsumexp(dim=-1), logits=logits, hidden=hidden)
+    forced = None
+    if mask is not None:
+        forced = torch.zeros_like(picked, dtype=torch.bool).index_copy(0, mask.tokens, mask.forced)
+    return TokenOutputs(
+        logprobs=picked - logits.logsumexp(dim=-1), logits=logits, hidden=hidden, forced=forced
+    )

@@ -177,7 +177,10 @@ class Learner:
             # samples are numbered within the task: 0 .. len(own) - 1
             token_batch.sequence = torch.searchsorted(members, batch.sequence[tokens])
             result = self._tasks[name].algorithm.loss(token_batch)
-            means.add(name, _token_metrics(token_batch, result, out.logits[tokens]))
+            metrics = _token_metrics(token_batch, result, out.logits[tokens])
+            if out.forced is not None and self._tasks[name].spec.grammar:
+                metrics["grammar/forced_share"] = out.forced[tokens].float()
+            means.add(name, metrics)
             total = total + (result.loss * weight[tokens]).sum()
         return total
 
@@ -236,7 +239,8 @@ def _token_metrics(batch: TokenBatch, result: LossOutput, logits: Tensor) -> dic
 
 def _entropy(logits: Tensor) -> Tensor:
     logprobs = logits.log_softmax(dim=-1)
-    return -(logprobs.exp() * logprobs).masked_fill(logprobs == float("-inf"), 0.0).sum(dim=-1)
+    # masked before the product: 0 * -inf is NaN in the gradient
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(dim=-1)
 
 
 def _rollout_logprobs(sample: TrainSample) -> Tensor:

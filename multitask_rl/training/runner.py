@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,9 +69,8 @@ class ModelRunner:
         self, batch: MicroBatch, samples: Sequence[TrainSample], *, want_hidden: bool = False
     ) -> TokenOutputs:
         """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``)."""
-        sampling = [_distribution(samples[i]) for i in batch.indices]
         with self._autocast():
-            return forward_tokens(self.actor.model, batch, sampling, want_hidden=want_hidden)
+            return self._forward(self.actor.model, batch, samples, want_hidden=want_hidden)
 
     def batches(self, samples: Sequence[TrainSample]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of ``samples`` on the actor's device."""
@@ -84,8 +83,7 @@ class ModelRunner:
         result: list[Tensor] = [torch.empty(0)] * len(samples)
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             for batch in self.cut(samples, for_reference=True):
-                sampling = [_distribution(samples[i]) for i in batch.indices]
-                out = forward_tokens(reference, batch.to(self.actor.device), sampling)
+                out = self._forward(reference, batch.to(self.actor.device), samples)
                 scatter(result, batch, out.logprobs)
         return result
 
@@ -103,11 +101,12 @@ class ModelRunner:
             layout="packed" if self._config.batch.layout == "packed" else "bucketed",
             pad_token_id=self.actor.pad_token_id,
         ).to(logits.device)
-        sampling = [_distribution(s) for s in samples]
         with torch.no_grad(), self.actor.reference_policy(self.reference) as reference, self._autocast():
-            ref = forward_tokens(reference, batch, sampling).logits.log_softmax(dim=-1)
+            ref = self._forward(reference, batch, samples).logits.log_softmax(dim=-1)
         policy = logits.log_softmax(dim=-1)
-        return (policy.exp() * (policy - ref)).masked_fill(policy == float("-inf"), 0.0).sum(dim=-1)
+        # masked before the product: -inf - -inf is NaN, and 0 * NaN is NaN in the gradient
+        gap = (policy - ref).masked_fill(policy == float("-inf"), 0.0)
+        return (policy.exp() * gap).sum(dim=-1)
 
     def values(self, task: str, batch: MicroBatch, out: TokenOutputs, tokens: Tensor | None = None) -> Tensor:
         """Return the values of the task's head for ``tokens`` (default: all) of a micro-batch: [N]."""
@@ -116,6 +115,18 @@ class ModelRunner:
             raise AssertionError("hidden states were not asked for")
         values = self.critic.values(task, hidden if tokens is None else hidden[tokens])
         return values.to(out.logprobs.device)
+
+    def _forward(
+        self, model: Any, batch: MicroBatch, samples: Sequence[TrainSample], *, want_hidden: bool = False
+    ) -> TokenOutputs:
+        chosen = [samples[i] for i in batch.indices]
+        sampling = [_distribution(s) for s in chosen]
+        grammars = [s.grammar for s in sampling]
+        mask = None
+        if any(grammars):
+            masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
+            mask = masks.to(batch.targets.device)
+        return forward_tokens(model, batch, sampling, want_hidden=want_hidden, mask=mask)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.actor.device.type, torch.bfloat16, enabled=self._config.model.autocast)
@@ -129,8 +140,12 @@ def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
 
 
 def _distribution(sample: TrainSample) -> SamplingParams:
-    """Return the distribution its log-probabilities are of: the sampled one; the plain one off-policy."""
-    return sample.scored.rollout.sampling if len(sample.rollout_logprobs) else SamplingParams()
+    """Return the distribution its log-probabilities are of: the sampled one; the plain one off-policy.
+
+    A grammar stays: it is no way of sampling but a part of the policy, wherever that is used.
+    """
+    sampling = sample.scored.rollout.sampling
+    return sampling if len(sample.rollout_logprobs) else SamplingParams(grammar=sampling.grammar)
 
 
 def _reference_prompt(sample: TrainSample) -> Sequence[int]:

