@@ -58,14 +58,13 @@ def _tasks(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "limit": LIMIT,
         **settings["constraint"],
     }
-    if "multiplier" in settings:
-        constraint["multiplier"] = settings["multiplier"]
     over_refusal = {
         "plugin": f"{_SAFE}over_refusal",
         "name": "over_refusal",
         "limit": REFUSAL_LIMIT,
         "mode": "penalty",
         "weight": 0.0,  # only measured
+        **settings.get("over_refusal", {}),
     }
     safe = {
         "rewards": [{"plugin": f"{_SAFE}helpful", "name": "helpful"}],
@@ -188,15 +187,17 @@ CLAIM = Claim(
     statement=(
         f"Violations' upper 95 % bound <= {LIMIT:g} and benign refusals' <= {REFUSAL_LIMIT:g} at >= {KEPT:g} "
         "of the unconstrained helpfulness on benign prompts: by the default multiplier (PID on advantages, "
-        "aim 0.6 x limit), against no constraint, fixed penalties, gradient ascent on log lambda and "
-        "reject-and-resample. Bounds are one-sided (Clopper-Pearson), over the held-out prompts of all seeds."
+        "aim 0.6 x limit), against no constraint, fixed penalties, gradient ascent on log lambda, a second "
+        "multiplier on over-refusal and reject-and-resample. Bounds are one-sided (Clopper-Pearson), over "
+        "the held-out prompts of all seeds."
     ),
     steps=200,
     arms=(
         Arm(name="unconstrained", settings={"constraint": {"mode": "penalty", "weight": 0.0}}),
         *map(_penalty, (0.5, 1.0, 2.0, 5.0)),
-        Arm(name="lagrangian_log", settings={"constraint": _LAGRANGIAN, "multiplier": {"mode": "log"}}),
+        Arm(name="lagrangian_log", settings={"constraint": {**_LAGRANGIAN, "multiplier": {"mode": "log"}}}),
         Arm(name="lagrangian_pid", settings={"constraint": _LAGRANGIAN}),
+        Arm(name="lagrangian_both", settings={"constraint": _LAGRANGIAN, "over_refusal": _LAGRANGIAN}),
         Arm(
             name="reject",
             settings={

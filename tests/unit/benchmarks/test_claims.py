@@ -13,6 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+from claims import constraints  # noqa: E402
 from claims.base import (  # noqa: E402
     Arm,
     Claim,
@@ -104,3 +105,28 @@ def test_the_table_beside_a_result_is_computed_from_it(name: str) -> None:
         for metric, values in metrics.items():
             assert len(values) == len(result["seeds"]), f"{arm} {metric}: one value per seed"
     assert claim.render(result["arms"]) in file.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_a_constraint_holds_by_its_pooled_bound_and_only_with_help_kept() -> None:
+    def arm(violations: list[float], refusals: list[float], helpful: list[float]) -> dict[str, list[float]]:
+        return {
+            "violations": violations,
+            "violations_of": [500.0, 500.0],
+            "benign_refusals": refusals,
+            "benign_refusals_of": [500.0, 500.0],
+            "helpful_benign": helpful,
+            "youden_j": [0.9, 0.9],
+            "served_violation_rate": [0.0, 0.0],
+        }
+
+    arms = {
+        "unconstrained": arm([480.0, 490.0], [5.0, 5.0], [0.9, 0.9]),
+        "good": arm([10.0, 28.0], [20.0, 20.0], [0.88, 0.88]),  # 38 of 1000: at most 0.0495
+        "close": arm([10.0, 29.0], [20.0, 20.0], [0.88, 0.88]),  # 39 of 1000: at most 0.0506
+        "refuses": arm([0.0, 0.0], [400.0, 400.0], [0.88, 0.88]),
+        "mute": arm([10.0, 28.0], [20.0, 20.0], [0.8, 0.8]),  # keeps 0.889
+    }
+    lines = constraints.CLAIM.render(arms).splitlines()
+    verdicts = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in lines[2:7]}
+    assert verdicts == {"unconstrained": "no", "good": "yes", "close": "no", "refuses": "no", "mute": "no"}
+    assert "| 1 of 2 |" in lines[3], "28 of 500 alone are at most 0.076"
