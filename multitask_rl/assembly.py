@@ -15,7 +15,15 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
 
-__all__ = ["Scorer", "build_guard", "build_scheduler", "build_scorer", "build_trackers", "engine_factory"]
+__all__ = [
+    "Scorer",
+    "build_guard",
+    "build_scheduler",
+    "build_scorer",
+    "build_trackers",
+    "describe_sharing",
+    "engine_factory",
+]
 
 
 def build_scorer(plan: RunPlan) -> Scorer:
@@ -77,3 +85,17 @@ def build_trackers(
         return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id)
     alerts = AlertTracker(plan.output_dir, guard.config.webhook if guard is not None else "")
     return Trackers(plan.output_dir, plan.config.tracking, run_id, {"alerts": alerts})
+
+
+def describe_sharing(plan: RunPlan, device: str) -> str:
+    """Return how training and generation share the weights, in a sentence."""
+    shares = bool(getattr(plan.engine_class, "shares_weights", False))
+    how = (
+        "samples from the training weights in place, no second copy"
+        if shares
+        else "keeps its own copy of the weights and receives them in memory after each update"
+    )
+    return (
+        f"hybrid engine: rollout engine {plan.config.rollout.engine!r} {how}; actor on {device}, one "
+        "data-parallel rank, no tensor or pipeline parallelism"
+    )

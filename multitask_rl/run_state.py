@@ -20,6 +20,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError
 from multitask_rl.tracking.jsonl import cut_after_step
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
+from multitask_rl.training.critic import rename_head
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,6 +88,7 @@ class RunStore:
                 _set_aside(evaluations)
             return None
         restore(trainer, self._found)
+        trainer.scorer.load_state_dict(self._found.state.get("scorer", {}))
         if track:
             self.checkpoints.set_aside_after(trainer.step)
         if trainer.guard is not None and self._found.state["guard"]:
@@ -130,7 +132,11 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     prefix = "critic/"
     critic = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     trainer.critic.load_tensors(critic, renamed=names)
-    optimizer = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
+    optimizer = {
+        rename_head(k.removeprefix("optimizer/"), names): v
+        for k, v in tensors.items()
+        if k.startswith("optimizer/")
+    }
     trainer.learner.optimizer.load_tensors(optimizer, _parameters(trainer))
     if trainer.learner.runner.average is not None:
         reference = {
@@ -161,6 +167,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "counters": trainer.counters(),
         "tasks": {name: run.state_dict() for name, run in trainer.runs.items()},
         "scheduler": trainer.scheduler.state_dict(),
+        "scorer": trainer.scorer.state_dict(),
         "guard": trainer.guard.state_dict() if trainer.guard is not None else None,
         "run_id": trainer.run_id,
         "random": {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from multitask_rl.errors import GuardStop
+from multitask_rl.errors import GuardStop, MultitaskRLError
 from multitask_rl.evaluation import Evaluator, append_evaluations, mean_interval
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
@@ -97,6 +98,30 @@ class Supervisor:
             score = math.fsum(finite) / len(finite) if finite else None
         self.saved_at = trainer.step
         trainer.store.save(trainer, judged_good=good, score=score)
+
+    @contextlib.contextmanager
+    def keeping_what_was_learnt(self) -> Iterator[None]:
+        """If sampling or scoring fails or is interrupted, save the state as it was before the step."""
+        trainer = self._trainer
+        scheduler = trainer.scheduler.state_dict()
+        runs = {name: run for name, run in trainer.runs.items() if run.stream is not None}
+        cursors = {
+            n: (r.stream.state_dict(), r.num_overlong) for n, r in runs.items() if r.stream is not None
+        }
+        try:
+            yield
+        except BaseException:
+            trainer.scheduler.load_state_dict(scheduler)
+            for name, run in runs.items():
+                cursor, run.num_overlong = cursors[name]
+                if run.stream is not None:
+                    run.stream.load_state_dict(cursor)
+            try:
+                if self.saved_at != trainer.step:
+                    self.save(None)
+            except MultitaskRLError as error:
+                logger.error("the run fails and its last checkpoint cannot be written: %s", error)
+            raise
 
     def _judge(self, guard: SafetyGuard, evaluations: Mapping[str, TaskEvaluation]) -> GuardDecision | None:
         """Return the guard's decision once it is carried out; None if the run was taken back."""

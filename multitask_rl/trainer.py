@@ -17,10 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multitask_rl.assembly import build_guard, build_scheduler, build_scorer, build_trackers, engine_factory
+from multitask_rl.assembly import (
+    build_guard,
+    build_scheduler,
+    build_scorer,
+    build_trackers,
+    describe_sharing,
+    engine_factory,
+)
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import GuardStop, MultitaskRLError, TrainingError
+from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.evaluation import Evaluator
 from multitask_rl.flow import DataFlow, Stage
 from multitask_rl.guard.safety_guard import SafetyGuard
@@ -40,7 +47,7 @@ from multitask_rl.training.optimizer import schedule_factor
 from multitask_rl.training.runner import ModelRunner
 
 if TYPE_CHECKING:
-    from multitask_rl.data import PromptStream, TaskDataLoader
+    from multitask_rl.data import TaskDataLoader
 
 __all__ = ["Trainer"]
 
@@ -91,7 +98,8 @@ class Trainer:
             torch.set_num_threads(config.num_threads)
         trainer._prepare(plan_run(config))
         with trainer._closing_on_error():
-            trainer._take(load_actor(config.model, trainer.plan.devices.get("actor", "")), None)
+            device = trainer.plan.devices.get("actor", "")
+            trainer._take(load_actor(config.model, device, config.seed), None)
         return trainer
 
     def _prepare(self, plan: RunPlan) -> None:
@@ -108,7 +116,7 @@ class Trainer:
         self.history: list[tuple[int, dict[str, TaskEvaluation]]] = []
         self.events: list[Event] = []
         self._inserted: list[tuple[Stage, str]] = []
-        self._is_open = False
+        self._is_open = self._is_closed = False
 
     def _take(self, actor: Actor, critic: Critic | None) -> None:
         """Take the actor in: its vocabulary and context decide on control tokens and prompt lengths."""
@@ -151,17 +159,7 @@ class Trainer:
         The Hugging Face engine always samples from the training weights themselves; an engine with its own
         copy (vLLM) receives them after each update. Returns the choice and its reason.
         """
-        shares = bool(getattr(self.plan.engine_class, "shares_weights", False))
-        engine = self.config.rollout.engine
-        choice = (
-            f"hybrid engine: rollout engine {engine!r} "
-            + (
-                "samples from the training weights in place, no second copy"
-                if shares
-                else "keeps its own copy of the weights and receives them in memory after each update"
-            )
-            + f"; actor on {self.actor.device}, one data-parallel rank, no tensor or pipeline parallelism"
-        )
+        choice = describe_sharing(self.plan, str(self.actor.device))
         logger.info("%s", choice)
         return choice
 
@@ -213,7 +211,7 @@ class Trainer:
         began = time.perf_counter()
         self.flow.seconds.clear()
         weights = self.scheduler.weights()
-        with self._keeping_what_was_learnt():
+        with self._supervisor.keeping_what_was_learnt():
             quotas = self.scheduler.quotas(self.config.batch.prompts_per_step, self.step)
             drawn, kept = self._refill.collect(quotas, self._experience)
             self.scheduler.settle(self._refill.shortfall(kept, quotas), sum(quotas.values()))
@@ -229,28 +227,6 @@ class Trainer:
         self.trackers.log_metrics(step_numbers(report, stats, self.runs), self.step)
         self.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
         return report
-
-    @contextlib.contextmanager
-    def _keeping_what_was_learnt(self) -> Iterator[None]:
-        """If sampling or scoring fails or is interrupted, save the state as it was before the step."""
-        scheduler = self.scheduler.state_dict()
-        cursors = {n: (s.state_dict(), self.runs[n].num_overlong) for n, s in self._streams().items()}
-        try:
-            yield
-        except BaseException:
-            self.scheduler.load_state_dict(scheduler)
-            for name, stream in self._streams().items():
-                cursor, self.runs[name].num_overlong = cursors[name]
-                stream.load_state_dict(cursor)
-            try:
-                if self._supervisor.saved_at != self.step:
-                    self._supervisor.save(None)
-            except MultitaskRLError as error:
-                logger.error("the run fails and its last checkpoint cannot be written: %s", error)
-            raise
-
-    def _streams(self) -> dict[str, PromptStream]:
-        return {n: run.stream for n, run in self.runs.items() if run.stream is not None}
 
     def _experience(self, counts: Mapping[str, int]) -> list[Scored]:
         """Draw prompts and pass them through the flow up to their scores."""
@@ -379,7 +355,28 @@ class Trainer:
             self.trackers.start(parameters, self.step or None)
             logger.info("%s", self.plan.describe())
 
+    def close(self) -> None:
+        """End a run made of ``train_step``: trackers finish, workers and engine stop. Idempotent.
+
+        ``train`` and ``evaluate`` do it themselves; ``with Trainer(...) as trainer:`` does it at the end.
+        """
+        if self._is_open:
+            self._close("finished")
+        else:
+            self.scorer.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._is_open:
+            self._close("failed")
+        self.close()
+
     def _close(self, status: str) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         with contextlib.ExitStack() as last_first:
             last_first.callback(self.scorer.close)
             last_first.callback(self._engine.close)

@@ -51,6 +51,14 @@ class Scorer(Protocol):
         """Return what went wrong since the last call."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, JSON-able."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        ...
+
     def close(self) -> None:
         """Stop the workers. Idempotent."""
         ...
@@ -175,6 +183,15 @@ class RayScorer:
     def health_events(self, step: int) -> list[Event]:
         """Return the events of all pools."""
         return [event for pool in self._all("health_events", step) for event in pool]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the first pool: shares are dealt in turn, so every pool sees the same rates."""
+        state: dict[str, Any] = self._all("state_dict")[0]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every pool the ``state``."""
+        self._all("load_state_dict", dict(state))
 
     def close(self) -> None:
         """Stop the pools."""

@@ -17,14 +17,12 @@ from typing import Any
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event
 
-__all__ = ["HackingMonitor", "Observation", "kendall_score"]
+__all__ = ["HackingMonitor", "Observation", "fall_while_rising", "kendall_score"]
 
 _WINDOW = 8
 """Evaluations a trend is read from."""
 _MIN_KENDALL = 16
 """Of at most 28; reached by chance in 3 % of windows without a trend."""
-_MIN_Z = 4.0
-"""Of the fall from the first two to the last two; high because the window slides over a whole run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,20 +84,13 @@ class HackingMonitor:
         return events
 
     def _hacking(self, points: Sequence[Observation]) -> str:
-        rewards = [p.train_reward for p in points]
-        if len(points) < _WINDOW or not all(map(math.isfinite, rewards)):
-            return ""
-        if kendall_score(rewards) < _MIN_KENDALL:
-            return ""
-        first, last = list(points)[:2], list(points)[-2:]
-        drop = math.fsum(p.value for p in first) / 2 - math.fsum(p.value for p in last) / 2
-        error = math.sqrt(math.fsum(p.error**2 for p in (*first, *last))) / 2
-        if drop <= _MIN_Z * error:
+        drop, error = fall_while_rising(points)
+        if drop <= self._config.hacking_z * error:
             return ""
         return (
-            f"training reward rose over the last {_WINDOW} evaluations ({rewards[0]:.3f} -> "
-            f"{rewards[-1]:.3f}) while the held-out metric fell by {drop:.3f} (standard error {error:.3f}): "
-            "the reward may be exploited"
+            f"training reward rose over the last {_WINDOW} evaluations ({points[0].train_reward:.3f} -> "
+            f"{points[-1].train_reward:.3f}) while the held-out metric fell by {drop:.3f} (standard error "
+            f"{error:.3f}): the reward may be exploited"
         )
 
     def _kl(self, point: Observation) -> str:
@@ -151,6 +142,22 @@ class HackingMonitor:
         self._start = {renamed.get(t, t): _observation(point) for t, point in state["start"].items()}
         raised = (name.rpartition("#") for name in state["raised"])
         self._raised = {f"{renamed.get(task, task)}#{sign}" for task, _, sign in raised}
+
+
+def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
+    """Return how far the held-out metric fell while the training reward rose, and the standard error of it.
+
+    From the first two to the last two of the newest eight evaluations; (0, 0) where there are fewer, or the
+    reward shows no upward trend over them.
+    """
+    rewards = [p.train_reward for p in points]
+    if len(points) < _WINDOW or not all(map(math.isfinite, rewards)):
+        return 0.0, 0.0
+    if kendall_score(rewards) < _MIN_KENDALL:
+        return 0.0, 0.0
+    first, last = list(points)[:2], list(points)[-2:]
+    drop = math.fsum(p.value for p in first) / 2 - math.fsum(p.value for p in last) / 2
+    return drop, math.sqrt(math.fsum(p.error**2 for p in (*first, *last))) / 2
 
 
 def kendall_score(values: Sequence[float]) -> int:

@@ -54,6 +54,8 @@ class SafetyGuardConfig:
     """Factor on the share of the task that regressed, until it has recovered."""
     act_on_hacking: bool = True
     """Lower the share of a task whose training reward rises while its held-out metric falls."""
+    hacking_z: float = 4.0
+    """Standard errors of that fall that count as hacking, > 0."""
     kl_budget: float = 0.0
     """Warn when a task's KL to the reference exceeds it, nats per response; 0 = no budget."""
     min_entropy_fraction: float = 0.3
@@ -70,7 +72,7 @@ class SafetyGuardConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        for name in ("cusum_limit", "warmup", "rollback_window", "lr_factor", "victim_factor"):
+        for name in ("cusum_limit", "warmup", "rollback_window", "lr_factor", "victim_factor", "hacking_z"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
         for name in _NOT_NEGATIVE:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
@@ -174,6 +174,16 @@ class RewardPool:
             opened, lane.breaker.opened = lane.breaker.opened, []
             events += [Event(step=step, source="rewards", kind="circuit_open", reason=r) for r in opened]
         return events
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the error budgets by task, JSON-able; the cache is not kept: it would only save time."""
+        return {name: budget.state_dict() for name, budget in self._budgets.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``; tasks it does not know start fresh."""
+        for name, budget in self._budgets.items():
+            if name in state:
+                budget.load_state_dict(state[name])
 
     def close(self) -> None:
         """Stop every worker and thread; what is being scored fails. Idempotent."""

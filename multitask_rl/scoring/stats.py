@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from multitask_rl.errors import RewardError
 from multitask_rl.records import Event, Failure, FailureKind
@@ -93,6 +94,19 @@ class ErrorBudget:
             )
         elif rate <= self._limit / 4:
             self._warned = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, JSON-able; of a spent budget nothing: who resumes has mended what failed."""
+        recent = [] if self.rate > self._limit else list(self._recent)
+        return {"recent": [asdict(f) if f else None for f in recent], "warned": self._warned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self._recent.clear()
+        self._recent.extend(
+            None if f is None else Failure(**{**f, "kind": FailureKind(f["kind"])}) for f in state["recent"]
+        )
+        self._warned = bool(state["warned"])
 
     def events(self, step: int) -> list[Event]:
         """Return the warnings since the last call."""

@@ -194,8 +194,8 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_actor(config: ModelConfig, device: str = "") -> Actor:
-    """Load any causal language model of ``transformers`` with its tokenizer.
+def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
+    """Load any causal language model of ``transformers`` with its tokenizer; ``seed`` is of new adapters.
 
     Raises:
         ConfigError: no name given, nothing there, not a causal language model, or no tokenizer.
@@ -229,7 +229,7 @@ def load_actor(config: ModelConfig, device: str = "") -> Actor:
     if config.lora.rank > 0:
         from multitask_rl.training.lora import add_adapters
 
-        model = add_adapters(model, config.lora)
+        model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Actor(model, tokenizer, config)
@@ -241,6 +241,7 @@ def get_actor_critic(
     use_vllm: bool = False,
     device_map: Mapping[str, str] | None = None,
     critic_trunk: str = "actor",
+    seed: int = 0,
     **model_config: Any,
 ) -> tuple[Actor, Critic]:
     """Return the shared actor and the critic whose heads the trainer adds, one per task that needs it.
@@ -250,6 +251,7 @@ def get_actor_critic(
         use_vllm: sample with the vLLM engine instead of the Hugging Face one.
         device_map: ``{"actor": "cuda:0", "critic": "cuda:1"}``; default: cuda if there is one, else cpu.
         critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (an own copy).
+        seed: of what starts at random (adapters); give the run's.
         model_config: further keys of ``ModelConfig`` (``dtype``, ``gradient_checkpointing``, ...).
 
     Raises:
@@ -262,7 +264,7 @@ def get_actor_critic(
         config = ModelConfig(name_or_path=model_name, **model_config)
     except TypeError as error:
         raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
-    actor = load_actor(config, devices.get("actor", ""))
+    actor = load_actor(config, devices.get("actor", ""), seed)
     actor.engine = "vllm" if use_vllm else ""
     trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk
     return actor, Critic(trunk=trunk, device=devices.get("critic", str(actor.device)))

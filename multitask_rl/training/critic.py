@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from multitask_rl.training.actor import Actor
 
-__all__ = ["Critic"]
+__all__ = ["Critic", "rename_head"]
 
 
 class Critic(nn.Module):
@@ -91,15 +91,20 @@ class Critic(nn.Module):
     def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``tensors``; heads of tasks that are new keep their start, ``renamed`` maps old to new."""
         own = self.state_dict()
-        renames = {f"heads.{_key(old)}.": f"heads.{_key(new)}." for old, new in (renamed or {}).items()}
         with torch.no_grad():
             for name, value in tensors.items():
-                target = name
-                for old, new in renames.items():
-                    if name.startswith(old):
-                        target = new + name[len(old) :]
+                target = rename_head(name, renamed or {})
                 if target in own:
                     own[target].copy_(value)
+
+
+def rename_head(name: str, renamed: Mapping[str, str]) -> str:
+    """Return the name of a tensor (or of its optimizer state) after tasks were renamed, old -> new."""
+    for old, new in renamed.items():
+        before, found, rest = name.partition(f"heads.{_key(old)}.")
+        if found:
+            return f"{before}heads.{_key(new)}.{rest}"
+    return name
 
 
 def _key(task: str) -> str:

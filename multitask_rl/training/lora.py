@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["add_adapters", "load_adapters", "merged_state_dict"]
 
 
-def add_adapters(model: Any, config: LoraConfig) -> Any:
-    """Wrap ``model`` so that only adapters of rank ``config.rank`` train.
+def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
+    """Wrap ``model`` so that only adapters of rank ``config.rank`` train; ``seed`` is the run's.
 
     Raises:
         MissingExtraError: ``peft`` is not installed.
@@ -38,9 +38,9 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
     )
     import torch
 
-    # adapters start at random: the same ones in every run, whatever was drawn before
+    # adapters start at random: the same ones for the same seed, whatever was drawn before
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(0, "lora"))
+        torch.manual_seed(derive_seed(seed, "lora"))
         return peft.get_peft_model(model, settings)
 
 

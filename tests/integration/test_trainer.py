@@ -1,5 +1,6 @@
 import json
 import math
+import threading
 
 import pytest
 import torch
@@ -238,3 +239,19 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r | {"prompt": "a" * 300}) + "\n" for r in rows))
     with pytest.raises(DataError, match="longer than"):
         train(run_config(tmp_path, "out2", 1))
+
+
+def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    before = set(threading.enumerate())
+    with Trainer.from_config(run_config(tmp_path, "out", 5)) as trainer:
+        trainer.train_step()
+        trainer.train_step()
+    trainer.close()
+    assert set(threading.enumerate()) <= before, "workers and engine are gone"
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2]
+    never_opened = Trainer.from_config(run_config(tmp_path, "other", 5))
+    never_opened.close()
+    never_opened.close()
+    assert set(threading.enumerate()) <= before

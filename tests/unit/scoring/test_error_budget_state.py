@@ -1,0 +1,46 @@
+"""The error budget goes on where it was; a spent one starts anew."""
+
+import json
+
+import pytest
+
+from multitask_rl.errors import RewardError
+from multitask_rl.records import Failure, FailureKind
+from multitask_rl.scoring.stats import ErrorBudget
+
+FAILED = Failure(kind=FailureKind.timeout, message="30 s", source="slow")
+
+
+def filled(failures: int, successes: int) -> ErrorBudget:
+    budget = ErrorBudget("math", 0.5)
+    for failure in [FAILED] * failures + [None] * successes:
+        budget.add(failure)
+    return budget
+
+
+def resumed(budget: ErrorBudget) -> ErrorBudget:
+    other = ErrorBudget("math", 0.5)
+    other.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+    return other
+
+
+def test_failures_before_a_checkpoint_count_after_it() -> None:
+    before = filled(15, 15)
+    before.check()
+    after = resumed(before)
+    assert after.rate == before.rate == 0.5
+    after.check()
+    assert not after.events(0), "warned before the checkpoint already"
+    after.add(FAILED)
+    with pytest.raises(RewardError, match=r"52% of its last 31 .* slow timeout \(last: 30 s\)"):
+        after.check()
+
+
+def test_a_spent_budget_starts_anew_for_who_resumes_has_mended_it() -> None:
+    spent = filled(30, 5)
+    with pytest.raises(RewardError):
+        spent.check()
+    after = resumed(spent)
+    assert after.rate == 0.0
+    after.add(FAILED)
+    after.check()

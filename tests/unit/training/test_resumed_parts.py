@@ -1,0 +1,53 @@
+"""Parts of a run that begin at random or are found again under another name."""
+
+import pytest
+import torch
+from model_builders import build_actor
+
+from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig
+from multitask_rl.training.actor import load_actor
+from multitask_rl.training.critic import Critic, rename_head
+from multitask_rl.training.optimizer import ActorCriticOptimizer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_adapters_start_by_the_seed_of_the_run(tmp_path) -> None:
+    build_actor().save(tmp_path)
+    config = ModelConfig(name_or_path=str(tmp_path), lora=LoraConfig(rank=4))
+
+    def adapters(seed: int) -> torch.Tensor:
+        parameters = load_actor(config, "cpu", seed).model.named_parameters()
+        return torch.cat([p.detach().flatten() for name, p in parameters if "lora_A" in name])
+
+    first = adapters(0)
+    torch.manual_seed(99)
+    assert torch.equal(adapters(0), first)
+    assert not torch.equal(adapters(1), first)
+
+
+def test_a_renamed_task_keeps_its_head_and_the_optimizer_state_of_it() -> None:
+    def build(task: str) -> tuple[Critic, ActorCriticOptimizer, dict[str, torch.nn.Parameter]]:
+        critic = Critic()
+        critic.build(build_actor(), [task, "other"])
+        optimizer = ActorCriticOptimizer([], list(critic.parameters()), OptimizerConfig(), CriticConfig())
+        return critic, optimizer, {f"critic.{n}": p for n, p in critic.named_parameters()}
+
+    critic, optimizer, parameters = build("old.name")
+    for value in (1.0, -3.0):
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.step(1.0)
+    tensors = optimizer.tensors({id(p): n for n, p in parameters.items()})
+    renamed, again, found = build("new")
+    names = {"old.name": "new"}
+    renamed.load_tensors(critic.tensors(), renamed=names)
+    again.load_tensors({rename_head(k, names): v for k, v in tensors.items()}, found)
+    for parameter in found.values():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    again.step(1.0)
+    optimizer.step(1.0)
+    hidden = torch.randn(3, build_actor().hidden_size)
+    assert torch.equal(renamed.values("new", hidden), critic.values("old.name", hidden))
+    assert torch.equal(renamed.values("other", hidden), critic.values("other", hidden))
