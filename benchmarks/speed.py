@@ -137,7 +137,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", choices=["mixed", "uniform"], default="mixed")
     parser.add_argument("--peer", choices=["none", *PEERS], default="none")
     parser.add_argument("--actor", choices=["0.45M", "6.3M", "tiny"], default="0.45M")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast everywhere")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast everywhere"
+    )
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

@@ -32,7 +32,7 @@ NEW = MIXED_NEW if MIXED else UNIFORM_NEW
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16")
+autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16")
 texts = prompts(PROMPTS * args.steps, args.seed, args.workload)
 
 

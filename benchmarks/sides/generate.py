@@ -23,7 +23,7 @@ def step(number: int) -> dict[str, float]:
     mine = texts[number * PROMPTS : (number + 1) * PROMPTS]
     began, cpu = time.perf_counter(), time.process_time()
     batch = tokenizer([t for t in mine for _ in range(GROUP)], return_tensors="pt", padding=True)
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16"):
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
         out = model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],

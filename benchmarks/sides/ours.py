@@ -73,7 +73,7 @@ def write_run(folder: Path, texts: list[str], workload: str) -> Path:
 def build(folder: Path) -> Trainer:
     """Return the trainer; its settings are those of the other sides, the rest are the defaults."""
     mixed = args.workload == "mixed"
-    bf16 = args.dtype == "bf16"
+    bf16 = args.dtype == "bfloat16"
     tasks = write_run(folder, prompts(PROMPTS * args.steps, args.seed, args.workload), args.workload)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     settings = ModelConfig(name_or_path=str(args.model), autocast=bf16)

@@ -62,7 +62,7 @@ with tempfile.TemporaryDirectory() as output:
         args=GRPOConfig(
             output_dir=output,
             use_cpu=True,
-            bf16=args.dtype == "bf16",
+            bf16=args.dtype == "bfloat16",
             fp16=False,
             per_device_train_batch_size=PROMPTS * GROUP,
             num_generations=GROUP,

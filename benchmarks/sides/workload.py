@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ def arguments(description: str) -> argparse.Namespace:
     """Return the arguments every side takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", choices=["mixed", "uniform"], default="mixed")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -96,8 +97,9 @@ def reward(prompt: str, text: str, workload: str) -> float:
 
 
 def answer(numbers: dict[str, float]) -> None:
-    """Print what one step measured."""
-    sys.stdout.write(json.dumps(numbers) + "\n")
+    """Print what one step measured, and the most memory this process has had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    sys.stdout.write(json.dumps({**numbers, "peak_rss_mib": peak}) + "\n")
     sys.stdout.flush()
 
 

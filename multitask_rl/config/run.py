@@ -62,7 +62,7 @@ class ModelConfig:
     dtype: str = "auto"
     """Dtype of the weights: ``auto`` (float32 on CPU, bfloat16 on CUDA), ``float32``, ``bfloat16``."""
     autocast: bool = False
-    """bfloat16 autocast in the training forward."""
+    """bfloat16 autocast in the training forward and in the ``hf`` engine."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False

@@ -129,7 +129,7 @@ def _prefill(
     )
     bias = None
     if mask is not None:
-        bias = torch.zeros_like(mask, dtype=out.logits.dtype).masked_fill(mask == 0, float("-inf"))
+        bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
         bias = bias[:, None, None]
     return out.logits[:, -1], [(layer.keys, layer.values) for layer in cache.layers], bias
 

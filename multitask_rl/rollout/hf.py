@@ -88,8 +88,10 @@ class HFEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         max_batch_tokens: int = 65536,
         grammars: Callable[[], Grammars] | None = None,
+        autocast: bool = False,
     ) -> None:
         self.model = model
+        self._autocast = autocast
         self.policy_version = 0
         self.max_batch_tokens = max_batch_tokens
         self._eos = torch.tensor(sorted(eos_token_ids))
@@ -109,6 +111,7 @@ class HFEngine:
             decode=lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=True)),
             max_batch_tokens=config.max_batch_tokens,
             grammars=lambda: actor.grammars,
+            autocast=actor.config.autocast,
         )
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
@@ -122,12 +125,15 @@ class HFEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
         results: list[list[Generation | None]] = [[None] * len(r.seeds) for r in requests]
+        device = next(self.model.parameters()).device
         was_training = self.model.training
         self.model.eval()
         if self._shares_prompts is None:
             self._shares_prompts = can_share_prompts(self.model)
         try:
-            with attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext():
+            shared = attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext()
+            # one distribution: what the trainer computes in bfloat16 is sampled in bfloat16
+            with shared, torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
                 for batch in self._batches(requests):
                     for row, generation in zip(batch, self._generate_batch(batch), strict=True):
                         results[row.request][row.sample] = generation

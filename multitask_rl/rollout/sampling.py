@@ -44,6 +44,18 @@ class TokenMask:
             forced=self.forced.to(device),
         )
 
+    def slice(self, start: int, stop: int) -> TokenMask | None:
+        """Return the masks of the positions from ``start`` up to ``stop``, counted from there."""
+        inside = (self.tokens >= start) & (self.tokens < stop)
+        if not bool(inside.any()):
+            return None
+        return TokenMask(
+            tokens=self.tokens[inside] - start,
+            packed=self.packed,
+            which=self.which[inside],
+            forced=self.forced[inside],
+        )
+
     def apply(self, logits: Tensor) -> Tensor:
         """Return ``logits`` [N, V] with -inf for what is not allowed; the other positions are untouched."""
         kept = keep_allowed(logits[self.tokens], self.packed[self.which])
@@ -114,16 +126,18 @@ def sample_tokens(
     """
     logits = logits.float()
     if temperature == 0:
+        probabilities = logits.softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
-    else:
-        logits = keep_top(logits / temperature, top_k, top_p)
-        cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
-        threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-        # u * total can round up to the total itself: the last token with mass, not one past it
-        tokens = tokens.clamp_(max=logits.shape[-1] - 1)
-        if bool((logits.gather(-1, tokens.unsqueeze(-1)) == float("-inf")).any()):
-            last = (logits > float("-inf")).int().cumsum(dim=-1).argmax(dim=-1)
-            tokens = torch.minimum(tokens, last)
-    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return tokens, chosen - logits.logsumexp(dim=-1)
+        return tokens, probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
+    probabilities = keep_top(logits / temperature, top_k, top_p).softmax(dim=-1)
+    cumulative = probabilities.cumsum(dim=-1)
+    threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True)
+    # u * total can round up to the total itself: the last token with mass, not one past it
+    tokens.clamp_(max=logits.shape[-1] - 1)
+    chosen = probabilities.gather(-1, tokens)
+    if bool((chosen == 0).any()):
+        last = (probabilities > 0).int().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+        tokens = torch.minimum(tokens, last)
+        chosen = probabilities.gather(-1, tokens)
+    return tokens.squeeze(-1), chosen.squeeze(-1).log()

@@ -126,11 +126,14 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, grid: RowGrid, prompts: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.grid = grid
-        self.prompts = prompts
+        self.device = prompts[0][0].device
+        # under autocast rotated keys come in float32, but are multiplied in the lower precision
+        cast = torch.is_autocast_enabled(self.device.type)
+        self.dtype = torch.get_autocast_dtype(self.device.type) if cast else prompts[0][0].dtype
+        self.prompts = [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in prompts]
         self.rows = len(grid.slots)
         self.length = 0
         self._own: Tensor | None = None
-        self.dtype, self.device = prompts[0][0].dtype, prompts[0][0].device
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -169,7 +172,8 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
             # doubling keeps rows dense (rows far apart cost more than the copies); the odd 8 keeps the
             # distance between them off powers of two, which share lines of the processor's cache
             capacity = 2 * self.length + 8
-            grown = states.new_empty(2, self.rows, states.shape[1], capacity, states.shape[-1])
+            shape = (2, self.rows, states.shape[1], capacity, states.shape[-1])
+            grown = torch.empty(shape, dtype=self.dtype, device=states.device)
             if self._own is not None:
                 grown[:, :, :, : self.length] = self._own[:, : self.rows]
             self._own = grown
@@ -246,7 +250,7 @@ def shared_prompt_attention(
     scores = torch.bmm(scaled.view(rows * groups, heads // groups, size), key.flatten(0, 1).transpose(-1, -2))
     prompt_total = prompt_total.view(rows * groups, heads // groups, 1)
     # the prompt takes part as one more key, whose score is its log-sum-exp and whose value its output
-    weights = torch.cat([scores, prompt_total.to(scores.dtype)], dim=-1).softmax(dim=-1)
+    weights = torch.cat([scores.float(), prompt_total], dim=-1).softmax(dim=-1).to(value.dtype)
     prompt_output = prompt_output.view(rows * groups, heads // groups, size)
     output = torch.baddbmm(prompt_output * weights[..., -1:], weights[..., :-1], value.flatten(0, 1))
     return output.view(rows, 1, heads, size), None
@@ -263,10 +267,10 @@ def _attend_to_prompts(scaled: Tensor, layer: SharedPromptLayer) -> tuple[Tensor
         groups = keys.shape[1]
         shape = (bucket.prompts, bucket.width, groups, heads // groups)
         queries = placed[first : first + bucket.slots].view(*shape, size).transpose(1, 2)
-        scores = queries.reshape(shape[0], groups, -1, size) @ keys.transpose(-1, -2)
+        scores = (queries.reshape(shape[0], groups, -1, size) @ keys.transpose(-1, -2)).float()
         if bucket.bias is not None:
             scores = scores + bucket.bias
-        output = scores.softmax(dim=-1) @ values
+        output = scores.softmax(dim=-1).to(values.dtype) @ values
         back = (shape[0], groups, bucket.width, -1)
         totals.append(scores.logsumexp(dim=-1).view(back).transpose(1, 2).reshape(bucket.slots, heads))
         outputs.append(output.view(*back, size).transpose(1, 2).reshape(bucket.slots, heads, size))

@@ -1,22 +1,30 @@
 """One forward over a micro-batch: what the losses need, for response tokens only.
 
-Axes: ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width.
+The last hidden states of the response tokens go through the language-model head in slices that are computed
+again in the backward pass, so that no tensor of all tokens times the vocabulary exists.
+
+Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.sampling import TokenMask, keep_top
 from multitask_rl.training.microbatch import MicroBatch
-from multitask_rl.training.shared_prompt import shared_logits
+from multitask_rl.training.shared_prompt import read_shared
 
-__all__ = ["TokenOutputs", "forward_tokens", "response_hidden", "response_logits"]
+__all__ = ["TokenOutputs", "forward_tokens", "response_hidden", "split_head"]
+
+SLICE_CELLS = 2**24
+"""Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,42 +33,55 @@ class TokenOutputs:
 
     logprobs: Tensor
     """[N] nats, under the sampled distribution (grammar, temperature, top-k, top-p), float32."""
-    logits: Tensor
-    """[N, V] float32, after grammar, temperature and filter."""
+    entropy: Tensor
+    """[N] nats of that distribution; with gradient only if it was wanted."""
+    logits: Tensor | None = None
+    """[N, V] float32, after grammar, temperature and filter; only if they were wanted."""
     hidden: Tensor | None = None
-    """[N, H] last hidden state at the position before each token."""
+    """[N, H] last hidden state at the position before each token; only if wanted."""
     forced: Tensor | None = None
     """[N] bool: a grammar left a single token; None if no sample of the micro-batch has a grammar."""
 
 
-def response_logits(model: Any, batch: MicroBatch, *, want_hidden: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the logits [N, V] that predict the response tokens, and the hidden states [N, H] if wanted."""
-    if batch.shared:
-        return shared_logits(model, batch.shared, want_hidden=want_hidden)
-    first = int(batch.column.min())
-    packed = batch.input_ids.shape[0] == 1 and bool((batch.position_ids[0] == 0).sum() > 1)
-    # one packed row: exactly the columns that predict; padded rows: all columns from the first that does
-    keep: Any = (
-        batch.column if packed else torch.arange(first, batch.input_ids.shape[1], device=batch.column.device)
-    )
-    out = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        output_hidden_states=want_hidden,
-        logits_to_keep=keep,
-    )
-    logits = out.logits[0] if packed else out.logits[batch.row, batch.column - first]
-    hidden = out.hidden_states[-1][batch.row, batch.column] if want_hidden else None
-    return logits, hidden
+@dataclass(kw_only=True, slots=True)
+class _Distribution:
+    """From the model's logits to the sampled distribution."""
 
+    temperatures: Tensor | None
+    """[N]; None when they are all 1."""
+    filters: list[tuple[int, float, Tensor]]
+    """top-k, top-p and the tokens [N] bool they apply to."""
+    targets: Tensor
+    """[N] the sampled tokens, never filtered away."""
+    mask: TokenMask | None = None
+    """What grammars allow at the tokens that have one."""
 
-def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
-    """Return the last hidden states [N, H] at the position before each response token."""
-    hidden = response_logits(model, batch, want_hidden=True)[1]
-    if hidden is None:
-        raise AssertionError("hidden states were asked for")
-    return hidden
+    def slices(self, size: int) -> list[_Distribution]:
+        """Cut into slices of ``size`` tokens."""
+        starts = range(0, len(self.targets), size)
+        return [
+            replace(
+                self,
+                temperatures=None if self.temperatures is None else self.temperatures[i : i + size],
+                filters=[(k, p, chosen[i : i + size]) for k, p, chosen in self.filters],
+                targets=self.targets[i : i + size],
+                mask=None if self.mask is None else self.mask.slice(i, i + size),
+            )
+            for i in starts
+        ]
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return ``logits`` [N, V] in float32 after grammar, temperature and filter."""
+        logits = logits.float()
+        if self.mask is not None:
+            logits = self.mask.apply(logits)
+        if self.temperatures is not None:
+            logits = logits / self.temperatures.unsqueeze(-1)
+        for top_k, top_p, chosen in self.filters:
+            tokens = chosen.nonzero().squeeze(-1)
+            filtered = keep_top(logits[tokens], top_k, top_p, keep=self.targets[tokens])
+            logits = logits.index_copy(0, tokens, filtered)
+        return logits
 
 
 def forward_tokens(
@@ -69,6 +90,8 @@ def forward_tokens(
     sampling: list[SamplingParams],
     *,
     want_hidden: bool = False,
+    want_logits: bool = False,
+    entropy_gradient: bool = False,
     mask: TokenMask | None = None,
 ) -> TokenOutputs:
     """Run ``model`` and return log-probabilities of the response tokens as the engine sampled them.
@@ -78,24 +101,142 @@ def forward_tokens(
         batch: micro-batch on the model's device.
         sampling: [B] sampling parameters per sample; temperature 0 counts as 1 (greedy has no distribution).
         want_hidden: also return the last hidden states (for value heads).
+        want_logits: also return all logits, which is what takes memory.
+        entropy_gradient: let gradients flow through the entropy.
         mask: what grammars allowed at the response tokens that have one.
     """
-    logits, hidden = response_logits(model, batch, want_hidden=want_hidden)
-    logits = logits.float()
-    if mask is not None:
-        logits = mask.apply(logits)
-    temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=logits.device)
-    if bool((temperatures != 1.0).any()):
-        logits = logits / temperatures[batch.sequence].unsqueeze(-1)
-    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
-        chosen = torch.tensor([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling], device=logits.device)
-        tokens = chosen[batch.sequence].nonzero().squeeze(-1)
-        filtered = keep_top(logits[tokens], top_k, top_p, keep=batch.targets[tokens])
-        logits = logits.index_copy(0, tokens, filtered)
-    picked = logits.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
+    distribution = _distribution(batch, sampling, mask)
     forced = None
     if mask is not None:
-        forced = torch.zeros_like(picked, dtype=torch.bool).index_copy(0, mask.tokens, mask.forced)
+        forced = torch.zeros_like(batch.targets, dtype=torch.bool).index_copy(0, mask.tokens, mask.forced)
+    split = split_head(model)
+    if split is None:
+        outputs = _run(model, batch, want_logits=True, want_hidden=want_hidden)
+        hidden = outputs[1] if want_hidden else None
+        before, head = outputs[0], None
+    else:
+        before, head = _run(split[0], batch)[0], split[1]
+        hidden = before if want_hidden else None
+    if want_logits:
+        logits = distribution.apply(before if head is None else head(before))
+        logprobs, entropy = _scores(logits, batch.targets, entropy_gradient)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=logits, hidden=hidden, forced=forced)
+
+    def score(part: Tensor, own: _Distribution) -> tuple[Tensor, Tensor]:
+        logits = own.apply(part if head is None else head(part))
+        return _scores(logits, own.targets, entropy_gradient)
+
+    width = before.shape[-1] if head is None else int(head.weight.shape[0])
+    size = max(1, SLICE_CELLS // width)
+    if len(before) <= size:
+        logprobs, entropy = score(before, distribution)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, hidden=hidden, forced=forced)
+    # computed again in the backward pass: what a slice keeps until then is its hidden states
+    parts = [
+        checkpoint(score, part, own, use_reentrant=False, preserve_rng_state=False)
+        for part, own in zip(torch.split(before, size), distribution.slices(size), strict=True)
+    ]
     return TokenOutputs(
-        logprobs=picked - logits.logsumexp(dim=-1), logits=logits, hidden=hidden, forced=forced
+        logprobs=torch.cat([p for p, _ in parts]),
+        entropy=torch.cat([e for _, e in parts]),
+        hidden=hidden,
+        forced=forced,
     )
+
+
+def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
+    """Return the last hidden states [N, H] at the position before each response token."""
+    split = split_head(model)
+    return _run(model, batch, want_hidden=True)[0] if split is None else _run(split[0], batch)[0]
+
+
+def _distribution(batch: MicroBatch, sampling: list[SamplingParams], mask: TokenMask | None) -> _Distribution:
+    device = batch.targets.device
+    temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=device)
+    plain = bool((temperatures == 1.0).all())
+    filters = []
+    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
+        chosen = torch.tensor([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling], device=device)
+        filters.append((top_k, top_p, chosen[batch.sequence]))
+    return _Distribution(
+        temperatures=None if plain else temperatures[batch.sequence],
+        filters=filters,
+        targets=batch.targets,
+        mask=mask,
+    )
+
+
+def _scores(logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of ``targets`` and entropies: [N] each."""
+    logprobs = logits.log_softmax(dim=-1)
+    picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        # masked before the product: 0 * -inf is NaN, in the gradient too
+        finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
+        entropy = -(logprobs.exp() * finite).sum(dim=-1)
+    return picked, entropy
+
+
+def _run(
+    model: Any, batch: MicroBatch, *, want_logits: bool = False, want_hidden: bool = False
+) -> tuple[Tensor, ...]:
+    """Run a causal language model, or its decoder, over ``batch``.
+
+    Returns:
+        At the response tokens, [N, ...] each: the decoder's last hidden states; or the logits and the last
+        hidden states of the whole model, as wanted.
+    """
+    options: dict[str, Any] = {"output_hidden_states": True} if want_hidden else {}
+
+    def read(out: Any) -> tuple[Tensor, ...]:
+        if not (want_logits or want_hidden):
+            return (out.last_hidden_state,)
+        logits = (out.logits,) if want_logits else ()
+        return (*logits, out.hidden_states[-1]) if want_hidden else logits
+
+    if batch.shared:
+        return read_shared(model, batch.shared, read, **options)
+    width = batch.input_ids.shape[1]
+    if want_logits:
+        options["logits_to_keep"] = width - int(batch.column.min())
+    elif want_hidden:
+        options["logits_to_keep"] = 1
+    out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
+    # logits come for the last columns only
+    return tuple(one[batch.row, batch.column - (width - one.shape[1])] for one in read(out))
+
+
+_SPLIT: weakref.WeakKeyDictionary[Any, tuple[Any, Any] | None] = weakref.WeakKeyDictionary()
+
+
+def split_head(model: Any) -> tuple[Any, Any] | None:
+    """Return decoder and language-model head of ``model``; None where the head is not all that follows it."""
+    if model not in _SPLIT:
+        _SPLIT[model] = _try_split(model)
+    return _SPLIT[model]
+
+
+@torch.no_grad()
+def _try_split(model: Any) -> tuple[Any, Any] | None:
+    handle: Any = None
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        if head is None or decoder is model or head.weight.dim() != 2:
+            return None
+        # amplified, so that whatever caps or scales the logits after the head shows
+        handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
+        ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
+        given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
+        whole = model(**given).logits.float()
+        parts = head(decoder(**given).last_hidden_state).float()
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError):
+        return None
+    finally:
+        if handle is not None:
+            handle.remove()
+        for module, was_training in modes:
+            module.training = was_training
+    gap = float((whole - parts).abs().max() / whole.abs().max().clamp(min=1e-6))
+    return (decoder, head) if gap < 1e-2 else None

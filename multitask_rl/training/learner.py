@@ -162,9 +162,13 @@ class Learner:
         """Return the weighted sum of the token losses of one micro-batch."""
         chosen = [active[i] for i in batch.indices]
         names = [c.sample.task for c, _ in chosen]
-        needs_critic = any(self._tasks[name].algorithm.needs_critic for name in names)
+        tasks = [self._tasks[name] for name in dict.fromkeys(names)]
         out = self.runner.forward(
-            batch, [c.sample for c, _ in active], want_hidden=needs_critic and self.runner.shares_trunk
+            batch,
+            [c.sample for c, _ in active],
+            want_hidden=self.runner.shares_trunk and any(t.algorithm.needs_critic for t in tasks),
+            want_logits=any(self._wants_exact_kl(t) for t in tasks),
+            entropy_gradient=any(t.algorithm.config.entropy_coefficient > 0 for t in tasks),
         )
         device = out.logprobs.device
         weight = torch.tensor([w for _, w in chosen], device=device)[batch.sequence]
@@ -177,7 +181,7 @@ class Learner:
             # samples are numbered within the task: 0 .. len(own) - 1
             token_batch.sequence = torch.searchsorted(members, batch.sequence[tokens])
             result = self._tasks[name].algorithm.loss(token_batch)
-            metrics = _token_metrics(token_batch, result, out.logits[tokens])
+            metrics = _token_metrics(token_batch, result, out.entropy[tokens])
             if out.forced is not None and self._tasks[name].spec.grammar:
                 metrics["grammar/forced_share"] = out.forced[tokens].float()
             means.add(name, metrics)
@@ -197,7 +201,7 @@ class Learner:
         logprobs = out.logprobs[tokens]
         old = _stack(own, "old_logprobs", device)
         rollout = torch.cat([_rollout_logprobs(c.sample) for c in own]).to(device)
-        exact = algorithm.wants_exact_kl and task.kl_coefficient > 0
+        exact = self._wants_exact_kl(task)
         wants_entropy = algorithm.config.entropy_coefficient > 0
         return TokenBatch(
             logprobs=logprobs,
@@ -207,14 +211,18 @@ class Learner:
             num_sequences=len(own),
             rollout_logprobs=rollout if algorithm.on_policy else None,
             ref_logprobs=_stack(own, "ref_logprobs", device),
-            exact_kl=runner.exact_kl([c.sample for c in own], out.logits[tokens]) if exact else None,
-            entropy=_entropy(out.logits[tokens]) if wants_entropy else None,
+            exact_kl=_exact_kl(runner, own, out.logits, tokens) if exact else None,
+            entropy=out.entropy[tokens] if wants_entropy else None,
             values=runner.values(task.spec.name, batch, out, tokens) if algorithm.needs_critic else None,
             old_values=_stack(own, "old_values", device),
             returns=_stack(own, "returns", device),
             kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "loss" or exact else 0.0,
             kl_estimator=task.spec.kl.estimator,
         )
+
+    @staticmethod
+    def _wants_exact_kl(task: LearnerTask) -> bool:
+        return task.algorithm.wants_exact_kl and task.kl_coefficient > 0
 
     def _count_bad_update(self) -> None:
         self.bad_updates += 1
@@ -226,21 +234,23 @@ class Learner:
             )
 
 
-def _token_metrics(batch: TokenBatch, result: LossOutput, logits: Tensor) -> dict[str, Tensor]:
+def _token_metrics(batch: TokenBatch, result: LossOutput, entropy: Tensor) -> dict[str, Tensor]:
     metrics = dict(result.metrics)
     metrics["loss"] = result.loss.detach()
     with torch.no_grad():
-        metrics["entropy"] = batch.entropy.detach() if batch.entropy is not None else _entropy(logits)
+        metrics["entropy"] = entropy.detach()
         if batch.rollout_logprobs is not None:
             gap = (batch.old_logprobs - batch.rollout_logprobs).abs()
             metrics["mismatch"] = gap[~gap.isnan()]
     return metrics
 
 
-def _entropy(logits: Tensor) -> Tensor:
-    logprobs = logits.log_softmax(dim=-1)
-    # masked before the product: 0 * -inf is NaN in the gradient
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(dim=-1)
+def _exact_kl(
+    runner: ModelRunner, own: list[CreditedSample], logits: Tensor | None, tokens: Tensor
+) -> Tensor:
+    if logits is None:
+        raise AssertionError("logits were not asked for")
+    return runner.exact_kl([c.sample for c in own], logits[tokens])
 
 
 def _rollout_logprobs(sample: TrainSample) -> Tensor:

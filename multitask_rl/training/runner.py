@@ -65,12 +65,13 @@ class ModelRunner:
             self._shares_prompts = supports_shared_prompts(self.actor.model)
         return "shared" if self._shares_prompts else "bucketed"
 
-    def forward(
-        self, batch: MicroBatch, samples: Sequence[TrainSample], *, want_hidden: bool = False
-    ) -> TokenOutputs:
-        """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``)."""
+    def forward(self, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool) -> TokenOutputs:
+        """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``).
+
+        ``wants``: see ``forward_tokens``.
+        """
         with self._autocast():
-            return self._forward(self.actor.model, batch, samples, want_hidden=want_hidden)
+            return self._forward(self.actor.model, batch, samples, **wants)
 
     def batches(self, samples: Sequence[TrainSample]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of ``samples`` on the actor's device."""
@@ -102,7 +103,10 @@ class ModelRunner:
             pad_token_id=self.actor.pad_token_id,
         ).to(logits.device)
         with torch.no_grad(), self.actor.reference_policy(self.reference) as reference, self._autocast():
-            ref = self._forward(reference, batch, samples).logits.log_softmax(dim=-1)
+            logits_ref = self._forward(reference, batch, samples, want_logits=True).logits
+        if logits_ref is None:
+            raise AssertionError("logits were asked for")
+        ref = logits_ref.log_softmax(dim=-1)
         policy = logits.log_softmax(dim=-1)
         # masked before the product: -inf - -inf is NaN, and 0 * NaN is NaN in the gradient
         gap = (policy - ref).masked_fill(policy == float("-inf"), 0.0)
@@ -117,7 +121,7 @@ class ModelRunner:
         return values.to(out.logprobs.device)
 
     def _forward(
-        self, model: Any, batch: MicroBatch, samples: Sequence[TrainSample], *, want_hidden: bool = False
+        self, model: Any, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool
     ) -> TokenOutputs:
         chosen = [samples[i] for i in batch.indices]
         sampling = [_distribution(s) for s in chosen]
@@ -126,7 +130,7 @@ class ModelRunner:
         if any(grammars):
             masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
             mask = masks.to(batch.targets.device)
-        return forward_tokens(model, batch, sampling, want_hidden=want_hidden, mask=mask)
+        return forward_tokens(model, batch, sampling, mask=mask, **wants)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.actor.device.type, torch.bfloat16, enabled=self._config.model.autocast)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ __all__ = [
     "cut_by_length",
     "cut_prompts",
     "make_part",
-    "shared_logits",
+    "read_shared",
     "supports_shared_prompts",
 ]
 
@@ -209,19 +209,24 @@ def make_part(
     return part, order
 
 
-def shared_logits(
-    model: Any, parts: Sequence[SharedPart], *, want_hidden: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return logits [N, V] of all response tokens, chunk by chunk, and the hidden states [N, H] if wanted."""
-    logits, hidden = [], []
+def read_shared(
+    model: Any, parts: Sequence[SharedPart], read: Callable[[Any], tuple[Tensor, ...]], **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Run ``parts`` and return what ``read`` finds in the outputs, for all response tokens: [N, ...] each.
+
+    Args:
+        model: causal language model or its decoder.
+        parts: what to compute.
+        read: takes one output of ``model`` to tensors [B, T, ...].
+        kwargs: passed to ``model`` with every chunk.
+    """
+    found: list[tuple[Tensor, ...]] = []
     for part in parts:
         states = _prefix_states(model, part)
         for chunk in part.chunks:
-            out = _continue(model, part, chunk, states, want_hidden)
-            logits.append(out.logits[chunk.valid])
-            if want_hidden:
-                hidden.append(out.hidden_states[-1][chunk.valid])
-    return torch.cat(logits), torch.cat(hidden) if want_hidden else None
+            out = read(_continue(model, part, chunk, states, **kwargs))
+            found.append(tuple(one[chunk.valid] for one in out))
+    return tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
 
 
 def _left_mask(lengths: Tensor, width: int) -> Tensor | None:
@@ -267,7 +272,7 @@ def _prefill(model: Any, ids: Tensor, lengths: Tensor) -> list[tuple[Tensor, Ten
         position_ids=positions.clamp(min=0),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        **({"logits_to_keep": 1} if model.get_output_embeddings() is not None else {}),
     )
     return [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -277,7 +282,7 @@ def _continue(
     part: SharedPart,
     chunk: SharedChunk,
     states: Sequence[tuple[Tensor, Tensor]],
-    want_hidden: bool,
+    **kwargs: Any,
 ) -> Any:
     """Run the rows of ``chunk`` after their prompts."""
     from transformers import DynamicCache
@@ -298,7 +303,7 @@ def _continue(
         position_ids=part.prefix_lengths[chunk.prompt].unsqueeze(-1) + columns,
         past_key_values=cache,
         use_cache=True,
-        output_hidden_states=want_hidden,
+        **kwargs,
     )
 
 
@@ -336,7 +341,7 @@ def supports_shared_prompts(model: Any) -> bool:
                 )
             ],
         )
-        shared = shared_logits(model, [part], want_hidden=False)[0].view(2, 4, -1).float()
+        shared = read_shared(model, [part], lambda out: (out.logits,))[0].view(2, 4, -1).float()
         first = torch.cat([part.prefix_ids[0, 1:], ids[0, 2:]]).unsqueeze(0)
         second = torch.cat([part.prefix_ids[1], ids[1, 2:]]).unsqueeze(0)
         plain = [model(input_ids=x, use_cache=False).logits[0, -4:].float() for x in (first, second)]

@@ -151,11 +151,14 @@ def test_a_separate_trunk_keeps_the_value_loss_out_of_the_actor():
     assert any(n.startswith("trunk.") for n in bench.gradient)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_loss_is_the_slow_sum_over_samples(aggregation):
+@pytest.mark.parametrize(
+    ("aggregation", "bonus"), [("token", 0.0), ("sequence", 0.0), ("constant", 0.0), ("token", 0.1)]
+)
+def test_the_loss_is_the_slow_sum_over_samples(aggregation, bonus):
     scored = sample_scored(build_actor(), "b")
     bench = Bench(tokens=50)
     bench.tasks["b"].algorithm.config.aggregation = aggregation
+    bench.tasks["b"].algorithm.config.entropy_coefficient = bonus
     bench.update(scored, {"b": 1.0})
 
     actor = build_actor()
@@ -176,6 +179,7 @@ def test_the_loss_is_the_slow_sum_over_samples(aggregation):
             "constant": len(credited) * sampling.max_new_tokens,
         }[aggregation]
         total = total - (torch.exp(logprobs - logprobs.detach()) * c.advantages).sum() / denominator
+        total = total - bonus * torch.distributions.Categorical(logits=logits).entropy().sum() / denominator
     total.backward()
     slow = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
     assert relative_difference(bench.gradient, slow) < 1e-5

@@ -1,0 +1,133 @@
+import pytest
+import torch
+from model_builders import build_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from multitask_rl.records import SamplingParams
+from multitask_rl.training import forward
+from multitask_rl.training.forward import forward_tokens, response_hidden, split_head
+from multitask_rl.training.microbatch import build_microbatches
+
+PROMPTS = [[5, 6, 7], [5, 6, 7], [8, 9, 10, 11, 12], [13, 14], [13, 14]]
+RESPONSES = [[3 + (7 * i + j) % 40 for j in range(20 + 9 * i)] for i in range(5)]
+SAMPLING = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_p=0.8),
+    SamplingParams(temperature=1.3, top_k=9),
+    SamplingParams(),
+]
+TOKENS = sum(map(len, RESPONSES))
+ROWS = 40
+"""Tokens in a slice."""
+
+
+def run(model, layout, *, sliced, monkeypatch, entropy_gradient=True):
+    """Return log-probabilities, entropies and the gradient of a sum that weighs every token differently."""
+    vocabulary = model.config.vocab_size
+    monkeypatch.setattr(forward, "SLICE_CELLS", ROWS * vocabulary if sliced else 10**9)
+    (batch,) = build_microbatches(PROMPTS, RESPONSES, max_tokens=10**6, layout=layout, pad_token_id=0)
+    model.zero_grad()
+    sampling = [SAMPLING[i] for i in batch.indices]
+    out = forward_tokens(model, batch, sampling, entropy_gradient=entropy_gradient)
+    weights = torch.linspace(-1, 2, TOKENS)
+    loss = out.logprobs @ weights
+    if entropy_gradient:
+        loss = loss + out.entropy @ weights.flip(0)
+    loss.backward()
+    return out.logprobs.detach(), out.entropy.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+class RowsOfLogits(TorchDispatchMode):
+    """The most rows that any tensor as wide as the vocabulary has, forward and backward."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.vocabulary, self.most = vocabulary, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(one, torch.Tensor) and one.dim() and one.shape[-1] == self.vocabulary:
+                self.most = max(self.most, one.numel() // self.vocabulary)
+        return result
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "packed", "shared"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_slices_change_neither_values_nor_gradients(layout, tied, monkeypatch):
+    model = build_model(tied=tied)
+    whole = run(model, layout, sliced=False, monkeypatch=monkeypatch)
+    slices = run(model, layout, sliced=True, monkeypatch=monkeypatch)
+    assert torch.allclose(slices[0], whole[0], atol=1e-6)
+    assert torch.allclose(slices[1], whole[1], atol=1e-6)
+    scale = max(float(g.abs().max()) for g in whole[2])
+    for found, expected in zip(slices[2], whole[2], strict=True):
+        assert float((found - expected).abs().max()) <= 1e-6 * scale
+
+
+def test_no_tensor_of_all_tokens_times_the_vocabulary_exists(monkeypatch):
+    model = build_model()
+    rows = {}
+    for sliced in (True, False):
+        with RowsOfLogits(model.config.vocab_size) as seen:
+            run(model, "shared", sliced=sliced, monkeypatch=monkeypatch)
+        rows[sliced] = seen.most
+    assert rows[False] >= TOKENS
+    assert rows[True] <= ROWS
+
+
+def test_an_entropy_nobody_learns_from_has_no_gradient(monkeypatch):
+    model = build_model()
+    (batch,) = build_microbatches(PROMPTS, RESPONSES, max_tokens=10**6, layout="packed", pad_token_id=0)
+    assert not forward_tokens(model, batch, [SAMPLING[i] for i in batch.indices]).entropy.requires_grad
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "packed", "shared"])
+@torch.no_grad()
+def test_every_sample_is_scored_under_its_own_distribution(layout):
+    model = build_model()
+    (batch,) = build_microbatches(PROMPTS, RESPONSES, max_tokens=10**6, layout=layout, pad_token_id=0)
+    out = forward_tokens(model, batch, [SAMPLING[i] for i in batch.indices], want_logits=True)
+    hidden = response_hidden(model, batch)
+    for place, i in enumerate(batch.indices):
+        ids = torch.tensor([[*PROMPTS[i], *RESPONSES[i]]])
+        plain = model(ids, output_hidden_states=True)
+        own = batch.sequence == place
+        assert torch.allclose(hidden[own], plain.hidden_states[-1][0, len(PROMPTS[i]) - 1 : -1], atol=1e-5)
+        logits = plain.logits[0, len(PROMPTS[i]) - 1 : -1] / SAMPLING[i].temperature
+        logits = forward.keep_top(logits, SAMPLING[i].top_k, SAMPLING[i].top_p, keep=batch.targets[own])
+        expected = torch.distributions.Categorical(logits=logits)
+        assert torch.allclose(out.logprobs[own], expected.log_prob(batch.targets[own]), atol=1e-5)
+        p = logits.softmax(-1)
+        assert torch.allclose(out.entropy[own], -torch.xlogy(p, p).sum(-1), atol=1e-5)
+        assert out.logits is not None
+        assert torch.allclose(out.logits[own].softmax(-1), p, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_head_that_is_not_the_last_word_is_not_split_off():
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=47,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            final_logit_softcapping=30.0,
+        )
+    ).eval()
+    assert split_head(model) is None
+    assert split_head(build_model()) is not None
+    (batch,) = build_microbatches(PROMPTS, RESPONSES, max_tokens=10**6, layout="bucketed", pad_token_id=0)
+    out = forward_tokens(model, batch, [SamplingParams() for _ in batch.indices])
+    first = batch.indices[0]
+    logits = model(torch.tensor([[*PROMPTS[first], *RESPONSES[first]]])).logits[
+        0, len(PROMPTS[first]) - 1 : -1
+    ]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(RESPONSES[first])[:, None])[:, 0]
+    assert torch.allclose(out.logprobs[batch.sequence == 0], expected, atol=1e-5)
