@@ -211,7 +211,7 @@ def test_a_task_without_grammar_pays_nothing_and_learns_bitwise_the_same_beside_
     runner = ModelRunner(actor, Critic(trunk="actor"), RunConfig())
     samples = Bench().algorithms["b"].select(scored)
     assert all(s.response_ids is s.scored.rollout.response_ids for s in samples)
-    free = [runner.forward(b, samples).logits for b in runner.cut(samples)]
+    free = [runner.forward(b, samples, want_logits=True).logits for b in runner.cut(samples)]
     assert actor._grammars is None
     for item in scored[::2]:
         # a grammar that allows whatever was written, so that the batches stay as they are
@@ -219,7 +219,7 @@ def test_a_task_without_grammar_pays_nothing_and_learns_bitwise_the_same_beside_
             max_new_tokens=99, temperature=0.7, grammar=json.dumps({"regex": "(?s).*"})
         )
         item.rollout.response_ids[:] = [max(i, 2) for i in item.rollout.response_ids]
-    mixed = [runner.forward(b, samples) for b in runner.cut(samples)]
+    mixed = [runner.forward(b, samples, want_logits=True) for b in runner.cut(samples)]
     assert actor._grammars is not None
     for batch, before, after in zip(runner.cut(samples), free, mixed, strict=True):
         plain = torch.tensor([not samples[i].scored.rollout.sampling.grammar for i in batch.indices])
