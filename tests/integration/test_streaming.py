@@ -5,7 +5,7 @@ import json
 import pytest
 from run_builders import lines, run_config, train, weights_hash, write_run
 
-from multitask_rl.config.run import EvalConfig, RolloutConfig
+from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.task_run import render_rows
 from multitask_rl.trainer import Trainer
@@ -55,7 +55,12 @@ def write(directory, mode="lagrangian", every=2, tasks=TASKS):
 
 
 def config(directory, output, steps, **changes):
-    settings = {"rollout": RolloutConfig(max_new_tokens=16), "eval": EvalConfig(every=2, num_prompts=12)}
+    settings = {
+        "rollout": RolloutConfig(max_new_tokens=16),
+        "eval": EvalConfig(every=2, num_prompts=12),
+        # what is drawn again depends on the rewards, and these differ between the runs compared
+        "batch": BatchConfig(prompts_per_step=12, group_size=4, refill_rounds=0),
+    }
     return run_config(directory, output, steps, **(settings | changes))
 
 
