@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
@@ -15,13 +16,16 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
 
+if TYPE_CHECKING:
+    from multitask_rl.training.actor import Actor
+
 __all__ = [
     "Scorer",
     "build_guard",
     "build_scheduler",
     "build_scorer",
     "build_trackers",
-    "describe_sharing",
+    "describe_overlap",
     "engine_factory",
 ]
 
@@ -41,12 +45,43 @@ def build_scorer(plan: RunPlan) -> Scorer:
 
 
 def engine_factory(plan: RunPlan) -> EngineFactory:
-    """Return what builds the rollout engine: the engine's class, or replicas of it in Ray actors."""
+    """Return what builds the rollout engine: its class, one over a snapshot, or replicas in Ray actors."""
     engine: EngineFactory = plan.engine_class
     ray = plan.config.ray
     if plan.config.executor == "ray":
         return RayEngineFactory(engine=engine, num_replicas=ray.num_engines, num_gpus=ray.gpus_per_engine)
+    if plan.config.rollout_lag > 0 and getattr(engine, "shares_weights", False):
+        from multitask_rl.rollout.snapshot import SnapshotFactory
+
+        return SnapshotFactory(engine)
     return engine
+
+
+def describe_overlap(plan: RunPlan, actor: Actor) -> str:
+    """Return what runs at the same time, what is shared, and why, for a person."""
+    config = plan.config
+    name, bound = config.rollout.engine, config.rollout.max_staleness
+    if config.executor == "ray":
+        weights = "has its own weights in Ray actors and receives them after each update"
+    elif getattr(plan.engine_class, "shares_weights", False):
+        size = sum(p.numel() * p.element_size() for p in actor.model.parameters()) / 2**20
+        weights = (
+            f"samples from one snapshot of the training weights ({size:.1f} MiB more memory): they must "
+            "not change under a rollout; with rollout.max_staleness=0 it samples from them in place"
+        )
+    else:
+        weights = "keeps its own copy of the weights and receives them in memory after each update"
+    where = (
+        "on a CPU sampling and update share the cores, so what is hidden is the time rewards wait"
+        if actor.device.type == "cpu" and config.executor == "local"
+        else "sampling and update run at the same time, and both hide the time rewards take"
+    )
+    return (
+        f"hybrid engine: overlap on, rollout.max_staleness={bound}: the next rollout runs while rewards come "
+        "in and the update is made, rewards begin when a sample ends, stale samples are weighted by "
+        f"truncated importance sampling; rollout engine {name!r} {weights}; "
+        f"actor on {actor.device}: {where}; one data-parallel rank, no tensor or pipeline parallelism"
+    )
 
 
 def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> DynamicTaskWeightScheduler:
@@ -85,17 +120,3 @@ def build_trackers(
         return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id)
     alerts = AlertTracker(plan.output_dir, guard.config.webhook if guard is not None else "")
     return Trackers(plan.output_dir, plan.config.tracking, run_id, {"alerts": alerts})
-
-
-def describe_sharing(plan: RunPlan, device: str) -> str:
-    """Return how training and generation share the weights, in a sentence."""
-    shares = bool(getattr(plan.engine_class, "shares_weights", False))
-    how = (
-        "samples from the training weights in place, no second copy"
-        if shares
-        else "keeps its own copy of the weights and receives them in memory after each update"
-    )
-    return (
-        f"hybrid engine: rollout engine {plan.config.rollout.engine!r} {how}; actor on {device}, one "
-        "data-parallel rank, no tensor or pipeline parallelism"
-    )

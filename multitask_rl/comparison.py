@@ -68,6 +68,7 @@ def main_report(argv: Sequence[str]) -> int:
             },
             "constraints": _constraints(run),
             "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
+            "stages": run.stages,
             "events": run.events,
         }
     _write(result, options.json, lambda: _render_report(result))
@@ -265,6 +266,12 @@ def _render_report(result: Mapping[str, Any]) -> str:
             for step in shown
         ]
         parts.append(_table([["weights at step", *weights], *rows]))
+    if result["stages"]:
+        rows = [
+            [name, *(f"{own[key]:.1%}" for key in ("busy", "waited"))]
+            for name, own in result["stages"].items()
+        ]
+        parts.append(_table([["of the steps' time", "busy", "update waited for it"], *rows]))
     events = [
         f"step {event['step']}  {event['source']} {event['kind']}"
         + (f" [{event['task']}]" if event.get("task") else "")

@@ -21,7 +21,10 @@ from typing import Any
 
 from multitask_rl.errors import ConfigError
 
-__all__ = ["DataFlow", "FunctionStage", "Stage"]
+__all__ = ["DataFlow", "FunctionStage", "Stage", "in_order"]
+
+Note = Callable[[str, tuple[float, float]], None]
+"""Takes the name of a stage and when it was at work (``time.monotonic()``)."""
 
 
 class Stage:
@@ -40,6 +43,14 @@ class Stage:
     def process(self, items: list[Any]) -> list[Any]:
         """Turn the records of one step into those of the next stage."""
         raise NotImplementedError
+
+    def stream(self, parts: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """Turn records into those of the next stage as they come, in any order.
+
+        By default a stage waits until it has all of them, in the order of the batch, for it may look at them
+        together (a filter over the whole step): what comes after it starts only then.
+        """
+        yield _process(self, in_order(parts))
 
     def close(self) -> None:
         """Free what the stage holds. Idempotent."""
@@ -79,8 +90,6 @@ class DataFlow:
     def __init__(self, stages: Sequence[Stage] = ()) -> None:
         self._stages: list[Stage] = []
         self._successors: dict[str, list[str]] = {}
-        self.seconds: dict[str, float] = {}
-        """Wall-clock time spent in each stage since the caller last cleared it."""
         previous: Stage | None = None
         for stage in stages:
             self.add(stage)
@@ -142,7 +151,12 @@ class DataFlow:
         return self
 
     def __call__(
-        self, items: Iterable[Any], *, start: str | None = None, before: str | None = None
+        self,
+        items: Iterable[Any],
+        *,
+        start: str | None = None,
+        before: str | None = None,
+        note: Note | None = None,
     ) -> list[Any]:
         """Pass ``items`` through once and return what the last stage that ran produced.
 
@@ -150,21 +164,49 @@ class DataFlow:
             items: records for the first stage (or ``start``).
             start: first stage that runs.
             before: stage to stop at, not run.
+            note: is told when each stage that does not stream was at work.
         """
         order = self._order()
         first = order.index(start) if start else 0
         last = order.index(before) if before else len(order)
-        inbox: dict[str, list[Any]] = {order[first]: list(items)} if first < len(order) else {}
-        output: list[Any] = list(items) if first >= last else []
+        if first >= last:
+            return list(items)
+        if all(len(f) <= 1 for f in self._successors.values()):
+            return in_order(self._stream(list(items), order[first:last], note))
+        inbox: dict[str, list[Any]] = {order[first]: list(items)}
+        output: list[Any] = []
         for name in order[first:last]:
             if name not in inbox:
                 continue
-            began = time.perf_counter()
-            output = _process(self._by_name(name), inbox.pop(name))
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            output = _timed(self._by_name(name), inbox.pop(name), note)
             for follower in self._successors[name]:
                 inbox.setdefault(follower, []).extend(output)
         return output
+
+    def stream(self, items: Iterable[Any], *, before: str, note: Note | None = None) -> Iterator[list[Any]]:
+        """Pass ``items`` through a flow without branches; yield what reaches ``before`` as it comes.
+
+        Raises:
+            ConfigError: the flow has branches.
+        """
+        if any(len(f) > 1 for f in self._successors.values()):
+            raise ConfigError("only a flow without branches can be streamed")
+        order = self._order()
+        return self._stream(list(items), order[: order.index(before)], note)
+
+    def after(self, name: str) -> str | None:
+        """Return the name of the stage that runs after ``name``; None for the last."""
+        order = self._order()
+        place = order.index(self._by_name(name).name) + 1
+        return order[place] if place < len(order) else None
+
+    def _stream(self, items: list[Any], names: Sequence[str], note: Note | None) -> Iterator[list[Any]]:
+        parts: Iterator[list[Any]] = iter([items])
+        for name in names:
+            stage = self._by_name(name)
+            streams = type(stage).stream is not Stage.stream
+            parts = stage.stream(parts) if streams else _at_once(stage, parts, note)
+        return parts
 
     def run(
         self, source: Callable[[int], Iterable[Any]] | Iterable[Iterable[Any]], *, max_steps: int
@@ -230,8 +272,29 @@ class DataFlow:
         return order
 
 
+def in_order(parts: Iterable[list[Any]]) -> list[Any]:
+    """Return all records; if they came in several parts and know their place (``order``), in that order."""
+    found = list(parts)
+    records = [record for part in found for record in part]
+    if len(found) > 1 and all(hasattr(record, "order") for record in records):
+        records.sort(key=lambda record: record.order)
+    return records
+
+
 def _name(stage: Stage | str) -> str:
     return stage if isinstance(stage, str) else stage.name
+
+
+def _at_once(stage: Stage, parts: Iterable[list[Any]], note: Note | None) -> Iterator[list[Any]]:
+    yield _timed(stage, in_order(parts), note)
+
+
+def _timed(stage: Stage, items: list[Any], note: Note | None) -> list[Any]:
+    began = time.monotonic()
+    output = _process(stage, items)
+    if note is not None:
+        note(stage.name, (began, time.monotonic()))
+    return output
 
 
 def _process(stage: Stage, items: list[Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from multitask_rl.task_run import build_algorithms, run_sampling
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
 
-__all__ = ["RunPlan", "plan_run"]
+__all__ = ["RunPlan", "check_overlap", "plan_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
         for warning in constraint_warnings(spec, {}, num_prompts):
             logger.warning("task %s: %s", name, warning)
+    check_overlap(plan)
     _check_output_dir(plan.output_dir)
     return plan
 
@@ -170,6 +171,23 @@ def _check_stop(spec: TaskSpec, config: RunConfig) -> None:
             f"ends, a stop string could cut it before ({', '.join(map(repr, stop))}); set "
             f"tasks.{spec.name}.sampling.stop=[]"
         )
+
+
+def check_overlap(plan: RunPlan) -> None:
+    """Refuse to learn from stale samples without a correction.
+
+    Raises:
+        ConfigError: a task turned truncated importance sampling off.
+    """
+    bound = plan.config.rollout.max_staleness
+    for name, spec in plan.specs.items():
+        algorithm = plan.algorithms[name]
+        if bound > 0 and algorithm.on_policy and algorithm.config.truncated_is == 0:
+            raise ConfigError(
+                f"{spec.source or 'tasks'}: tasks.{name}.algorithm_config.truncated_is is 0, and with "
+                f"rollout.max_staleness={bound} samples are older than the weights they train: nothing would "
+                "correct for it; give it a cap (default 2), or set rollout.max_staleness=0"
+            )
 
 
 def _check_output_dir(directory: Path) -> None:

@@ -132,6 +132,8 @@ class Prompt:
     """The prompt as the model sees it, after template and chat template."""
     prompt_ids: list[int]
     """[P] token ids of ``text``; a conditioned prompt carries its control token here."""
+    position: int = 0
+    """Place in the batch it is sampled with: responses end in any order and are put back into this one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -178,6 +180,11 @@ class Rollout:
         return f"{self.prompt.task}#{self.prompt.draw}"
 
     @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts the records of a batch."""
+        return (self.prompt.position, self.sample, self.attempt)
+
+    @property
     def is_truncated(self) -> bool:
         """The response hit the token limit."""
         return self.finish_reason == "length"
@@ -198,6 +205,11 @@ class Scored:
     """False: no constraint that ``cost`` comes from applies to the sample; it counts in no mean cost."""
     failure: Failure | None = None
     """The first failure that made ``reward`` None."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts the records of a batch."""
+        return self.rollout.order
 
 
 @dataclass(kw_only=True, slots=True)

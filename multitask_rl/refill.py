@@ -40,21 +40,25 @@ class Refill:
         self._informative_rate = informative_rate
 
     def collect(
-        self, quotas: Mapping[str, int], experience: Callable[[Mapping[str, int]], list[Scored]]
+        self,
+        quotas: Mapping[str, int],
+        experience: Callable[[Mapping[str, int]], list[Scored]],
+        late: Callable[[], Mapping[str, int]] = dict,
     ) -> tuple[list[Scored], list[Scored]]:
         """Return ``(all records drawn, those to train on)``.
 
         Args:
             quotas: groups per task.
             experience: draws and scores so many prompts per task.
+            late: groups per task that are not scored yet; they may still give a gradient.
         """
         drawn = experience(quotas)
         for _ in range(self._rounds):
-            missing = self._missing(by_group(drawn), quotas)
+            missing = self._missing(by_group(drawn), quotas, late())
             if not missing:
                 break
             drawn = drawn + experience(missing)
-        return drawn, self._keep(by_group(drawn), quotas)
+        return drawn, self.keep(drawn, quotas)
 
     def shortfall(self, kept: Sequence[Scored], quotas: Mapping[str, int]) -> dict[str, int]:
         """Return how many groups of each task's quota gave no gradient after all; nothing without rounds.
@@ -64,26 +68,28 @@ class Refill:
         if not self._rounds:
             return {}
         found = self.num_informative(by_group(kept))
-        short = {name: quotas[name] - number for name, number in found.items()}
+        short = {name: number - found.get(name, 0) for name, number in quotas.items()}
         return {n: s for n, s in short.items() if s > 0 and self._informative_rate(n) >= MIN_RATE}
 
     def num_informative(self, groups: Mapping[str, Groups]) -> dict[str, int]:
         """Return how many groups of each task give a gradient."""
         return {n: sum(is_informative(self._runs[n], g) for g in own.values()) for n, own in groups.items()}
 
-    def _missing(self, groups: Mapping[str, Groups], quotas: Mapping[str, int]) -> dict[str, int]:
+    def _missing(
+        self, groups: Mapping[str, Groups], quotas: Mapping[str, int], late: Mapping[str, int]
+    ) -> dict[str, int]:
         missing: dict[str, int] = {}
         for name, found in self.num_informative(groups).items():
-            lacking, known = quotas[name] - found, self._informative_rate(name)
+            lacking, known = quotas[name] - found - late.get(name, 0), self._informative_rate(name)
             rate = (found + PRIOR_GROUPS * known) / (len(groups[name]) + PRIOR_GROUPS)
             if lacking > 0 and rate >= MIN_RATE:
                 missing[name] = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
         return missing
 
-    def _keep(self, groups: Mapping[str, Groups], quotas: Mapping[str, int]) -> list[Scored]:
+    def keep(self, drawn: Sequence[Scored], quotas: Mapping[str, int]) -> list[Scored]:
         """Return each task's quota of groups: those with a gradient first, in order of drawing."""
         kept: list[Scored] = []
-        for name, own in groups.items():
+        for name, own in by_group(drawn).items():
             run = self._runs[name]
             ordered: list[Sequence[Scored]] = sorted(own.values(), key=lambda g: not is_informative(run, g))
             for group in ordered[: quotas[name]]:

@@ -48,6 +48,11 @@ class RunStore:
         self.checkpoints = CheckpointStore(directory, config.keep)
         self._found = self._find()
 
+    @property
+    def timeline(self) -> Path:
+        """Where the run notes who was busy when."""
+        return self._output_dir / "timeline.jsonl"
+
     def _find(self) -> Checkpoint | None:
         if self._config.resume == "never":
             return None
@@ -82,10 +87,10 @@ class RunStore:
             trainer: what is restored.
             track: the run goes on: what it recorded after the checkpoint is cut off.
         """
-        evaluations = self._output_dir / "evaluations.jsonl"
+        records = [path for path in (self._output_dir / "evaluations.jsonl", self.timeline) if path.exists()]
         if self._found is None:
-            if track and evaluations.exists():
-                _set_aside(evaluations)
+            for path in records if track else ():
+                _set_aside(path)
             return None
         restore(trainer, self._found)
         trainer.scorer.load_state_dict(self._found.state.get("scorer", {}))
@@ -96,8 +101,8 @@ class RunStore:
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
         run_id = self._found.state["run_id"]
         self._found = None
-        if track:
-            cut_after_step(evaluations, trainer.step)
+        for path in records if track else ():
+            cut_after_step(path, trainer.step)
         return None if run_id is None else str(run_id)
 
     def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from multitask_rl.flow import Stage
+from multitask_rl.flow import Stage, in_order
 from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
-from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
+from multitask_rl.reward_batch import RewardBatch
+from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine, stream
+from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.seeding import derive_seed
 from multitask_rl.streaming import Judging, StreamJudge
 from multitask_rl.task_run import TaskRun
@@ -20,8 +23,12 @@ __all__ = ["AdvantageStage", "ConstraintStage", "RewardStage", "RolloutStage", "
 class Scorer(Judging, Protocol):
     """What the stages need of the reward pool."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """Return one record per rollout, in order."""
+    def begin_scoring(self) -> Pending[Scored]:
+        """Return an open round of rewards: one record per rollout added."""
+        ...
+
+    def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
+        """Return an open round of constraints: verdicts by constraint name per rollout added."""
         ...
 
 
@@ -53,17 +60,30 @@ class RolloutStage(Stage):
         self._purpose = purpose
         self._group_size = group_size
         self._temperature = temperature
+        self.spans: list[Span] = []
+        """When the engine was at work, since the caller last cleared it."""
 
     def process(self, items: list[Prompt]) -> list[Rollout]:
         """Return ``group_size`` rollouts per prompt, in order."""
-        return self.sample([self._slot(p, i) for p in items for i in range(self._size(p))])
+        return self.sample(self._slots(items))
+
+    def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
+        """Yield rollouts as the engine ends them."""
+        for ended in self._run(self._slots(in_order(parts))):
+            yield [rollout for _, rollout in ended]
 
     def sample(self, slots: Sequence[Rollout]) -> list[Rollout]:
         """Fill empty rollouts (prompt, sample, attempt, sampling) with what the engine generates."""
+        found = {index: rollout for ended in self._run(slots) for index, rollout in ended}
+        return [found[index] for index in range(len(slots))]
+
+    def _run(self, slots: Sequence[Rollout]) -> Iterator[list[tuple[int, Rollout]]]:
+        """Yield index of the slot and filled rollout as they end."""
         requests: list[GenerationRequest] = []
+        owners: list[list[int]] = []
         seeds: list[int] = []
         judge = StreamJudge(self._scorer, self._text) if self._scorer is not None else None
-        for slot in slots:
+        for index, slot in enumerate(slots):
             seed = derive_seed(
                 self._seed, self._purpose, slot.task, slot.prompt.draw, slot.sample, slot.attempt
             )
@@ -72,18 +92,27 @@ class RolloutStage(Stage):
             previous = requests[-1] if requests else None
             if previous is not None and previous.prompt_ids is slot.prompt.prompt_ids:
                 requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
+                owners[-1].append(index)
             else:
                 requests.append(
                     GenerationRequest(
                         prompt_ids=slot.prompt.prompt_ids, sampling=slot.sampling, seeds=[seed], watch=watch
                     )
                 )
-        generated = [g for group in self.engine.generate(requests) for g in group]
+                owners.append([index])
         found = judge.verdicts if judge is not None else {}
-        return [
-            self._fill(slot, g, found.get(seed, {}))
-            for slot, g, seed in zip(slots, generated, seeds, strict=True)
-        ]
+        began = time.monotonic()
+        try:
+            for ended in stream(self.engine, requests):
+                places = [(owners[i][j], generation) for i, j, generation in ended]
+                yield [(k, self._fill(slots[k], g, found.get(seeds[k], {}))) for k, g in places]
+        finally:
+            self.spans.append((began, time.monotonic()))
+
+    def _slots(self, prompts: list[Prompt]) -> list[Rollout]:
+        for position, prompt in enumerate(prompts):
+            prompt.position = position
+        return [self._slot(p, i) for p in prompts for i in range(self._size(p))]
 
     def _size(self, prompt: Prompt) -> int:
         return self._group_size or self._runs[prompt.task].group_size
@@ -129,27 +158,53 @@ class ConstraintStage(Stage):
         self._scorer = scorer
         self._rollout = rollout
         self._runs = runs
+        self.spans: list[Span] = []
+        """When verdicts were waited for, since the caller last cleared it."""
 
     def process(self, items: list[Rollout]) -> list[Rollout]:
         """Return the rollouts with verdicts, attempts of one slot side by side."""
-        constrained = [r for r in items if self._runs[r.task].spec.judged]
-        if not constrained:
-            return items
         attempts: dict[tuple[str, int], list[Rollout]] = {}
-        pending = constrained
-        while pending:
-            again = []
-            for rollout in self._judge(pending):
-                attempts.setdefault((rollout.group_id, rollout.sample), []).append(rollout)
-                following = self._next_attempt(rollout) if rollout.rejected else None
-                if following is not None:
-                    again.append(following)
-            pending = self._rollout.sample(again) if again else []
-        return [a for r in items for a in attempts.get((r.group_id, r.sample), [r])]
+        for rollout in (r for part in self.stream([items]) for r in part):
+            attempts.setdefault((rollout.group_id, rollout.sample), []).append(rollout)
+        return [a for r in items for a in attempts[(r.group_id, r.sample)]]
 
-    def _judge(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
+        """Yield rollouts without constraints as they come, the others when they are judged.
+
+        Slots are sampled again together, after the batch: the engine is busy before, and one call is faster
+        than many.
+        """
+        judging = self._scorer.begin_judging()
+        pending: list[Rollout] = []
+        for part in parts:
+            own = [r for r in part if self._runs[r.task].spec.judged]
+            if len(own) < len(part):
+                yield [r for r in part if not self._runs[r.task].spec.judged]
+            if own:
+                judging.add(own)
+                pending += own
+        while pending:
+            judged = self._judge(judging, pending)
+            yield judged
+            following = [self._next_attempt(r) for r in judged if r.rejected]
+            again = [slot for slot in following if slot is not None]
+            pending = self._rollout.sample(again) if again else []
+            if pending:
+                judging = self._scorer.begin_judging()
+                judging.add(pending)
+
+    def _judge(
+        self, judging: Pending[dict[str, Verdict | Failure]], rollouts: list[Rollout]
+    ) -> list[Rollout]:
+        """Return ``rollouts``, all that ``judging`` was asked about, with their verdicts and in order."""
+        began = time.monotonic()
+        order = sorted(range(len(rollouts)), key=lambda index: rollouts[index].order)
+        judging.seal(order)
+        judging.wait()
+        self.spans.append((began, time.monotonic()))
         judged = []
-        for rollout, judged_whole in zip(rollouts, self._scorer.judge(rollouts), strict=True):
+        for index, judged_whole in zip(order, judging.results(order), strict=True):
+            rollout = rollouts[index]
             # what ended a response stands, though a judge that draws might now think better of it
             verdicts = {**judged_whole, **rollout.verdicts}
             rejecting = {
@@ -195,11 +250,24 @@ class RewardStage(Stage):
 
     def process(self, items: list[Rollout]) -> list[Scored]:
         """Return one record per rollout; refused ones are not scored, what they earn is the algorithm's."""
-        wanted = [r for r in items if not r.rejected]
-        scored = iter(self._scorer.score(wanted))
-        return [
-            self._with_costs(Scored(rollout=r, reward=None) if r.rejected else next(scored)) for r in items
-        ]
+        batch = self.begin()
+        batch.add(items)
+        batch.seal()
+        batch.wait()
+        return batch.take()
+
+    def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Scored]]:
+        """Begin to score what comes at once; yield everything together."""
+        batch = self.begin()
+        for part in parts:
+            batch.add(part)
+        batch.seal()
+        batch.wait()
+        yield batch.take()
+
+    def begin(self) -> RewardBatch:
+        """Return an empty batch to add rollouts to."""
+        return RewardBatch(self._scorer.begin_scoring(), self._with_costs)
 
     def _with_costs(self, scored: Scored) -> Scored:
         constraints = self._runs[scored.rollout.task].spec.judged

@@ -103,19 +103,10 @@ class Supervisor:
     def keeping_what_was_learnt(self) -> Iterator[None]:
         """If sampling or scoring fails or is interrupted, save the state as it was before the step."""
         trainer = self._trainer
-        scheduler = trainer.scheduler.state_dict()
-        runs = {name: run for name, run in trainer.runs.items() if run.stream is not None}
-        cursors = {
-            n: (r.stream.state_dict(), r.num_overlong) for n, r in runs.items() if r.stream is not None
-        }
         try:
             yield
         except BaseException:
-            trainer.scheduler.load_state_dict(scheduler)
-            for name, run in runs.items():
-                cursor, run.num_overlong = cursors[name]
-                if run.stream is not None:
-                    run.stream.load_state_dict(cursor)
+            trainer.pipeline.rewind()
             try:
                 if self.saved_at != trainer.step:
                     self.save(None)

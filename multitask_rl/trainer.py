@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from multitask_rl.assembly import (
     build_scheduler,
     build_scorer,
     build_trackers,
-    describe_sharing,
+    describe_overlap,
     engine_factory,
 )
 from multitask_rl.config.run import RunConfig
@@ -31,14 +32,15 @@ from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.evaluation import Evaluator
 from multitask_rl.flow import DataFlow, Stage
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.plan import RunPlan, initial_weights, plan_run
-from multitask_rl.records import Event, Scored, TaskEvaluation, TaskStats
-from multitask_rl.refill import Refill
+from multitask_rl.pipeline import Pipeline
+from multitask_rl.plan import RunPlan, check_overlap, initial_weights, plan_run
+from multitask_rl.records import Event, TaskEvaluation, TaskStats
 from multitask_rl.run_state import RunStore
 from multitask_rl.stages import AdvantageStage, ConstraintStage, RewardStage, RolloutStage
 from multitask_rl.step_report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.supervision import Supervisor
-from multitask_rl.task_run import TaskRun, build_task_runs, draw_prompts
+from multitask_rl.task_run import TaskRun, build_task_runs
+from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.actor import Actor, load_actor
 from multitask_rl.training.credit import CreditAssigner, CreditedSample
 from multitask_rl.training.critic import Critic
@@ -154,13 +156,17 @@ class Trainer:
         self._inserted.append((stage, after))
 
     def enable_3d_hybrid_engine(self) -> str:
-        """Use one set of weights for training and generation where engine and devices allow; say what holds.
+        """Overlap sampling, scoring and learning, share weights where possible; print and return the choice.
 
-        The Hugging Face engine always samples from the training weights themselves; an engine with its own
-        copy (vLLM) receives them after each update. Returns the choice and its reason.
+        Sets ``rollout.max_staleness`` to 1 unless it is higher. Before ``train``.
         """
-        choice = describe_sharing(self.plan, str(self.actor.device))
+        staleness = max(1, self.config.rollout.max_staleness)
+        self.config = replace(self.config, rollout=replace(self.config.rollout, max_staleness=staleness))
+        self.plan.config = self.config
+        check_overlap(self.plan)
+        choice = describe_overlap(self.plan, self.actor)
         logger.info("%s", choice)
+        sys.stdout.write(choice + "\n")
         return choice
 
     # -- the run --------------------------------------------------------------------------------------------
@@ -208,33 +214,30 @@ class Trainer:
     def train_step(self) -> StepReport:
         """Make one step: sample, score, learn, decide."""
         self._open()
-        began = time.perf_counter()
-        self.flow.seconds.clear()
-        weights = self.scheduler.weights()
+        self.timeline.begin_step()
         with self._supervisor.keeping_what_was_learnt():
-            quotas = self.scheduler.quotas(self.config.batch.prompts_per_step, self.step)
-            drawn, kept = self._refill.collect(quotas, self._experience)
-            self.scheduler.settle(self._refill.shortfall(kept, quotas), sum(quotas.values()))
-        credited = self.flow(kept, start="advantages")
-        report = StepReport(step=self.step, quotas=quotas, drawn=drawn, kept=kept)
+            experience = self.pipeline.next(self.step)
+        quotas, drawn = experience.quotas, experience.drawn
+        report = StepReport(step=self.step, quotas=quotas, drawn=drawn, kept=experience.kept)
         self.note(observe_groups(report, self.runs))
-        per_task = self._learn(credited, report)
-        sources = [per_task, self._advantages.metrics, self.scorer.metrics()]
-        stats = collect_stats(report, self.runs, weights, sources)
+        note = partial(self.timeline.add, step=self.step)
+        credited = self.flow(experience.kept, start="advantages", note=note)
+        with self.timeline.busy("update", step=self.step):
+            per_task = self._learn(credited, report)
+        self.pipeline.settle()
+        self.push_weights()
+        sources = [per_task, self._advantages.metrics, self.scorer.metrics(), experience.metrics]
+        stats = collect_stats(report, self.runs, experience.weights, sources)
         self._control(stats)
+        report.seconds = self.timeline.seconds(self.step)
+        shares = self.timeline.end_step(self.step, self.pipeline.running())
         self.step += 1
-        report.seconds = {**self.flow.seconds, **report.seconds, "step": time.perf_counter() - began}
-        self.trackers.log_metrics(step_numbers(report, stats, self.runs), self.step)
+        self.trackers.log_metrics({**step_numbers(report, stats, self.runs), **shares}, self.step)
         self.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
         return report
 
-    def _experience(self, counts: Mapping[str, int]) -> list[Scored]:
-        """Draw prompts and pass them through the flow up to their scores."""
-        return self.flow(draw_prompts(self.runs, counts, self.actor), before="advantages")
-
     def _learn(self, credited: list[CreditedSample], report: StepReport) -> dict[str, dict[str, float]]:
-        """Update the actor, push its weights to the engine, fill in ``report``; return numbers per task."""
-        began = time.perf_counter()
+        """Update the actor, fill in ``report``; return numbers per task."""
         present = {c.sample.task for c in credited}
         total = sum(report.quotas[name] for name in present)
         factor = schedule_factor(self.config.optimizer, self.step, self.config.max_steps)
@@ -247,13 +250,11 @@ class Trainer:
             learning_rate_factor=factor,
         )
         self.actor.policy_version += 1
-        self.push_weights()
         report.train = {
             **update.metrics,
             "learning_rate": self.config.optimizer.learning_rate * factor,
             "policy_version": float(self.actor.policy_version),
         }
-        report.seconds["update"] = time.perf_counter() - began
         return update.task_metrics
 
     def push_weights(self) -> None:
@@ -288,6 +289,7 @@ class Trainer:
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Restore ``counters``; the checkpoint they come from counts as saved."""
+        self.pipeline.clear()
         self.step = self._supervisor.saved_at = counters["step"]
         self.actor.policy_version = counters["policy_version"]
         self._supervisor.evaluated_at = counters["evaluated_at"]
@@ -314,6 +316,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self._bind_controllers(self.scorer.reward_ranges())
         self.store = RunStore(plan.output_dir, config.checkpoint)
+        self.timeline = Timeline(self.store.timeline if track else None)
         self._engine = engine_factory(plan).build(
             self.actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
         )
@@ -325,8 +328,7 @@ class Trainer:
         self._advantages = AdvantageStage(
             CreditAssigner(runner, learner_tasks, many_updates=many_updates), self.runs
         )
-        self.flow = self._build_flow()
-        self._refill = Refill(self.runs, config.batch.refill_rounds, self.scheduler.informative_rate)
+        self._build_flow()
         parts = (self.actor, self._engine, self.scorer, self.runs)
         self._evaluator = Evaluator(*parts, seed=config.seed, temperature=config.eval.temperature)
         self._supervisor = Supervisor(self, self.guard, self._evaluator)
@@ -334,7 +336,7 @@ class Trainer:
         self.push_weights()
         self._open_trackers(run_id, track=track)
 
-    def _build_flow(self) -> DataFlow:
+    def _build_flow(self) -> None:
         rollout = RolloutStage(
             self._engine,
             self.runs,
@@ -343,10 +345,11 @@ class Trainer:
             scorer=self.scorer,
         )
         constraints = ConstraintStage(self.scorer, rollout, self.runs)
-        flow = DataFlow([rollout, constraints, RewardStage(self.scorer, self.runs), self._advantages])
+        rewards = RewardStage(self.scorer, self.runs)
+        self.flow = DataFlow([rollout, constraints, rewards, self._advantages])
         for stage, after in self._inserted:
-            flow.insert(stage, after=after)
-        return flow
+            self.flow.insert(stage, after=after)
+        self.pipeline = Pipeline(self, (rollout, constraints, rewards), self.timeline)
 
     def _open_trackers(self, run_id: str | None, *, track: bool) -> None:
         self.trackers = build_trackers(self.plan, self.guard, run_id, track=track)
@@ -378,9 +381,12 @@ class Trainer:
             return
         self._is_closed = True
         with contextlib.ExitStack() as last_first:
-            last_first.callback(self.scorer.close)
             last_first.callback(self._engine.close)
             last_first.callback(self.flow.close)
+            last_first.callback(self.timeline.close)
+            last_first.callback(self.pipeline.close)
+            # first: what is being scored fails, and nobody waits for it any more
+            last_first.callback(self.scorer.close)
             last_first.callback(self.trackers.finish, status)
 
     @contextlib.contextmanager

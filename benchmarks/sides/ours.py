@@ -128,15 +128,15 @@ def main() -> None:
         trainer = build(Path(folder))
         trainer._open()
         clock = Clock()
-        clock.watch(trainer._engine, "generate", "gen_s")
         clock.watch(trainer.learner, "update", "train_s")
-        clock.watch(trainer.scorer, "score", "reward_s")
 
         def step(_: int) -> dict[str, float]:
             clock.seconds.clear()
             began, cpu = time.perf_counter(), time.process_time()
             report = trainer.train_step()
             seconds = time.perf_counter() - began
+            clock.seconds["gen_s"] = report.seconds["rollout"]
+            clock.seconds["reward_s"] = report.seconds["wait/rewards"]
             return {
                 "step_s": seconds,
                 "cpu_s": time.process_time() - cpu,

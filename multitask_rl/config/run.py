@@ -108,6 +108,9 @@ class RolloutConfig:
     """Longer prompts are left out (training) with a count; 0 = the model's limit less the response."""
     max_batch_tokens: int = 65536
     """Prompt and response tokens generated at once at most (memory)."""
+    max_staleness: int = 0
+    """Updates between sampling and learning at most: 0 = one after the other; 1 = the next rollout runs while
+    rewards come in and the update is made; more = as many rollouts ahead, for slow rewards."""
     max_new_tokens: int = 256
     """Longest response, in tokens."""
     temperature: float = 1.0
@@ -124,6 +127,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         _at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
+        _at_least("rollout.max_staleness", self.max_staleness, 0)
         _at_least("rollout.temperature", self.temperature, 0.0, strict=True)
 
 
@@ -146,6 +150,9 @@ class BatchConfig:
     ``packed`` (no padding, positions reset), or ``auto``: ``shared`` if the model can, else ``bucketed``."""
     refill_rounds: int = 1
     """Extra rounds of prompts for tasks whose groups gave no gradient; 0 = off."""
+    quorum: float = 1.0
+    """Share of a step's groups that must be scored for the step to go on; late ones join a later step within
+    ``rollout.max_staleness`` (one update of it is kept for them) or are dropped. In (0, 1]."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -153,6 +160,8 @@ class BatchConfig:
             _at_least(f"batch.{key}", getattr(self, key), 1)
         _at_least("batch.tokens_per_microbatch", self.tokens_per_microbatch, 1)
         _at_least("batch.refill_rounds", self.refill_rounds, 0)
+        if not 0.0 < self.quorum <= 1.0:
+            raise ConfigError(f"batch.quorum must be in (0, 1], got {self.quorum!r}")
         _one_of("batch.layout", self.layout, ("auto", "shared", "bucketed", "packed"))
 
 
@@ -324,3 +333,13 @@ class RunConfig:
         """Check ranges."""
         _one_of("executor", self.executor, ("local", "ray"))
         _at_least("max_steps", self.max_steps, 1)
+        if self.rollout_lag < 0:
+            raise ConfigError(
+                f"batch.quorum={self.batch.quorum:g} needs rollout.max_staleness >= 1: with 0 every late "
+                "group would be too old for the next step; raise it, or set batch.quorum=1"
+            )
+
+    @property
+    def rollout_lag(self) -> int:
+        """Steps that sampling is ahead of learning; one update of the bound is kept for late groups."""
+        return self.rollout.max_staleness - (self.batch.quorum < 1.0)

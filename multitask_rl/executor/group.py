@@ -107,7 +107,14 @@ class ActorGroup:
     """``size`` actors that each hold an object made by ``make(index)``."""
 
     def __init__(
-        self, name: str, make: Callable[[int], Any], size: int, *, num_cpus: float, num_gpus: float
+        self,
+        name: str,
+        make: Callable[[int], Any],
+        size: int,
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        max_concurrency: int = 1,
     ) -> None:
         _CLUSTER.enter()
         import ray
@@ -119,7 +126,7 @@ class ActorGroup:
             raise
         self.name = name
         self._make = make
-        self._host = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus)(_Host)
+        self._host = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=max_concurrency)(_Host)
         self._actors = [self._host.remote(make, index) for index in range(size)]
 
     def __len__(self) -> int:

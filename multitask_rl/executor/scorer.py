@@ -7,6 +7,7 @@ again once and its share is repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,12 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
+from multitask_rl.scoring.pending import Deferred
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import ScoringConfig
     from multitask_rl.config.task import TaskSpec
+    from multitask_rl.scoring.pending import Pending
 
 __all__ = ["RayScorer", "Scorer"]
+
+_CALLS = 4
+"""Of one pool at once: its numbers can be asked for while it scores."""
 
 
 class Scorer(Protocol):
@@ -41,6 +47,14 @@ class Scorer(Protocol):
         self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
     ) -> list[dict[str, Verdict | Failure]]:
         """Return the verdicts per rollout, in order, of the constraints named in ``only`` (None: all)."""
+        ...
+
+    def begin_scoring(self) -> Pending[Scored]:
+        """Return an open round of rewards: rollouts are added as they end."""
+        ...
+
+    def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
+        """Return an open round of constraints."""
         ...
 
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -91,8 +105,9 @@ class RayScorer:
         self, make: Callable[[int], Scorer], *, num_pools: int, num_cpus: float = 1.0, num_gpus: float = 0.0
     ) -> None:
         self._group: ActorGroup | None = ActorGroup(
-            "reward pool", make, num_pools, num_cpus=num_cpus, num_gpus=num_gpus
+            "reward pool", make, num_pools, num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=_CALLS
         )
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="ray-scorer")
 
     @classmethod
     def build(
@@ -168,6 +183,14 @@ class RayScorer:
         """Return the verdicts per rollout, in order (see ``RewardPool.judge``)."""
         return self._deal("judge", rollouts) if only is None else self._deal("judge", rollouts, only)
 
+    def begin_scoring(self) -> Pending[Scored]:
+        """Return a round that is dealt out when it is sealed, and scored while the caller goes on."""
+        return Deferred(self.score, self._background)
+
+    def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
+        """Return a round that is dealt out when it is sealed."""
+        return Deferred(self.judge, self._background)
+
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the mean over the pools of every task's metrics."""
         merged: dict[str, dict[str, list[float]]] = {}
@@ -195,6 +218,7 @@ class RayScorer:
 
     def close(self) -> None:
         """Stop the pools."""
+        self._background.shutdown(wait=False, cancel_futures=True)
         if self._group is not None:
             self._group.call("close", dict.fromkeys(range(len(self._group)), ()))
             self._group.close()

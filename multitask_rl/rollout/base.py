@@ -6,7 +6,7 @@ seed, so that one call may mix tasks freely.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,16 @@ from multitask_rl.records import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Generation", "GenerationRequest", "Monitor", "RolloutEngine", "Watch"]
+__all__ = [
+    "Ended",
+    "Generation",
+    "GenerationRequest",
+    "Monitor",
+    "RolloutEngine",
+    "Watch",
+    "collect",
+    "stream",
+]
 
 
 class Monitor(Protocol):
@@ -66,7 +75,11 @@ class Generation:
 
 
 class RolloutEngine(Protocol):
-    """Generates, and follows the actor's weights."""
+    """Generates, and follows the actor's weights.
+
+    An engine whose samples end at different times may also have ``generate_stream`` (see ``stream``): rewards
+    then begin while the rest is generated.
+    """
 
     shares_weights: bool
     """It samples from the actor's own tensors: ``update_weights`` is called with none."""
@@ -88,3 +101,28 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free the engine. Idempotent."""
         ...
+
+
+Ended = tuple[int, int, Generation]
+"""Index of the request, index of the sample in it, what was generated."""
+
+
+def stream(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+    """Yield samples as they end; all at once from an engine without ``generate_stream``.
+
+    ``generate_stream(requests)`` yields the samples of ``generate(requests)``, each once, in any order.
+    """
+    streaming = getattr(engine, "generate_stream", None)
+    if streaming is not None:
+        yield from streaming(requests)
+    else:
+        groups = engine.generate(requests)
+        yield [(i, j, g) for i, group in enumerate(groups) for j, g in enumerate(group)]
+
+
+def collect(
+    requests: Sequence[GenerationRequest], parts: Iterable[Sequence[Ended]]
+) -> list[list[Generation]]:
+    """Return what ``stream`` yielded as ``generate`` returns it."""
+    found = {(i, j): generation for part in parts for i, j, generation in part}
+    return [[found[i, j] for j in range(len(request.seeds))] for i, request in enumerate(requests)]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.base import Generation, GenerationRequest, Watch
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, collect
 from multitask_rl.rollout.decoder import Decoder, PlainDecoder, SharedDecoder, can_share_prompts
 from multitask_rl.rollout.grammar import GrammarRows, Grammars
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
@@ -121,10 +121,13 @@ class HFEngine:
     def close(self) -> None:
         """Nothing to free."""
 
-    @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
-        results: list[list[Generation | None]] = [[None] * len(r.seeds) for r in requests]
+        return collect(requests, self.generate_stream(requests))
+
+    @torch.no_grad()
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        """Yield the rows of each decoding step that ended in it (see ``rollout.base.stream``)."""
         device = next(self.model.parameters()).device
         was_training = self.model.training
         self.model.eval()
@@ -132,11 +135,17 @@ class HFEngine:
             self._shares_prompts = can_share_prompts(self.model)
         try:
             shared = attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext()
-            # one distribution: what the trainer computes in bfloat16 is sampled in bfloat16
-            with shared, torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
+            with shared:
                 for batch in self._batches(requests):
-                    for row, generation in zip(batch, self._generate_batch(batch), strict=True):
-                        results[row.request][row.sample] = generation
+                    decoding = self._generate_batch(batch)
+                    while True:
+                        # one distribution: what the trainer computes in bfloat16 is sampled in bfloat16;
+                        # but not what is done with the rows meanwhile
+                        with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
+                            ended = next(decoding, None)
+                        if ended is None:
+                            break
+                        yield ended
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"out of memory while sampling {self.max_batch_tokens} tokens at once; lower "
@@ -144,7 +153,6 @@ class HFEngine:
             ) from error
         finally:
             self.model.train(was_training)
-        return [[g for g in group if g is not None] for group in results]
 
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[_Row]]:
         """Cut the rows into batches of one sampling distribution, similar length and bounded tokens."""
@@ -191,8 +199,8 @@ class HFEngine:
         widest = 2 * room.shortest + PADDING_SLACK if on_cpu else math.inf
         return room.longest <= widest and (room.longest + room.new) * room.rows <= self.max_batch_tokens
 
-    def _generate_batch(self, rows: list[_Row]) -> list[Generation]:
-        """Decode one batch; rows leave it as they end."""
+    def _generate_batch(self, rows: list[_Row]) -> Iterator[list[Ended]]:
+        """Decode one batch; rows leave it, and are yielded, as they end."""
         device = next(self.model.parameters()).device
         limits = np.array([row.sampling.max_new_tokens for row in rows])
         steps = int(limits.max())
@@ -204,8 +212,6 @@ class HFEngine:
         ids = torch.full((len(rows), steps), self._pad, device=device)
         logprobs = torch.zeros(len(rows), steps, device=device)
         lengths = torch.from_numpy(limits).to(device)
-        stopped = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        flagged: set[int] = set()
         watched = any(row.watch for row in rows)
 
         state = self._decoder([row.prompt_ids for row in rows])
@@ -225,28 +231,19 @@ class HFEngine:
             if grammar is not None:
                 grammar.advance(active, tokens)
             ended = torch.isin(tokens, eos) | self._hit_stop_string(rows, ids, active, step)
-            lengths[active[ended]] = step + 1
-            stopped[active[ended]] = True
             going = ~ended & (lengths[active] > step + 1)
-            if watched:
-                for position in _look(rows, ids, active, going, step):
-                    lengths[active[position]] = step + 1
-                    flagged.add(int(active[position]))
-                    going[position] = False
-            if not bool(going.any()):
-                break
+            flagged = _look(rows, ids, active, going, step) if watched else []
+            going[flagged] = False
             if not bool(going.all()):
+                reasons = {int(active[p]): "flagged" for p in flagged}
+                reasons |= dict.fromkeys(active[ended].tolist(), "stop")
+                gone = active[~going]
+                yield _ended(rows, gone, reasons, ids[gone, : step + 1], logprobs[gone, : step + 1])
+                if not bool(going.any()):
+                    break
                 kept = state.keep(going.nonzero().squeeze(-1))
                 active, tokens = active[kept], tokens[kept]
             state.advance(tokens)
-        return [
-            Generation(
-                response_ids=ids[i, :n].tolist(),
-                rollout_logprobs=logprobs[i, :n].tolist(),
-                finish_reason="flagged" if i in flagged else "stop" if ended else "length",
-            )
-            for i, (n, ended) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
-        ]
 
     def _decoder(self, prompts: Sequence[Sequence[int]]) -> Decoder:
         if self._shares_prompts:
@@ -272,6 +269,21 @@ class HFEngine:
                 tail = self._decode(ids[index, max(0, step + 1 - window) : step + 1].tolist())
                 hit[position] = any(s in tail for s in stop)
         return hit
+
+
+def _ended(
+    rows: list[_Row], which: Tensor, reasons: Mapping[int, str], ids: Tensor, logprobs: Tensor
+) -> list[Ended]:
+    """Return what the rows ``which`` of a batch generated: ``ids``, ``logprobs`` [rows, tokens]."""
+    numbers = zip(which.tolist(), ids.tolist(), logprobs.tolist(), strict=True)
+    return [
+        (
+            rows[i].request,
+            rows[i].sample,
+            Generation(response_ids=own, rollout_logprobs=nats, finish_reason=reasons.get(i, "length")),
+        )
+        for i, own, nats in numbers
+    ]
 
 
 def _look(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:

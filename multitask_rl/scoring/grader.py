@@ -40,6 +40,8 @@ class Grader:
         """The plugin looks at each response alone: nothing is gained by larger calls."""
         self.text_only = bool(getattr(plugin, "text_only", False))
         """It reads no token ids."""
+        self.waits = bool(getattr(plugin, "is_async", False))
+        """Its calls wait for others rather than compute."""
         self._plugin = plugin
         self._is_reward = kind == "reward"
         self._call = plugin.score if self._is_reward else plugin.judge

@@ -20,8 +20,9 @@ class Latch:
         self._count = 0
 
     def expect(self, count: int) -> None:
-        """Set how many items are open, before any of them is handed on."""
-        self._count = count
+        """Add so many open items, before any of them is handed on."""
+        with self._condition:
+            self._count += count
 
     def count_down(self) -> None:
         """Close one item."""
@@ -56,6 +57,12 @@ class Item:
     """It was in a call that died, failed or stalled: it is sent by itself from now on."""
     started: float = 0.0
     """``time.monotonic()`` of its last call."""
+    began: float = 0.0
+    """``time.monotonic()`` of its first call."""
+    ended: float = 0.0
+    """``time.monotonic()`` of its result."""
+    counted: bool = False
+    """Its seconds are in the task's numbers."""
     ready_at: float = 0.0
     """Not before (pause before a retry)."""
 

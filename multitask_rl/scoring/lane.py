@@ -72,6 +72,8 @@ class Lane:
         self.traits = PluginTraits()
         """The built plugin's, once its first runner is up; likewise ``one_by_one``."""
         self.one_by_one = False
+        self.waits = False
+        """A call's length does not grow with its rollouts: it is never cut for the time it takes."""
         self.num_workers = num_workers
         self.retries = retries
         self.breaker = CircuitBreaker(source)
@@ -102,8 +104,17 @@ class Lane:
             self._refuse_if_open()
             self._condition.notify_all()
 
+    def cancel(self, items: Sequence[Item]) -> None:
+        """Give up those of ``items`` that no call has taken yet."""
+        with self._condition:
+            unwanted = set(map(id, items))
+            for item in self._queue:
+                if id(item) in unwanted:
+                    message = "given up: nobody waits for it any more"
+                    self._settle(item, Failure(kind=FailureKind.infra, message=message, source=self.source))
+
     def tick(self) -> None:
-        """Hedge calls that stall, start another runner where work waits. For whoever waits to call."""
+        """Hedge calls that stall, start another runner where work waits."""
         with self._condition:
             now = time.monotonic()
             if self.make_runner is None:
@@ -145,6 +156,7 @@ class Lane:
                     items = [self._queue.popleft() for _ in range(size)]
                     for item in items:
                         item.started = now
+                        item.began = item.began or now
                     self._waiting_since = now
                     runner.call = Call(items, each=self.one_by_one or items[0].alone, began=now)
                     return runner.call
@@ -261,6 +273,8 @@ class Lane:
         most = max(1, self.traits.batch_size)
         if self.breaker.suspicious:
             return 1
+        if self.waits:
+            return most
         if not self._mean_s:
             return 1 if self.one_by_one else most
         target = ONE_BY_ONE_CALL_S if self.one_by_one else BATCH_CALL_S
@@ -335,5 +349,6 @@ class Lane:
 
     def _settle(self, item: Item, result: Result) -> None:
         if item.result is None:
+            item.ended = time.monotonic()
             item.result = result
             item.latch.count_down()

@@ -6,13 +6,12 @@ Tasks that name the same plugin with the same configuration share one lane, and 
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
@@ -22,16 +21,16 @@ from multitask_rl.scoring.cache import ResultCache
 from multitask_rl.scoring.grader import Result
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
+from multitask_rl.scoring.pending import TICK_S, Answering, Pending
 from multitask_rl.scoring.round import Judge, Round
 from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
 from multitask_rl.scoring.wiring import LanePlan, plan_lane, start_lane, wait_ready
 
 __all__ = ["RewardPool"]
 
-logger = logging.getLogger(__name__)
-
-TICK_S = 0.05
-HEARTBEAT_S = 10.0
+T = TypeVar("T")
+Verdicts = dict[str, Verdict | Failure]
+"""What the constraints say of one rollout, by constraint name."""
 
 
 class RewardPool:
@@ -60,6 +59,7 @@ class RewardPool:
         self._rewards: dict[str, list[Judge]] = {name: [] for name in specs}
         self._constraints: dict[str, list[Judge]] = {name: [] for name in specs}
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._cache = ResultCache()
         self._counts: dict[str, TaskCounts] = {name: TaskCounts() for name in specs}
         self._budgets = {name: ErrorBudget(name, config.max_failure_rate) for name in specs}
@@ -102,6 +102,7 @@ class RewardPool:
             )
         for lane in self._lanes.values():
             wait_ready(lane)
+        threading.Thread(target=self._tick, name="reward-pool", daemon=True).start()
 
     def reward_ranges(self) -> dict[str, tuple[float, float]]:
         """Return ``(low, high)`` of each task's reward where every weighted plugin of it declares one."""
@@ -114,6 +115,14 @@ class RewardPool:
                 ranges[task] = (sum(min(pair) for pair in bounds), sum(max(pair) for pair in bounds))
         return ranges
 
+    def begin_scoring(self) -> Pending[Scored]:
+        """Return an open round of rewards: rollouts are added as they end, see ``score`` for the results."""
+        return Answering(Round(self._rewards, self._cache), self._lock, self._scored)
+
+    def begin_judging(self) -> Pending[Verdicts]:
+        """Return an open round of constraints, see ``judge`` for the results."""
+        return Answering(Round(self._constraints, self._cache), self._lock, self._verdicts)
+
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Return one record per rollout, in order.
 
@@ -124,20 +133,11 @@ class RewardPool:
         Raises:
             RewardError: a task's error budget is spent.
         """
-        results = self._grade(rollouts, self._rewards)
-        scored = []
-        for rollout, breakdown in zip(rollouts, results, strict=True):
-            record = self._combine(rollout, breakdown)
-            scored.append(record)
-            if rollout.failure is None:
-                self._budgets[rollout.task].add(record.failure)
-        for task in {rollout.task for rollout in rollouts}:
-            self._budgets[task].check()
-        return scored
+        return _all_at_once(self.begin_scoring(), rollouts)
 
     def judge(
         self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
-    ) -> list[dict[str, Verdict | Failure]]:
+    ) -> list[Verdicts]:
         """Return what the constraints of each rollout's task say, by constraint name, in order.
 
         Args:
@@ -148,18 +148,12 @@ class RewardPool:
         Raises:
             RewardError: a task's error budget is spent.
         """
-        verdicts: list[dict[str, Verdict | Failure]] = []
-        graded = self._grade(rollouts, self._constraints, only)
-        for rollout, results in zip(rollouts, graded, strict=True):
-            own = {name: r for name, r in results.items() if isinstance(r, (Verdict, Failure))}
-            verdicts.append(own)
-            failure = next((r for r in own.values() if isinstance(r, Failure)), None)
-            # successes are counted once, when the rollout is scored
-            if failure is not None and only is None:
-                self._budgets[rollout.task].add(failure)
-        for task in {rollout.task for rollout in rollouts}:
-            self._budgets[task].check()
-        return verdicts
+        if only is None:
+            return _all_at_once(self.begin_judging(), rollouts)
+        looks = partial(self._verdicts, is_look=True)
+        return _all_at_once(
+            Answering(Round(self._constraints, self._cache, only), self._lock, looks), rollouts
+        )
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return per task what was counted since the last call (see ``TaskCounts.metrics``)."""
@@ -187,6 +181,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Stop every worker and thread; what is being scored fails. Idempotent."""
+        self._closing.set()
         for lane in self._lanes.values():
             lane.close()
 
@@ -199,59 +194,62 @@ class RewardPool:
 
     # ------------------------------------------------------------------ inside
 
-    def _grade(
-        self,
-        rollouts: Sequence[Rollout],
-        judges: Mapping[str, list[Judge]],
-        only: Sequence[Collection[str]] | None = None,
-    ) -> list[dict[str, Result]]:
-        """Return the results of every rollout by name; all plugins of all tasks work at the same time."""
+    def _scored(self, asking: Round, indices: Sequence[int]) -> list[Scored]:
         with self._lock:
-            asking = Round(rollouts, judges, self._cache, only)
-        for lane, items in asking.lanes.items():
-            lane.submit(items)
-        self._wait(asking)
-        answers: list[dict[str, Result]] = [{} for _ in rollouts]
+            rollouts = [asking.rollouts[i] for i in indices]
+            answers = self._answers(asking, indices)
+            scored = [self._combine(r, own) for r, own in zip(rollouts, answers, strict=True)]
+            for record in scored:
+                if record.rollout.failure is None:
+                    self._budgets[record.rollout.task].add(record.failure)
+            self._check_budgets(rollouts)
+        return scored
+
+    def _verdicts(self, asking: Round, indices: Sequence[int], *, is_look: bool = False) -> list[Verdicts]:
+        verdicts: list[Verdicts] = []
         with self._lock:
-            asking.remember()
-            for index, judge, result in asking.hits:
-                answers[index][judge.name] = result
-                self._counts[rollouts[index].task].hits += 1
-            counted: set[int] = set()
-            for index, judge, item in asking.asked:
+            rollouts = [asking.rollouts[i] for i in indices]
+            for rollout, results in zip(rollouts, self._answers(asking, indices), strict=True):
+                own = {name: r for name, r in results.items() if isinstance(r, (Verdict, Failure))}
+                verdicts.append(own)
+                failure = next((r for r in own.values() if isinstance(r, Failure)), None)
+                # successes are counted once, when the rollout is scored
+                if failure is not None and not is_look:
+                    self._budgets[rollout.task].add(failure)
+            self._check_budgets(rollouts)
+        return verdicts
+
+    def _check_budgets(self, rollouts: Sequence[Rollout]) -> None:
+        for task in {rollout.task for rollout in rollouts}:
+            self._budgets[task].check()
+
+    def _answers(self, asking: Round, indices: Sequence[int]) -> list[dict[str, Result]]:
+        """Return the results of ``indices`` by name; count them. The lock is held."""
+        asking.remember()
+        answers: list[dict[str, Result]] = []
+        for index in indices:
+            counts = self._counts[asking.rollouts[index].task]
+            own: dict[str, Result] = {}
+            for judge, result in asking.hits[index]:
+                own[judge.name] = result
+                counts.hits += 1
+            for judge, item in asking.asked[index]:
                 assert item.result is not None, item.label
-                answers[index][judge.name] = item.result
-                counts = self._counts[rollouts[index].task]
-                if id(item) in counted:  # an equal rollout asked for it
+                own[judge.name] = item.result
+                if item.counted:  # an equal rollout asked for it
                     counts.hits += 1
                 else:
                     counts.seconds[judge.name] += item.seconds
-                counted.add(id(item))
-            for rollout, own in zip(rollouts, answers, strict=True):
-                self._counts[rollout.task].add(own.values())
+                item.counted = True
+            counts.add(own.values())
+            answers.append(own)
         return answers
 
-    def _wait(self, asking: Round) -> None:
-        """Wait for every item; hedge, grow and say who is waited for meanwhile."""
-        said = HEARTBEAT_S
-        began = time.monotonic()
-        while not asking.latch.wait(TICK_S):
-            for lane in asking.lanes:
-                if lane.error is not None:
-                    raise lane.error
+    def _tick(self) -> None:
+        """Hedge and grow the lanes, whoever waits for them."""
+        while not self._closing.wait(TICK_S):
+            for lane in self._lanes.values():
                 lane.tick()
-            if time.monotonic() - began >= said:
-                said += HEARTBEAT_S
-                for lane in asking.lanes:
-                    if (oldest := lane.oldest()) is not None:
-                        seconds, item = oldest
-                        logger.warning(
-                            "waiting for %s, sample %s[%d], %.0f s",
-                            item.label,
-                            item.rollout.prompt.prompt_id,
-                            item.rollout.sample,
-                            seconds,
-                        )
 
     def _combine(self, rollout: Rollout, results: dict[str, Result]) -> Scored:
         if rollout.failure is not None:
@@ -274,6 +272,13 @@ class RewardPool:
             )
         reward = total if failure is None else None
         return Scored(rollout=rollout, reward=reward, breakdown=breakdown, failure=failure)
+
+
+def _all_at_once(pending: Pending[T], rollouts: Sequence[Rollout]) -> list[T]:
+    pending.add(rollouts)
+    pending.seal()
+    pending.wait()
+    return pending.results(range(len(rollouts)))
 
 
 def _check_names(task: TaskSpec) -> None:

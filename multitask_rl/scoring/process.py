@@ -74,6 +74,7 @@ class WorkerProcess:
         self.traits = PluginTraits()
         self.one_by_one = False
         self._text_only = False
+        self.waits = False
 
     @property
     def pid(self) -> int:
@@ -99,7 +100,7 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             raise self._died() from error
         if answer[0] == "ready":
-            self.traits, self.one_by_one, self._text_only = answer[1:]
+            self.traits, self.one_by_one, self._text_only, self.waits = answer[1:]
             return
         self.kill()
         if answer[0] == "refused":

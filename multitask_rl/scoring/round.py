@@ -1,4 +1,4 @@
-"""The questions of one call to the pool: who is asked what, once, and what is known already."""
+"""The questions of one step to the pool: who is asked what, once, what is known, what is still open."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ class Judge:
 class Round:
     """Every question once: the cache's answers, one item per new question, shared by equal rollouts.
 
+    Rollouts may be added while earlier ones are being scored. A plugin that looks at responses one by one
+    gets them at once; one that takes batches gets them when the round is sealed, in the order given there,
+    so that its batches (and the last bits of a model's scores) do not depend on when a response ended.
+
     Args:
-        rollouts: those with a failure of their own are not asked about.
         judges: by task.
         cache: of results of deterministic plugins.
         only: names of the judges to ask about each rollout; None = all.
@@ -38,46 +41,85 @@ class Round:
 
     def __init__(
         self,
-        rollouts: Sequence[Rollout],
         judges: Mapping[str, Sequence[Judge]],
         cache: ResultCache,
         only: Sequence[Collection[str]] | None = None,
     ) -> None:
-        self.lanes: dict[Lane, list[Item]] = {}
-        """New questions by lane."""
-        self.hits: list[tuple[int, Judge, Result]] = []
-        """Index of the rollout, judge, known result."""
-        self.asked: list[tuple[int, Judge, Item]] = []
-        """Index of the rollout, judge, the item that will know."""
+        self._only = only
+        self.rollouts: list[Rollout] = []
+        self.hits: list[list[tuple[Judge, Result]]] = []
+        """Per rollout: judge, result that was known."""
+        self.asked: list[list[tuple[Judge, Item]]] = []
+        """Per rollout: judge, the item that will know."""
         self.latch = Latch()
+        self.lanes: set[Lane] = set()
+        """Those that were asked."""
+        self._judges = judges
         self._cache = cache
         self._keys: dict[bytes, Item] = {}
-        digests = RowDigests()
-        for index, rollout in enumerate(rollouts):
-            if rollout.failure is None:
-                for judge in judges[rollout.task]:
-                    if only is None or judge.name in only[index]:
-                        self._ask(index, rollout, judge, digests)
-        self.latch.expect(sum(map(len, self.lanes.values())))
+        self._digests = RowDigests()
+        self._held: dict[int, list[tuple[Lane, Item]]] = {}
+
+    def add(self, rollouts: Sequence[Rollout]) -> dict[Lane, list[Item]]:
+        """Take rollouts (those with a failure are not asked about); return what to submit now."""
+        now: dict[Lane, list[Item]] = {}
+        for rollout in rollouts:
+            index = len(self.rollouts)
+            self.rollouts.append(rollout)
+            self.hits.append([])
+            self.asked.append([])
+            if rollout.failure is not None:
+                continue
+            for judge in self._judges[rollout.task]:
+                if self._only is not None and judge.name not in self._only[index]:
+                    continue
+                item = self._ask(index, rollout, judge)
+                if item is not None and judge.lane.one_by_one:
+                    now.setdefault(judge.lane, []).append(item)
+                elif item is not None:
+                    self._held.setdefault(index, []).append((judge.lane, item))
+        return now
+
+    def seal(self, order: Sequence[int] | None = None) -> dict[Lane, list[Item]]:
+        """Return what was held back for plugins that take batches.
+
+        Args:
+            order: indices of all rollouts in the order to hand them on; default: as they were added.
+        """
+        rest: dict[Lane, list[Item]] = {}
+        for index in range(len(self.rollouts)) if order is None else order:
+            for lane, item in self._held.pop(index, ()):
+                rest.setdefault(lane, []).append(item)
+        return rest
+
+    def is_done(self, index: int) -> bool:
+        """Whether every question about a rollout is answered."""
+        return all(item.result is not None for _, item in self.asked[index])
 
     def remember(self) -> None:
         """Put what was found out into the cache; failures are not kept."""
-        for key, item in self._keys.items():
-            if item.result is not None and not isinstance(item.result, Failure):
-                self._cache.put(key, item.result)
+        for key, item in list(self._keys.items()):
+            if item.result is not None:
+                if not isinstance(item.result, Failure):
+                    self._cache.put(key, item.result)
+                del self._keys[key]
 
-    def _ask(self, index: int, rollout: Rollout, judge: Judge, digests: RowDigests) -> None:
-        item = None
+    def _ask(self, index: int, rollout: Rollout, judge: Judge) -> Item | None:
+        """Note the question; return the item if it is a new one."""
+        item, key = None, b""
         if judge.lane.traits.deterministic:
-            key = digests.key(judge.key, rollout)
+            key = self._digests.key(judge.key, rollout)
             known = self._cache.get(key)
             if known is not None:
-                self.hits.append((index, judge, known))
-                return
+                self.hits[index].append((judge, known))
+                return None
             item = self._keys.get(key)
+        is_new = item is None
         if item is None:
             item = Item(rollout, self.latch, f"{rollout.task}/{judge.name}")
-            self.lanes.setdefault(judge.lane, []).append(item)
-            if judge.lane.traits.deterministic:
+            self.latch.expect(1)
+            self.lanes.add(judge.lane)
+            if key:
                 self._keys[key] = item
-        self.asked.append((index, judge, item))
+        self.asked[index].append((judge, item))
+        return item if is_new else None

@@ -95,7 +95,8 @@ class ProcessRunner(_Thread):
     def _run(self) -> None:
         try:
             worker = self._start_worker()
-            self._lane.traits, self._lane.one_by_one = worker.traits, worker.one_by_one
+            lane = self._lane
+            lane.traits, lane.one_by_one, lane.waits = worker.traits, worker.one_by_one, worker.waits
         except Exception as error:  # noqa: BLE001 - raised again by wait_up
             self._error = error
             self._lane.leave(self)
@@ -204,7 +205,7 @@ class LocalRunner(_Thread):
     def __init__(self, lane: Lane, grader: Grader) -> None:
         super().__init__(lane)
         self._grader = grader
-        lane.traits, lane.one_by_one = grader.traits, grader.one_by_one
+        lane.traits, lane.one_by_one, lane.waits = grader.traits, grader.one_by_one, grader.waits
 
     def abort(self) -> None:
         """Do nothing: a thread cannot be stopped."""

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from multitask_rl.errors import ConfigError
+from multitask_rl.tracking.timeline import summarise
 
 __all__ = ["Evaluation", "RunRecord", "read_run"]
 
@@ -43,6 +44,8 @@ class RunRecord:
     weights: dict[str, dict[int, float]] = field(default_factory=dict)
     """task -> step -> weight."""
     events: list[dict[str, Any]] = field(default_factory=list)
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Stage -> ``busy`` and ``waited``, shares of the steps' time (see ``timeline.summarise``)."""
 
 
 def read_run(directory: Path, name: str = "") -> RunRecord:
@@ -74,6 +77,7 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
         evaluations=evaluations,
         weights=weights,
         events=list(_lines(directory / "events.jsonl")),
+        stages=summarise(_lines(directory / "timeline.jsonl")),
     )
 
 

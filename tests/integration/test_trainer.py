@@ -19,7 +19,7 @@ from multitask_rl.flow import FunctionStage
 from multitask_rl.records import Scored
 from multitask_rl.trainer import Trainer
 
-CLOCKED = ("time", "_per_s", "seconds", "_s", "cache")
+CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 
 from multitask_rl.errors import ConfigError
@@ -82,3 +84,46 @@ def test_the_graph_can_be_printed_and_drawn():
 def test_a_stage_needs_a_name_of_its_own(name):
     with pytest.raises(ConfigError, match="name of its own"):
         DataFlow([double()]).add(FunctionStage(name, str))
+
+
+@dataclass
+class Numbered:
+    order: int
+
+
+class Backwards(Stage):
+    """A stage whose records end in the opposite order, one by one."""
+
+    name = "backwards"
+
+    def stream(self, parts):
+        for record in reversed([record for part in parts for record in part]):
+            yield [record]
+
+
+def test_records_that_end_in_any_order_reach_other_stages_and_the_end_in_that_of_the_batch():
+    seen = []
+    watch = FunctionStage("watch", lambda r: (seen.append(r.order), r)[1])
+    records = [Numbered(i) for i in range(4)]
+    assert DataFlow([Backwards(), watch])(records) == records
+    assert seen == [0, 1, 2, 3]
+    assert DataFlow([Backwards()])(records) == records
+    parts = list(DataFlow([Backwards(), watch]).stream(records, before="watch"))
+    assert [p[0].order for p in parts] == [3, 2, 1, 0], "what follows gets them as they end"
+
+
+def test_a_stage_that_orders_the_batch_itself_is_left_alone():
+    class Reverse(Stage):
+        name = "reverse"
+
+        def process(self, items):
+            return items[::-1]
+
+    records = [Numbered(i) for i in range(3)]
+    assert DataFlow([Backwards(), Reverse()])(records) == records[::-1]
+
+
+def test_the_stages_that_wait_for_all_say_when_they_worked():
+    notes = []
+    DataFlow([double(), show()])([1], note=lambda name, span: notes.append((name, span[0] <= span[1])))
+    assert notes == [("double", True), ("show", True)]

@@ -454,7 +454,7 @@ def test_a_hang_in_this_process_times_out_and_recovers(plugin_file: Path) -> Non
 def test_waiting_is_said_aloud(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("multitask_rl.scoring.pool.HEARTBEAT_S", 0.3)
+    monkeypatch.setattr("multitask_rl.scoring.pending.HEARTBEAT_S", 0.3)
     open_pool("hangs").score(of("hangs", "hang"))
     assert "waiting for hangs/hangs, sample hangs/0[0], " in caplog.text
 

@@ -1,0 +1,207 @@
+"""Who was busy when, and who waited for whom: ``timeline.jsonl``, and shares of each step.
+
+One line per span: ``stage``, ``task`` (empty: several), ``start`` and ``end`` in seconds of a monotonic clock
+(0 = the run was opened; a resumed run goes on), ``step`` the work belongs to
+(1 = the first, as in ``metrics.jsonl``). Stages: ``rollout``, ``constraints``, ``rewards``,
+``advantages``, ``update``; ``step`` is the whole step; ``wait/<stage>`` is the update standing still because
+that stage had nothing ready for it yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+__all__ = ["Timeline", "busy_seconds", "summarise"]
+
+Span = tuple[float, float]
+WAIT = "wait/"
+
+
+class Timeline:
+    """Collects the spans of a step and writes them when it ends.
+
+    Args:
+        path: of ``timeline.jsonl``; appended to. None: nothing is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._began = time.monotonic()
+        self._path = path
+        self._stages: set[str] = set()
+        """Those that worked in some step: in every later one they have a share, if it is 0."""
+        self._spans: list[tuple[str, str, int, Span]] = []
+        self._busy: dict[int, dict[str, list[Span]]] = {}
+        """Step -> stage -> spans, until the step ends."""
+        self._stream: TextIO | None = None
+        self._zero = 0.0
+
+    def begin_step(self) -> None:
+        """A step begins: what lies before (evaluation, a checkpoint) is in no step's shares."""
+        self._began = time.monotonic()
+
+    @contextlib.contextmanager
+    def busy(self, stage: str, *, step: int) -> Iterator[None]:
+        """Note the block as work of ``stage``."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(stage, (began, time.monotonic()), step=step)
+
+    def add(self, stage: str, span: Span, *, step: int, task: str = "") -> None:
+        """Note that ``stage`` was busy (or, for ``wait/<stage>``, waited for) during ``span``."""
+        self._spans.append((stage, task, step, span))
+        self._busy.setdefault(step, {}).setdefault(stage, []).append(span)
+
+    def seconds(self, step: int) -> dict[str, float]:
+        """Return stage -> seconds of work (or waiting) for ``step``; ``step``: the whole."""
+        busy = {stage: busy_seconds(spans) for stage, spans in self._busy.pop(step, {}).items()}
+        return {**busy, "step": time.monotonic() - self._began}
+
+    def end_step(self, step: int, running: Iterable[tuple[str, Span]] = ()) -> dict[str, float]:
+        """Write the spans; return ``utilisation/<stage>`` and ``waits_for/<stage>``, shares of the step.
+
+        Args:
+            step: the step that ends.
+            running: stage and span of work under way for later steps, noted by them later.
+        """
+        now = time.monotonic()
+        whole = (self._began, now)
+        self._spans.append(("step", "", step, whole))
+        # work of earlier steps may reach into this one, and is noted once
+        known = [*((stage, span) for stage, _, _, span in self._spans), *running]
+        by_stage: dict[str, list[Span]] = {stage: [] for stage in sorted(self._stages)}
+        for stage, span in known:
+            by_stage.setdefault(stage, []).extend(intersect([span], [whole]))
+        self._stages |= by_stage.keys()
+        length = max(now - self._began, 1e-9)
+        numbers = {}
+        for stage, spans in by_stage.items():
+            if stage != "step":
+                waited = stage.startswith(WAIT)
+                name = f"waits_for/{stage.removeprefix(WAIT)}" if waited else f"utilisation/{stage}"
+                numbers[name] = busy_seconds(spans) / length
+        self._write()
+        return numbers
+
+    def _write(self) -> None:
+        spans, self._spans = self._spans, []
+        if self._path is None or not spans:
+            return
+        if self._stream is None:  # not before: a resumed run cuts off first what came after its checkpoint
+            self._zero = min(start for *_, (start, _) in spans) - _last_end(self._path)
+            self._stream = self._path.open("a", encoding="utf-8")
+        for stage, task, step, (start, end) in spans:
+            line = {
+                "stage": stage,
+                "task": task,
+                "start": round(start - self._zero, 6),
+                "end": round(end - self._zero, 6),
+                "step": step + 1,
+            }
+            self._stream.write(json.dumps(line) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Write what is left and close the file. Idempotent."""
+        self._write()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Return the union as disjoint spans in order.
+
+    >>> merge([(3, 4), (0, 2), (1, 2.5)])
+    [(0, 2.5), (3, 4)]
+    """
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """Return what lies in both.
+
+    >>> intersect([(0, 2), (3, 5)], [(1, 4)])
+    [(1, 2), (3, 4)]
+    """
+    first, second = merge(spans), merge(others)
+    found: list[Span] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            found.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """Return what lies in ``spans`` and not in ``others``.
+
+    >>> subtract([(0, 5)], [(1, 2), (4, 9)])
+    [(0, 1), (2, 4)]
+    """
+    left = merge(spans)
+    for start, end in merge(others):
+        left = [part for a, b in left for part in ((a, min(b, start)), (max(a, end), b)) if part[0] < part[1]]
+    return left
+
+
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """Return the length of the union of ``spans``."""
+    return sum(end - start for start, end in merge(spans))
+
+
+def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return per stage ``busy`` and ``waited`` (the update stood still for it), shares of all steps' time.
+
+    A stage of one task that was waited for is named ``<stage>/<task>``.
+
+    Args:
+        lines: of ``timeline.jsonl``.
+    """
+    steps: list[Span] = []
+    busy: dict[str, list[Span]] = {}
+    waits: dict[str, float] = {}
+    for line in lines:
+        span = (float(line["start"]), float(line["end"]))
+        stage, task = line["stage"], line["task"]
+        if stage == "step":
+            steps.append(span)
+        elif stage.startswith(WAIT):
+            name = stage.removeprefix(WAIT) + (f"/{task}" if task else "")
+            waits[name] = waits.get(name, 0.0) + span[1] - span[0]
+        else:
+            busy.setdefault(stage, []).append(span)
+    total = busy_seconds(steps)
+    if total <= 0.0:
+        return {}
+    shares = {stage: busy_seconds(intersect(spans, steps)) / total for stage, spans in busy.items()}
+    names = [*shares, *(n for n in waits if n not in shares)]
+    return {n: {"busy": shares.get(n, 0.0), "waited": waits.get(n, 0.0) / total} for n in names}
+
+
+def _last_end(path: Path) -> float:
+    """Return the end of the last line, 0.0 without one: a resumed run's clock goes on from there."""
+    end = 0.0
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError):
+                    end = max(end, float(json.loads(line)["end"]))
+    return end

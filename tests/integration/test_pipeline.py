@@ -1,0 +1,225 @@
+"""Overlap: the same run whatever the clock does, from the scheduled versions, without losing data."""
+
+import json
+import math
+import time
+
+import pytest
+from run_builders import lines, run_config, train, weights_hash, write_run
+
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RolloutConfig, SchedulerConfig
+from multitask_rl.errors import ConfigError
+from multitask_rl.flow import FunctionStage
+from multitask_rl.records import Rollout, Scored
+from multitask_rl.tracking.reading import read_run
+from multitask_rl.trainer import Trainer
+
+CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
+
+OVERLAP = {
+    "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1),
+    "eval": EvalConfig(every=3, num_prompts=6),
+    "checkpoint": CheckpointConfig(every=3),
+}
+SLEEPY = """
+import random, time
+
+
+def starts_right(response, reference):
+    time.sleep(random.uniform(0, 0.01))
+    return float(response[:1] == reference[:1]) if response else 0.0
+"""
+TWO_TASKS = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
+  slow: {type: grpo, dataset: digit.jsonl, rewards: [gated.py:starts_right]}
+"""
+GATED = """
+import pathlib, time
+
+GATE = pathlib.Path(__file__).with_name("gate")
+
+
+def starts_right(response, reference):
+    while not GATE.exists():
+        time.sleep(0.01)
+    return float(response[:1] == reference[:1]) if response else 0.0
+"""
+ONE_TASK = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 6 steps with one rollout ahead; evaluated and saved after 3."""
+    directory = tmp_path_factory.mktemp("overlap")
+    write_run(directory)
+    return directory, train(run_config(directory, "whole", 6, **OVERLAP))
+
+
+def records(directory, name="rollouts.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def test_every_step_learns_from_the_version_the_schedule_names(finished):
+    directory, _ = finished
+    versions = {}
+    for row in records(directory / "whole"):
+        versions.setdefault(row["step"] - 1, set()).add(row["policy_version"])
+    # drained for the evaluation before step 3, so step 3 is on-policy again
+    assert versions == {0: {0}, 1: {0}, 2: {1}, 3: {3}, 4: {3}, 5: {4}}
+    steps = [row for row in records(directory / "whole", "metrics.jsonl") if "train/loss" in row]
+    assert [row["task/copy/staleness"] for row in steps] == [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    assert all(math.isfinite(row["train/loss"]) for row in steps)
+
+
+def test_a_run_stopped_and_resumed_equals_the_uninterrupted_one(finished):
+    directory, whole = finished
+    train(run_config(directory, "parts", 3, **OVERLAP))
+    resumed = train(run_config(directory, "parts", 6, **OVERLAP))
+    assert weights_hash(resumed) == weights_hash(whole)
+    for name in ("rollouts.jsonl", "evaluations.jsonl"):
+        assert lines(directory / "parts", name) == lines(directory / "whole", name)
+    assert lines(directory / "parts", "metrics.jsonl", without=CLOCKED) == lines(
+        directory / "whole", "metrics.jsonl", without=CLOCKED
+    )
+
+
+def test_rewards_of_random_duration_change_nothing(finished, tmp_path):
+    directory, whole = finished
+    write_run(tmp_path)
+    rewards = (directory / "rewards.py").read_text()
+    (tmp_path / "rewards.py").write_text(rewards[rewards.index("def is_short") :] + SLEEPY)
+    assert weights_hash(train(run_config(tmp_path, "whole", 6, **OVERLAP))) == weights_hash(whole)
+
+
+def test_more_staleness_means_more_rollouts_ahead(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    config = OVERLAP | {"rollout": RolloutConfig(max_new_tokens=4, max_staleness=2)}
+    train(run_config(tmp_path, "out", 3, **config))
+    assert {(r["step"] - 1, r["policy_version"]) for r in records(tmp_path / "out")} == {
+        (0, 0),
+        (1, 0),
+        (2, 0),
+    }
+
+
+def test_a_failure_draws_again_what_was_in_flight(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    batch = BatchConfig(prompts_per_step=4, group_size=4, refill_rounds=0)
+    config = run_config(tmp_path, "out", 6, **OVERLAP, batch=batch)
+    trainer = Trainer.from_config(config)
+
+    def fail(scored: Scored) -> Scored:
+        if trainer.step == 2:
+            raise ZeroDivisionError
+        return scored
+
+    trainer.insert_stage(FunctionStage("fail", fail, consumes=Scored, produces=Scored), after="rewards")
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    resumed = Trainer.from_config(config)
+    resumed._open()
+    assert resumed.step == 2
+    assert resumed.runs["copy"].stream.draw == 2 * 4, "what the third step and the next had drawn is not lost"
+    resumed.train()
+    draws = {(r["step"], r["draw"]) for r in records(tmp_path / "out")}
+    assert sorted(d for s, d in draws) == list(range(6 * 4))
+
+
+def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
+    write_run(tmp_path, TWO_TASKS)
+    gate = tmp_path / "gate"
+    (tmp_path / "gated.py").write_text(GATED)
+    gate.touch()  # evaluation waits for everything
+    config = run_config(
+        tmp_path,
+        "out",
+        3,
+        rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
+        batch=BatchConfig(prompts_per_step=8, group_size=4, refill_rounds=0, quorum=0.5),
+        scheduler=SchedulerConfig(policy="uniform"),
+        eval=EvalConfig(every=0, num_prompts=1),
+        checkpoint=CheckpointConfig(every=0),
+    )
+    trainer = Trainer.from_config(config)
+
+    def close(rollout: Rollout) -> Rollout:
+        if trainer.step == 0:
+            gate.unlink(missing_ok=True)
+        return rollout
+
+    def open_again(scored: Scored) -> Scored:
+        if trainer.step == 2 and not gate.exists():
+            gate.touch()
+            for late in trainer.pipeline._late:
+                late.wait()
+        return scored
+
+    trainer.insert_stage(FunctionStage("close", close, consumes=Rollout, produces=Rollout), after="rollout")
+    trainer.insert_stage(FunctionStage("open", open_again, consumes=Scored, produces=Scored), after="rewards")
+    trainer.train()
+    steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
+    # the slow groups of step 0 are two updates old when they are scored, those of step 1 one
+    assert [row["task/slow/carried_over"] for row in steps] == [0.0, 0.0, 4.0]
+    assert [row["task/slow/dropped_stale"] for row in steps] == [0.0, 0.0, 4.0]
+    assert all(row["task/copy/carried_over"] == 0.0 for row in steps)
+    slow = [r for r in records(tmp_path / "out") if r["task"] == "slow"]
+    assert {r["draw"] for r in slow if r["policy_version"] == 1} == {4, 5, 6, 7}
+    assert {r["step"] for r in slow} == {3}
+    assert steps[2]["task/slow/staleness"] > 0.0
+
+
+def test_the_timeline_tells_who_was_busy_and_who_waited(finished):
+    directory, _ = finished
+    steps = [row for row in records(directory / "whole", "metrics.jsonl") if "train/loss" in row]
+    for row in steps:
+        shares = {k: v for k, v in row.items() if k.startswith(("utilisation/", "waits_for/"))}
+        assert {"utilisation/update", "utilisation/rollout", "waits_for/rollout"} <= shares.keys()
+        assert all(0.0 <= share <= 1.0 for share in shares.values())
+    spans = records(directory / "whole", "timeline.jsonl")
+    assert {s["step"] for s in spans} == {1, 2, 3, 4, 5, 6}
+    assert all(s["start"] <= s["end"] for s in spans)
+    assert {s["task"] for s in spans if s["stage"] == "rewards"} == {"copy", "digit", "quark", "clean"}
+    rollouts = {s["step"]: s for s in spans if s["stage"] == "rollout"}
+    updates = {s["step"]: s for s in spans if s["stage"] == "update"}
+    assert rollouts[2]["start"] < updates[1]["end"], "the second rollout began before the first update ended"
+    assert read_run(directory / "whole").stages["update"]["busy"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": BatchConfig(quorum=0.5)}, "needs rollout.max_staleness >= 1"),
+        ({"rollout": RolloutConfig(max_staleness=1)}, r"tasks\.copy\.algorithm_config\.truncated_is is 0"),
+    ],
+)
+def test_settings_that_would_lose_or_bias_samples_are_refused(tmp_path, changes, message):
+    write_run(tmp_path, ONE_TASK.replace("{type: grpo", "{type: grpo, algorithm_config: {truncated_is: 0}"))
+    with pytest.raises(ConfigError, match=message):
+        train(run_config(tmp_path, "out", 1, **changes))
+
+
+def test_the_hybrid_engine_turns_the_overlap_on_and_says_what_it_chose(tmp_path, capsys):
+    write_run(tmp_path, ONE_TASK)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 2, eval=EvalConfig(every=0, num_prompts=2)))
+    choice = trainer.enable_3d_hybrid_engine()
+    assert choice in capsys.readouterr().out
+    assert "max_staleness=1" in choice
+    assert "snapshot" in choice
+    trainer.train()
+    assert {(r["step"], r["policy_version"]) for r in records(tmp_path / "out")} == {(1, 0), (2, 0)}
+
+
+def test_a_slow_task_is_named_as_the_one_that_is_waited_for(tmp_path):
+    write_run(tmp_path, TWO_TASKS)
+    (tmp_path / "gated.py").write_text(
+        "import time\n\n\ndef starts_right(response):\n    time.sleep(0.05)\n    return 0.5\n"
+    )
+    began = time.monotonic()
+    train(run_config(tmp_path, "out", 2, eval=EvalConfig(every=0, num_prompts=1)))
+    waited = read_run(tmp_path / "out").stages["rewards/slow"]["waited"]
+    assert 0.0 < waited <= 1.0
+    assert time.monotonic() - began < 120

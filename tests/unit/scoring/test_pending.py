@@ -1,0 +1,186 @@
+"""Rewards that begin while the rest is generated give what they give all at once."""
+
+import time
+
+import pytest
+
+from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.task import RewardSpec, TaskSpec
+from multitask_rl.records import Scored
+from multitask_rl.reward_batch import RewardBatch
+from multitask_rl.scoring.pending import Deferred
+from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.testing.builders import make_prompt, make_rollout
+
+PLUGINS = """
+import asyncio
+from multitask_rl.scoring.shapes import with_traits
+
+def length(response):
+    return float(len(response))
+
+@with_traits(batch_size=100, deterministic=False)
+def call_size(responses):
+    return [float(len(responses)) + 0.001 * i for i in range(len(responses))]
+
+async def patient(response):
+    await asyncio.sleep(0.4)
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    file = tmp_path_factory.mktemp("plugins") / "plugins.py"
+    file.write_text(PLUGINS)
+    specs = {
+        name: TaskSpec(name=name, rewards=[RewardSpec(plugin=f"{file}:{name}", name=name)])
+        for name in ("length", "call_size", "patient")
+    }
+    with RewardPool(specs, ScoringConfig(num_workers=1), seed=0, devices={}) as pool:
+        yield pool
+
+
+def batch_of(task, number, group_size=2):
+    """Rollouts of ``number`` prompts in the order of their batch."""
+    rollouts = []
+    for position in range(number):
+        prompt = make_prompt(task=task, draw=position)
+        prompt.position = position
+        rollouts += [make_rollout("x" * (position + 1), prompt=prompt, sample=i) for i in range(group_size)]
+    return rollouts
+
+
+def streamed(pool, parts):
+    batch = RewardBatch(pool.begin_scoring(), lambda scored: scored)
+    for part in parts:
+        batch.add(part)
+    batch.seal()
+    batch.wait()
+    return batch.take()
+
+
+@pytest.mark.parametrize("task", ["length", "call_size"])
+def test_rollouts_that_end_in_any_order_are_scored_as_all_at_once(pool, task):
+    rollouts = batch_of(task, 6)
+    together = pool.score(rollouts)
+    parts = [[rollout] for rollout in reversed(rollouts)]
+    assert streamed(pool, parts) == together
+    assert [s.rollout for s in together] == rollouts
+
+
+def test_a_plugin_that_takes_batches_sees_the_same_batch_and_one_by_one_begins_at_once(pool):
+    batch = pool.begin_scoring()
+    early, late = batch_of("length", 1), batch_of("call_size", 3)
+    batch.add(early)
+    batch.add(late[:2])
+    deadline = time.monotonic() + 60
+    while not batch.is_done(0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert batch.is_done(0)
+    assert not batch.is_done(2)
+    batch.add(late[2:])
+    batch.seal()
+    batch.wait()
+    values = [s.reward for s in batch.results(range(2, 8))]
+    assert values == [6.0 + 0.001 * i for i in range(6)], "one call of six"
+
+
+def test_calls_of_a_function_that_waits_are_not_cut_for_the_time_they_take(pool):
+    for _ in range(3):
+        scored = pool.score(batch_of("patient", 20))
+        assert [s.reward for s in scored] == [1.0] * 40
+    lane = next(j.lane for j in pool._rewards["patient"])
+    assert lane._call_size() == lane.traits.batch_size
+
+
+class Scripted:
+    """A ``Pending`` whose answers come when the test says so."""
+
+    def __init__(self):
+        self.done, self.cancelled, self.rollouts = set(), [], []
+
+    def add(self, rollouts):
+        self.rollouts += rollouts
+
+    def seal(self, order=None):
+        self.order = order
+
+    def is_done(self, index):
+        return index in self.done
+
+    def wait(self, is_enough=None):
+        assert is_enough is None or is_enough()
+        return ""
+
+    def results(self, indices):
+        assert set(indices) <= self.done
+        return [Scored(rollout=self.rollouts[i], reward=float(i)) for i in indices]
+
+    def spans(self, indices):
+        return {}
+
+    def cancel(self, indices):
+        self.cancelled += indices
+
+
+def test_groups_are_taken_whole_once_and_in_the_order_of_the_batch():
+    pending = Scripted()
+    batch = RewardBatch(pending, lambda scored: scored)
+    rollouts = batch_of("t", 3)
+    rollouts[3].rejected = True
+    for part in (rollouts[4:], rollouts[:4]):  # asked: 4 5 0 1 2
+        batch.add(part)
+    batch.seal()
+    assert pending.order == [2, 3, 4, 0, 1]
+    pending.done = {0, 1, 4}
+    batch.wait(2 / 3)
+    taken = batch.take()
+    assert [s.rollout for s in taken] == rollouts[2:], "the first group is not complete"
+    assert taken[1].reward is None
+    assert batch.num_open == {"t": 1}
+    pending.done |= {2, 3}
+    assert [s.rollout for s in batch.take()] == rollouts[:2]
+    assert batch.take() == []
+
+
+def test_open_groups_are_given_up_by_their_age():
+    pending = Scripted()
+    batch = RewardBatch(pending, lambda scored: scored)
+    rollouts = batch_of("t", 2)
+    for rollout in rollouts[2:]:
+        rollout.policy_version = 3
+    batch.add(rollouts)
+    batch.seal()
+    assert batch.drop(lambda rollout: rollout.policy_version < 3) == {"t": 1}
+    assert pending.cancelled == [0, 1]
+    assert batch.num_open == {"t": 1}
+
+
+def test_a_call_that_takes_everything_is_made_in_the_order_of_the_batch():
+    seen = []
+
+    def score(rollouts):
+        seen.extend(rollouts)
+        return [Scored(rollout=r, reward=float(len(r.response))) for r in rollouts]
+
+    rollouts = batch_of("t", 3, group_size=1)
+    batch = RewardBatch(Deferred(score), lambda scored: scored)
+    for rollout in reversed(rollouts):
+        batch.add([rollout])
+    batch.seal()
+    batch.wait()
+    assert [s.reward for s in batch.take()] == [1.0, 2.0, 3.0]
+    assert seen == rollouts
+
+
+def test_an_error_of_the_call_is_raised_where_its_results_are_wanted():
+    def score(rollouts):
+        raise ZeroDivisionError
+
+    pending = Deferred(score)
+    pending.add(batch_of("t", 1))
+    pending.seal()
+    pending.wait()
+    with pytest.raises(ZeroDivisionError):
+        pending.results([0])
