@@ -34,6 +34,7 @@ from multitask_rl.flow import DataFlow, Stage
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.pipeline import Pipeline
 from multitask_rl.plan import RunPlan, check_overlap, initial_weights, plan_run
+from multitask_rl.profiling import StepProfiler, memory_numbers, memory_report
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 from multitask_rl.run_state import RunStore
 from multitask_rl.stages import AdvantageStage, ConstraintStage, RewardStage, RolloutStage
@@ -230,7 +231,9 @@ class Trainer:
         stats = collect_stats(report, self.runs, experience.weights, sources)
         self._control(stats)
         report.seconds = self.timeline.seconds(self.step)
-        shares = self.timeline.end_step(self.step, self.pipeline.running())
+        shares = {**self.timeline.end_step(self.step, self.pipeline.running()), **memory_numbers()}
+        if self._profiler is not None:
+            self._profiler.step()
         self.step += 1
         self.trackers.log_metrics({**step_numbers(report, stats, self.runs), **shares}, self.step)
         self.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
@@ -317,6 +320,8 @@ class Trainer:
         self._bind_controllers(self.scorer.reward_ranges())
         self.store = RunStore(plan.output_dir, config.checkpoint)
         self.timeline = Timeline(self.store.timeline if track else None)
+        tracing = track and config.profile == "torch"
+        self._profiler = StepProfiler(plan.output_dir / "profile") if tracing else None
         self._engine = engine_factory(plan).build(
             self.actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
         )
@@ -384,6 +389,9 @@ class Trainer:
             last_first.callback(self._engine.close)
             last_first.callback(self.flow.close)
             last_first.callback(self.timeline.close)
+            if self._profiler is not None:
+                report = memory_report(self.actor.model.parameters(), self.learner.optimizer.state_bytes)
+                last_first.callback(self._profiler.close, report)
             last_first.callback(self.pipeline.close)
             # first: what is being scored fails, and nobody waits for it any more
             last_first.callback(self.scorer.close)

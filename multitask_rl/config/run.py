@@ -314,6 +314,8 @@ class RunConfig:
     device_map: dict[str, str] = field(default_factory=dict)
     """Role -> device: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``; default: cuda if
     there is one, else cpu."""
+    profile: str = ""
+    """``torch``: a trace of three steps and a memory report in ``<output_dir>/profile``; empty = off."""
     num_threads: int = 0
     """torch threads; 0 = torch's choice."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -332,6 +334,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         _one_of("executor", self.executor, ("local", "ray"))
+        _one_of("profile", self.profile, ("", "torch"))
         _at_least("max_steps", self.max_steps, 1)
         if self.rollout_lag < 0:
             raise ConfigError(

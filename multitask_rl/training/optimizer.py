@@ -55,6 +55,12 @@ class ActorCriticOptimizer:
             fused=True,
         )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the moments."""
+        states = [v for s in self._adamw.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return sum(v.numel() * v.element_size() for v in states)
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._adamw.zero_grad(set_to_none=True)
