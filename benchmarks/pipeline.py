@@ -5,9 +5,9 @@
     python benchmarks/pipeline.py --part growth  --json benchmarks/results/pipeline_growth.json
 
 ``rewards``: samples/s and busy shares with asynchronous rewards that wait 0, 0.1, 1 and 10 s, synchronous
-(``max_staleness: 0``) and overlapped. ``tasks``: four tasks in one run against the four one after another, with
-the same rollouts. ``growth``: seconds per step as tasks go from 1 to 16 at equal rollouts, and as rollouts go
-from 64 to 4096.
+(``max_staleness: 0``) and overlapped. ``tasks``: four tasks in one run against the four one after another,
+with the same rollouts. ``growth``: seconds per step as tasks go from 1 to 16 at equal rollouts, and as
+rollouts go from 64 to 4096.
 
 All runs of a part live in this process and take turns, a block of steps each, so that other load on the
 machine falls on all alike. A block begins and ends with nothing under way, as between two checkpoints: one
