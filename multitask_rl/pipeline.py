@@ -114,8 +114,9 @@ class Pipeline:
     def settle(self) -> None:
         """Wait until nothing is being sampled: the engine is free, all counts are final."""
         began = time.monotonic()
-        wait([batch.future for batch in self._ahead if batch.future is not None])
-        self._note_wait(began)
+        if self._ahead:
+            wait([batch.future for batch in self._ahead if batch.future is not None])
+            self._note_wait(began)
 
     def running(self) -> list[tuple[str, Span]]:
         """Return stage and span of the rewards under way for later steps."""

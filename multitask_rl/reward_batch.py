@@ -62,7 +62,7 @@ class RewardBatch:
         """Return when the share ``quorum`` of the groups is scored; the task waited for last, if any."""
         if quorum >= 1.0:
             return self._pending.wait()
-        needed = math.ceil(quorum * len(self._groups))
+        needed = math.ceil(quorum * len(self._groups) - 1e-9)
         return self._pending.wait(lambda: sum(map(self._is_done, self._groups.values())) >= needed)
 
     def take(self) -> list[Scored]:
