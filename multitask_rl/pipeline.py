@@ -27,6 +27,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.records import Prompt, Scored
 from multitask_rl.refill import Refill
 from multitask_rl.reward_batch import RewardBatch
+from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.stages import ConstraintStage, RewardStage, RolloutStage
 from multitask_rl.step_metrics import by_group
 from multitask_rl.task_run import draw_prompts
@@ -35,7 +36,24 @@ from multitask_rl.tracking.timeline import Span, Timeline, intersect, subtract
 if TYPE_CHECKING:
     from multitask_rl.trainer import Trainer
 
-__all__ = ["Experience", "Pipeline"]
+__all__ = ["Experience", "Pipeline", "build_stages"]
+
+
+Stages = tuple[RolloutStage, ConstraintStage, RewardStage]
+"""The built-in nodes up to the rewards."""
+
+
+def build_stages(trainer: Trainer, engine: RolloutEngine) -> Stages:
+    """Return the nodes of ``trainer`` that make its experience with ``engine``."""
+    rollout = RolloutStage(
+        engine,
+        trainer.runs,
+        lambda ids: str(trainer.actor.tokenizer.decode(ids, skip_special_tokens=True)),
+        seed=trainer.config.seed,
+        scorer=trainer.scorer,
+    )
+    constraints = ConstraintStage(trainer.scorer, rollout, trainer.runs)
+    return rollout, constraints, RewardStage(trainer.scorer, trainer.runs)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,9 +92,7 @@ class Pipeline:
         timeline: takes the spans.
     """
 
-    def __init__(
-        self, trainer: Trainer, stages: tuple[RolloutStage, ConstraintStage, RewardStage], timeline: Timeline
-    ) -> None:
+    def __init__(self, trainer: Trainer, stages: Stages, timeline: Timeline) -> None:
         self._trainer = trainer
         self._config = config = trainer.config
         self._rollout, self._constraints, self._rewards = stages

@@ -32,12 +32,12 @@ from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.evaluation import Evaluator
 from multitask_rl.flow import DataFlow, Stage
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.pipeline import Pipeline
+from multitask_rl.pipeline import Pipeline, build_stages
 from multitask_rl.plan import RunPlan, check_overlap, initial_weights, plan_run
 from multitask_rl.profiling import StepProfiler, memory_numbers, memory_report
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 from multitask_rl.run_state import RunStore
-from multitask_rl.stages import AdvantageStage, ConstraintStage, RewardStage, RolloutStage
+from multitask_rl.stages import AdvantageStage
 from multitask_rl.step_report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.supervision import Supervisor
 from multitask_rl.task_run import TaskRun, build_task_runs
@@ -342,19 +342,11 @@ class Trainer:
         self._open_trackers(run_id, track=track)
 
     def _build_flow(self) -> None:
-        rollout = RolloutStage(
-            self._engine,
-            self.runs,
-            lambda ids: str(self.actor.tokenizer.decode(ids, skip_special_tokens=True)),
-            seed=self.config.seed,
-            scorer=self.scorer,
-        )
-        constraints = ConstraintStage(self.scorer, rollout, self.runs)
-        rewards = RewardStage(self.scorer, self.runs)
-        self.flow = DataFlow([rollout, constraints, rewards, self._advantages])
+        stages = build_stages(self, self._engine)
+        self.flow = DataFlow([*stages, self._advantages])
         for stage, after in self._inserted:
             self.flow.insert(stage, after=after)
-        self.pipeline = Pipeline(self, (rollout, constraints, rewards), self.timeline)
+        self.pipeline = Pipeline(self, stages, self.timeline)
 
     def _open_trackers(self, run_id: str | None, *, track: bool) -> None:
         self.trackers = build_trackers(self.plan, self.guard, run_id, track=track)
@@ -393,8 +385,7 @@ class Trainer:
                 report = memory_report(self.actor.model.parameters(), self.learner.optimizer.state_bytes)
                 last_first.callback(self._profiler.close, report)
             last_first.callback(self.pipeline.close)
-            # first: what is being scored fails, and nobody waits for it any more
-            last_first.callback(self.scorer.close)
+            last_first.callback(self.scorer.close)  # what the pipeline may wait for ends
             last_first.callback(self.trackers.finish, status)
 
     @contextlib.contextmanager
