@@ -265,14 +265,14 @@ def test_an_error_while_scoring_loses_no_step_and_the_resumed_run_is_the_uninter
     rare = {"checkpoint": CheckpointConfig(every=100)}
     whole = train(run_config(tmp_path, "whole", 4, **rare))
     trainer = Trainer.from_config(run_config(tmp_path, "out", 4, **rare))
-    score = trainer.scorer.score
+    begin = trainer.scorer.begin_scoring
 
-    def fail_late(rollouts):
+    def fail_late():
         if trainer.step == 3:
             raise RewardError("the grader is gone")
-        return score(rollouts)
+        return begin()
 
-    trainer.scorer.score = fail_late
+    trainer.scorer.begin_scoring = fail_late
     with pytest.raises(RewardError):
         trainer.train()
     assert trainer.store.checkpoints.newest().state["counters"]["step"] == 3
