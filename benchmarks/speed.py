@@ -31,11 +31,20 @@ WARMUP = 2
 class Side:
     """A side's process."""
 
-    def __init__(self, name: str, python: str, script: str, arguments: list[str], threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        script: str,
+        arguments: list[str],
+        threads: int,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
         environment = {
             **os.environ,
+            **(environment or {}),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",

@@ -27,7 +27,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.records import Prompt, Scored
 from multitask_rl.refill import Refill
 from multitask_rl.reward_batch import RewardBatch
-from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.rollout.base import RolloutEngine, release_memory
 from multitask_rl.stages import ConstraintStage, RewardStage, RolloutStage
 from multitask_rl.step_metrics import by_group
 from multitask_rl.task_run import draw_prompts
@@ -125,6 +125,8 @@ class Pipeline:
         self._fill(batch)
         self._note_staleness(experience)
         self._ahead.popleft()
+        if not self._ahead:
+            release_memory(self._rollout.engine)
         return experience
 
     def settle(self) -> None:

@@ -21,7 +21,7 @@ UNIFORM_PROMPT, UNIFORM_NEW = 16, 24
 KINDS = {"a": 8, "b": 16, "c": 48, "d": 160}
 """Mixed workload: kind (first character of the prompt) -> characters of the prompt."""
 MIXED_NEW = 128
-ACTORS = {"0.45M": (96, 3, 4), "6.3M": (256, 6, 4), "tiny": (32, 2, 4)}
+ACTORS = {"0.45M": (96, 3, 4), "0.8M": (128, 4, 4), "6.3M": (256, 6, 4), "tiny": (32, 2, 4)}
 """Name -> hidden width, layers, heads."""
 EOS, LEARNING_RATE = 2, 1e-4
 

@@ -65,6 +65,12 @@ class ModelConfig:
     """bfloat16 autocast in the training forward and in the ``hf`` engine."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs in host memory (CUDA): less device memory, more time."""
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Contexts beyond the trained length: ``{type: yarn, factor: 4.0}``; types are ``linear``, ``ntk``,
+    ``yarn`` and ``dynamic``, further keys those of ``transformers``' ``rope_parameters``; empty = as the
+    model is."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
     reference_decay: float = 1.0

@@ -23,6 +23,7 @@ __all__ = [
     "RolloutEngine",
     "Watch",
     "collect",
+    "release_memory",
     "stream",
 ]
 
@@ -126,3 +127,10 @@ def collect(
     """Return what ``stream`` yielded as ``generate`` returns it."""
     found = {(i, j): generation for part in parts for i, j, generation in part}
     return [[found[i, j] for j in range(len(request.seeds))] for i, request in enumerate(requests)]
+
+
+def release_memory(engine: RolloutEngine) -> None:
+    """Let an engine that can (``sleep()``) give its device's memory back until its next call."""
+    sleep = getattr(engine, "sleep", None)
+    if sleep is not None:
+        sleep()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from multitask_rl.rollout.prefill import prefill
 from multitask_rl.rollout.shared_attention import (
     Bucket,
     RowGrid,
@@ -113,25 +114,25 @@ def _left_padded(
     return ids, (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
 
 
+def _positions(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the positions [U, P] of left-padded tokens."""
+    if mask is not None:
+        return (mask.cumsum(-1) - 1).clamp(min=0)
+    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+
 def _prefill(
     model: Any, prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
     """Return the next-token logits [U, V], keys and values of every layer, and the bias of the padding."""
     ids, mask = _left_padded(prompts, pad, device)
     cache = DynamicCache(config=model.config)
-    out = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    logits = prefill(model, ids, cache, mask=mask, positions=_positions(ids, mask))
     bias = None
     if mask is not None:
         bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
         bias = bias[:, None, None]
-    return out.logits[:, -1], [(layer.keys, layer.values) for layer in cache.layers], bias
+    return logits, [(layer.keys, layer.values) for layer in cache.layers], bias
 
 
 class PlainDecoder:
@@ -146,12 +147,12 @@ class PlainDecoder:
         self._ids, mask = _left_padded(unique, pad, device)
         self._cache: Any = DynamicCache(config=model.config) if cached else None
         self._mask = mask
-        self._positions = (
-            (mask.cumsum(-1) - 1).clamp(min=0)
-            if mask is not None
-            else torch.arange(self._ids.shape[1], device=device).expand_as(self._ids)
-        )
-        self.logits = self._forward(self._ids, self._positions)[which]
+        self._positions = _positions(self._ids, mask)
+        self.logits = (
+            prefill(model, self._ids, self._cache, mask=mask, positions=self._positions)
+            if cached
+            else self._forward(self._ids, self._positions)
+        )[which]
         self._ids, self._positions = self._ids[which], self._positions[which]
         self._mask = None if self._mask is None else self._mask[which]
         if self._cache is not None:

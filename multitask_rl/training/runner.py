@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from multitask_rl.training.actor import Actor
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
+from multitask_rl.training.offload import ActivationOffload
 from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
@@ -70,7 +72,7 @@ class ModelRunner:
 
         ``wants``: see ``forward_tokens``.
         """
-        with self._autocast():
+        with self._autocast(), self._offload():
             return self._forward(self.actor.model, batch, samples, **wants)
 
     def batches(self, samples: Sequence[TrainSample]) -> Iterator[MicroBatch]:
@@ -131,6 +133,10 @@ class ModelRunner:
             masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
             mask = masks.to(batch.targets.device)
         return forward_tokens(model, batch, sampling, mask=mask, **wants)
+
+    def _offload(self) -> contextlib.AbstractContextManager[None]:
+        offload = self._config.model.activation_offload and torch.is_grad_enabled()
+        return ActivationOffload(self.actor.model) if offload else contextlib.nullcontext()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.actor.device.type, torch.bfloat16, enabled=self._config.model.autocast)

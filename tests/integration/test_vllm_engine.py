@@ -19,6 +19,7 @@ from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.rollout.vllm import VLLMEngine
 from multitask_rl.testing.engine import assert_engine_contract
+from multitask_rl_tasks.suite.tokenizer import build_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -77,7 +78,7 @@ def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM
     _tokenizer().save_pretrained(directory)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     engine = VLLMEngine(
-        directory, config={"max_num_seqs": 32, "kv_cache_memory_bytes": 32 * 2**20}, seed=2**40
+        directory, config={"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}, seed=2**40
     )
     assert random.getstate() == states[0], "the engine must not seed the process"
     assert np.random.get_state()[1].tolist() == states[1]
@@ -110,6 +111,80 @@ def test_probe_tells_the_right_weights_from_others(engine: VLLMEngine, tied: Any
     assert engine.verify(tied, ids, tolerance=1e-4) <= 1e-4
     with pytest.raises(EngineError, match="holds other weights"):
         engine.verify(_model(tie=False), ids, tolerance=1e-4)
+
+
+def test_updates_by_copies_alone_give_what_a_reload_gives(engine: VLLMEngine, tied: Any) -> None:
+    ids = [4, 9, 12, 7, 30, 22]
+    start, other = tied.state_dict(), _model(tie=True)
+    with torch.no_grad():
+        for number, parameter in enumerate(other.parameters()):
+            parameter.mul_(1.1 + 0.01 * number)
+    names = [name for name in start if name != "lm_head.weight"]
+    for model in (other, tied, other):
+        engine.update_weights({name: model.state_dict()[name] for name in names}, 100)
+        assert engine.verify(model, ids, tolerance=1e-4) <= 1e-4
+    assert engine._loader.is_proven
+    # the plan serves half-precision weights and any storage they come from
+    halves = {name: other.state_dict()[name].bfloat16().t().contiguous().t() for name in names}
+    engine.update_weights(halves, 101)
+    other.load_state_dict(halves, strict=False)
+    assert engine.verify(other, ids, tolerance=1e-4) <= 1e-4
+    # weights of other names are not the plan's: vLLM's own way
+    engine.update_weights({name: tied.state_dict()[name] for name in start}, 102)
+    assert engine.verify(tied, ids, tolerance=1e-4) <= 1e-4
+
+
+def test_a_groups_prompt_is_computed_once(engine: VLLMEngine) -> None:
+    prompts = [[3 + (i * k) % 40 for i in range(97)] for k in (3, 5, 7)]
+    sampling = (SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=3, temperature=0.5))
+    requests = [
+        GenerationRequest(prompt_ids=prompt, sampling=sampling[number % 2], seeds=list(range(size)))
+        for number, (prompt, size) in enumerate(zip(prompts, (8, 4, 1), strict=True))
+    ]
+    engine.update_weights(_model(tie=True).state_dict(), 200)
+    assert [len(group) for group in engine.generate(requests)] == [8, 4, 1]
+    assert engine.num_prompt_tokens == 97 * 13
+    # whole blocks of 16 (CUDA) or 32 tokens are shared by all but the first of each group: 96 of 97
+    assert engine.num_cached_tokens == 96 * (7 + 3)
+    engine.generate(requests)
+    assert engine.num_cached_tokens == 96 * 13, "and by the next call, under the same weights"
+    engine.update_weights(_model(tie=True).state_dict(), 201)
+    engine.generate(requests[:1])
+    assert engine.num_cached_tokens == 96 * 7, "new weights, new keys and values"
+
+
+def test_prompts_beyond_one_batch_of_tokens_are_sampled_as_alone(engine: VLLMEngine) -> None:
+    sampling = SamplingParams(max_new_tokens=2)
+    requests = [
+        GenerationRequest(
+            prompt_ids=[3 + (i * i + k) % 40 for i in range(120)], sampling=sampling, seeds=[k, 100 + k]
+        )
+        for k in range(40)
+    ]
+    together = engine.generate(requests)
+    for number in (0, 33, 39):
+        assert engine.generate([requests[number]]) == [together[number]]
+
+
+def test_a_call_that_fails_leaves_no_request_behind(engine: VLLMEngine) -> None:
+    fine = GenerationRequest(prompt_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=4), seeds=[1, 2])
+    expected = engine.generate([fine])
+    bad = GenerationRequest(prompt_ids=[5, 10_000], sampling=SamplingParams(), seeds=[0])
+    with pytest.raises(EngineError, match="vLLM cannot generate"):
+        engine.generate([fine, bad, fine])
+    assert engine.generate([fine]) == expected
+
+
+def test_the_cpu_build_is_not_asked_to_sleep(engine: VLLMEngine, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA build sleeps")
+    with pytest.raises(ConfigError, match="cannot sleep"):
+        VLLMEngine(tmp_path, config={"sleep_level": 1}, seed=0)
+    with pytest.raises(ConfigError, match="allowed: 0, 1, 2"):
+        VLLMEngine(tmp_path, config={"sleep_level": 3}, seed=0)
+    engine.sleep()
+    fine = GenerationRequest(prompt_ids=[5], sampling=SamplingParams(max_new_tokens=2), seeds=[0])
+    assert len(engine.generate([fine])) == 1
 
 
 def test_weights_of_another_shape_are_refused_and_change_nothing(engine: VLLMEngine, tied: Any) -> None:
@@ -151,7 +226,11 @@ def test_missing_vllm_names_both_extras(tmp_path: Path, monkeypatch: pytest.Monk
         VLLMEngine(tmp_path, config={}, seed=0)
 
 
-def test_a_grammar_needs_a_tokenizer_that_vllm_reads(engine: VLLMEngine) -> None:
+def test_a_grammar_needs_a_tokenizer_that_vllm_reads(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_grammars", None)
+    monkeypatch.setattr(engine._llm, "get_tokenizer", build_tokenizer)
     sampling = SamplingParams(grammar='{"regex": "[0-9]+"}')
     with pytest.raises(EngineError, match=r"neither byte-level .*rollout\.engine=hf"):
         engine.generate([GenerationRequest(prompt_ids=[3], sampling=sampling, seeds=[0])])

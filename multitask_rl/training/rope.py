@@ -1,0 +1,81 @@
+"""Longer contexts than the model was trained for: scaling of rotary position embeddings by configuration.
+
+Every scaling is written into the model's own configuration (``rope_parameters`` of ``transformers`` 5), so
+checkpoints carry it and an engine that starts from a saved actor computes the same positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from multitask_rl.errors import ConfigError
+
+__all__ = ["context_length", "scale_rope"]
+
+TYPES = ("linear", "ntk", "dynamic", "yarn")
+
+
+def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
+    """Let ``config`` (of ``transformers``) cover ``factor`` times the positions it covers now.
+
+    Args:
+        config: a model's configuration, changed in place.
+        scaling: ``type`` and ``factor`` > 1; whatever else stands there goes into ``rope_parameters``
+            (``beta_fast``, ``attention_factor``...). Types:
+
+            * ``linear``: positions divided by the factor (arXiv:2306.15595).
+            * ``ntk``: base multiplied by ``factor ** (d / (d - 2))``, d rotated dimensions: the fastest
+              frequency stays, the slowest is divided by the factor (arXiv:2309.00071, section 3.1).
+            * ``dynamic``: as ``ntk``, with the factor that the longest sequence so far asks for. What the
+              model says then depends on what it has seen before; ``ntk`` and ``yarn`` do not.
+            * ``yarn``: frequencies interpolated by wavelength, attention sharpened (arXiv:2309.00071).
+
+    Raises:
+        ConfigError: unknown type, no factor above 1, or a model without (one kind of) rotary positions.
+    """
+    kind, factor = scaling.get("type"), scaling.get("factor")
+    if kind not in TYPES:
+        raise ConfigError(f"model.rope_scaling: type is {kind!r}; allowed: {', '.join(TYPES)}")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 1:
+        raise ConfigError(
+            f"model.rope_scaling: factor is {factor!r}; it must be a number > 1 (4.0: four times the length)"
+        )
+    text = config.get_text_config()
+    old = getattr(text, "rope_parameters", None)
+    if not old or "rope_theta" not in old:
+        raise ConfigError(
+            f"model.rope_scaling: a {config.model_type} model has no rotary positions, or several kinds of "
+            "them; leave model.rope_scaling empty"
+        )
+    if old.get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"model.rope_scaling: the model already scales its positions ({old['rope_type']}, factor "
+            f"{old.get('factor')}); leave model.rope_scaling empty, or undo it in the model's config.json"
+        )
+    length = int(text.max_position_embeddings)
+    further = {k: v for k, v in scaling.items() if k not in ("type", "factor")}
+    new = {**old, "rope_type": kind, "factor": float(factor), **further}
+    if kind == "ntk":
+        dimensions = _rotated_dimensions(text, old)
+        theta = old["rope_theta"] * factor ** (dimensions / (dimensions - 2))
+        new = {**old, "rope_theta": theta, **further}
+    if kind == "yarn":
+        new.setdefault("original_max_position_embeddings", length)
+    text.rope_parameters = new
+    # the two others keep the trained length here: that is what transformers and vLLM multiply by the factor
+    if kind in ("ntk", "yarn"):
+        text.max_position_embeddings = int(length * factor)
+
+
+def context_length(config: Any) -> int:
+    """Return the longest sequence that the positions of ``config`` cover, scaled; 0 = no limit known."""
+    text = config.get_text_config()
+    length = int(getattr(text, "max_position_embeddings", 0) or 0)
+    rope = getattr(text, "rope_parameters", None) or {}
+    return int(length * rope["factor"]) if rope.get("rope_type") in ("linear", "dynamic") else length
+
+
+def _rotated_dimensions(text: Any, rope: Mapping[str, Any]) -> int:
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(head * rope.get("partial_rotary_factor", 1.0))

@@ -1,0 +1,94 @@
+"""Chunked prefill: the same keys, values and logits as one forward, in bounded pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout import prefill as module
+from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.rollout.prefill import prefill
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture(params=["qwen2", "gpt_neox"])
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    if request.param == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=1, initializer_range=0.3)).eval()
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, initializer_range=0.3)).eval()
+
+
+def _prompts(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    width = max(lengths)
+    ids = torch.randint(1, 40, (len(lengths), width), generator=torch.Generator().manual_seed(1))
+    mask = torch.stack([(torch.arange(width) >= width - n).long() for n in lengths])
+    ids = ids * mask
+    return ids, None if min(lengths) == width else mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[97], [17, 80, 41]])
+@pytest.mark.parametrize("chunk_tokens", [1, 30, 10_000])
+def test_chunks_give_the_keys_values_and_logits_of_one_forward(
+    model: Any, lengths: list[int], chunk_tokens: int
+) -> None:
+    ids, mask, positions = _prompts(lengths)
+    whole, pieces = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+    expected = model(input_ids=ids, past_key_values=whole, **arguments).logits[:, -1]
+    found = prefill(model, ids, pieces, mask=mask, positions=positions, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    seen = torch.ones_like(ids) if mask is None else mask
+    for one, other in zip(whole.layers, pieces.layers, strict=True):
+        for a, b in ((one.keys, other.keys), (one.values, other.values)):
+            assert a.shape == b.shape
+            # what stands under padding is never read
+            keep = seen.bool()[:, None, :, None].expand_as(a)
+            torch.testing.assert_close(b[keep], a[keep], atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_no_forward_is_larger_than_the_chunk(model: Any) -> None:
+    ids, mask, positions = _prompts([50, 90])
+    seen: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0].numel())
+    )
+    prefill(model, ids, DynamicCache(config=model.config), mask=mask, positions=positions, chunk_tokens=33)
+    hook.remove()
+    assert max(seen) == 32
+    assert sum(seen) == 180
+
+
+def test_the_engine_samples_the_same_however_its_prompts_are_cut(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+    requests = [
+        GenerationRequest(
+            prompt_ids=[2 + (i * k) % 38 for i in range(length)],
+            sampling=SamplingParams(max_new_tokens=12),
+            seeds=[10 * k, 10 * k + 1],
+        )
+        for k, length in ((3, 70), (5, 64), (7, 9))
+    ]
+    whole = engine.generate(requests)
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 16)
+    cut = engine.generate(requests)
+    for a, b in zip((g for r in whole for g in r), (g for r in cut for g in r), strict=True):
+        assert a.response_ids == b.response_ids
+        assert b.rollout_logprobs == pytest.approx(a.rollout_logprobs, abs=1e-4)

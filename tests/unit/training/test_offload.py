@@ -1,0 +1,40 @@
+"""Activations that wait elsewhere: the same gradient, and the weights do not move."""
+
+from __future__ import annotations
+
+import torch
+from model_builders import build_model
+
+from multitask_rl.training.offload import ActivationOffload
+
+IDS = torch.randint(2, 40, (3, 50), generator=torch.Generator().manual_seed(0))
+
+
+def _gradients(model: torch.nn.Module, offload: bool) -> list[torch.Tensor]:
+    model.zero_grad()
+    if offload:
+        with ActivationOffload(model):
+            loss = model(input_ids=IDS, labels=IDS).loss
+    else:
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_the_gradient_is_the_same_bit_for_bit() -> None:
+    model = build_model()
+    for expected, found in zip(_gradients(model, False), _gradients(model, True), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_weights_are_not_copied_and_activations_are() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    module = torch.nn.ParameterList([weight])
+    x = torch.randn(2, 4, requires_grad=True)
+    with ActivationOffload(module):
+        hidden = x * 2
+        out = (hidden @ weight.t()).exp()
+    saved = out.grad_fn._saved_result
+    assert saved.data_ptr() != out.data_ptr()
+    assert out.grad_fn.next_functions[0][0]._saved_mat2.data_ptr() == weight.data_ptr()
+    assert out.grad_fn.next_functions[0][0]._saved_self.data_ptr() != hidden.data_ptr()
