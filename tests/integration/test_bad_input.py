@@ -120,7 +120,8 @@ def test_a_bad_reward_ends_the_run_in_one_paragraph_and_keeps_what_was_learnt(sp
     told = paragraph(capsys)
     assert [p for p in parts if p not in told] == [], told
     assert (space / "out/checkpoints/step_00000002/manifest.json").exists()
-    assert run(space, "out", steps=4) == 0, "mended, the run goes on"
+    # the window of the error budget still holds the good samples before: some steps pass until it is spent
+    assert run(space, "out", steps=20) == 0, "mended, the run goes on"
 
 
 def test_a_worker_killed_from_outside_costs_nothing(space):
