@@ -2,11 +2,12 @@
 
     python benchmarks/sandbox.py [--rounds 5] [--seconds 1.0] [--json FILE] [--only SUBSTRING]
 
-Every method gets ``--seconds`` in turn, ``--rounds`` times; the best round counts (other work on the machine
-only slows down), CPU is what the kernel charged to all processes involved. Ratios are between methods of the
-same program. "2 sandboxes apart" are two processes with a sandbox of one worker each: they share nothing but
-the kernel, so two workers of one sandbox cannot do much better. The "training parent" of the fork checker is
-a process that holds torch, transformers and a small model with its optimizer, after one step.
+Every method gets ``--seconds`` in turn, ``--rounds`` times; rates are of the best round (other work on the
+machine only slows down), CPU is what the kernel charged to all processes involved. Ratios are between methods
+of the same program: the median over the rounds, each round paired with itself, and that of the best rounds.
+"2 sandboxes apart" are two processes with a sandbox of one worker each: they share nothing but the kernel, so
+two workers of one sandbox cannot do much better. The "training parent" of the fork checker is a process that
+holds torch, transformers and a small model with its optimizer, after one step.
 All hostile work stays inside: the programs here are harmless.
 """
 
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -281,14 +283,16 @@ def _report(cases: list[Case]) -> dict[str, dict[str, float]]:
         table[case.name] = row
         numbers = f"{row['per_s']:8.1f} {row['cpu_ms']:7.2f} {row['p50_ms']:7.2f} {row['p99_ms']:7.2f}"
         print(f"{case.name:40} {numbers}")
+    rates = {case.name: case.rates for case in cases}
     for ours, theirs, target in _RATIOS:
         if ours in table and theirs in table:
-            ratio = table[ours]["per_s"] / table[theirs]["per_s"]
+            ratio = statistics.median(a / b for a, b in zip(rates[ours], rates[theirs], strict=True))
+            best = table[ours]["per_s"] / table[theirs]["per_s"]
             cpu = table[theirs]["cpu_ms"] / table[ours]["cpu_ms"]
             # bubblewrap does not wait for its child, so the kernel charges us for the set-up alone
             share = "" if "bwrap" in theirs else f"CPU {cpu:5.2f}x; "
             asked = f"asked {target}x" if target is not None else "for comparison"
-            text = f"{ratio:5.2f}x ({share}{asked})"
+            text = f"{ratio:5.2f}x (best {best:5.2f}x; {share}{asked})"
             print(f"{ours:38} / {theirs:38} {text}")
     return table
 

@@ -34,6 +34,11 @@ _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_i
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+# ours, whatever others do to SafeLoader: lm-format-enforcer, which vLLM imports, makes its dates text
+_Loader.yaml_constructors = {
+    **yaml.SafeLoader.yaml_constructors,
+    "tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_timestamp,
+}
 
 
 @dataclass(frozen=True, slots=True)

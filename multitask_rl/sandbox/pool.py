@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, Self
 
@@ -136,6 +136,7 @@ class NamespaceSandbox:
     def map(self, programs: Iterable[Program]) -> list[Outcome]:
         """Run programs concurrently; outcomes in the order of the programs."""
         futures = [self.submit(program) for program in programs]
+        wait(futures)  # woken once, not by every outcome
         return [future.result() for future in futures]
 
     def close(self) -> None:

@@ -103,10 +103,13 @@ def test_real_rows_are_trained_on_token_exactly_and_the_run_resumes(prepared):
     rows = [json.loads(line) for line in (prepared / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/grad_norm" in row or "train/learning_rate" in row]
     assert len(steps) == 3
-    for row in steps:
-        for task in ("gsm8k", "mbpp", "hh_pref"):
+    for task in ("gsm8k", "mbpp", "hh_pref"):
+        sampled = [row for row in steps if row[f"task/{task}/share_sampled"] > 0]
+        assert sampled  # nine prompts need not hold every task in every step
+        for row in sampled:
             assert math.isfinite(row[f"task/{task}/reward_mean"])
             assert row[f"task/{task}/failure_rate"] == 0.0
+    for row in steps:
         assert math.isfinite(row["task/hh_pref/kl"])
         assert math.isfinite(row["train/grad_norm"])
         assert row["task/hh_pref/mismatch_max"] < 1e-4

@@ -28,10 +28,9 @@ class Memory:
     def __init__(self, content: bytes = b"", *, seal: bool = False) -> None:
         self._descriptor = os.memfd_create("io", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seal else 0))
         if content:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(self._descriptor, view) :]
-            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            view, done = memoryview(content), 0
+            while done < len(view):  # a read of it begins at the start: its offset stays there
+                done += os.pwrite(self._descriptor, view[done:], done)
         if seal:
             fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _ALL_SEALS)
 

@@ -36,7 +36,7 @@ _FIRST_OUTSIDE_ID = 100_000
 _MONITOR_OFFSET = 1 << 23
 """More than there can be process ids: a monitor and a cell never share an id."""
 _FLAGS = ["-s", "-S", "-P", "-X", "utf8"]
-_CAP_SYS_ADMIN = 21
+_CAP_SYS_CHROOT, _CAP_SYS_ADMIN = 18, 21
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ENVIRONMENT = {
     "HOME": CELL_HOME,
@@ -210,7 +210,7 @@ def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
         proc = _build_root(sources, devices, code, cache)
     socket.sethostname("sandbox")
     linux.set_no_new_privs()
-    linux.keep_capabilities_over_exec([_CAP_SYS_ADMIN])
+    linux.keep_capabilities_over_exec([_CAP_SYS_CHROOT, _CAP_SYS_ADMIN])
     control_copy = _take_null_and_copy(control)
     keep = {control_copy, proc} if proc >= 0 else {control_copy}
     arguments = [layout.interpreter, *_FLAGS, "-c", _starter(control_copy, proc)]
@@ -243,7 +243,7 @@ def _enter_bwrap(layout: Layout, control: socket.socket) -> _Command:
     control_copy = _take_null_and_copy(control)
     arguments = [layout.bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"]
     arguments += ["--uid", str(CELL_UID), "--gid", str(CELL_UID), "--hostname", "sandbox"]
-    arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SYS_CHROOT"]
     for source, target in [*layout.binds(), (code, f"{_CODE}/{_PACKAGE}")]:
         arguments += ["--ro-bind", source, target]
     for name in _DEVICES:

@@ -11,7 +11,7 @@ import os
 import platform
 import struct
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = [
     "CLONE_NEWCGROUP",
@@ -30,6 +30,7 @@ __all__ = [
     "MS_RDONLY",
     "MS_REC",
     "MS_REMOUNT",
+    "MS_UNBINDABLE",
     "clone",
     "clone_arguments",
     "fork",
@@ -40,12 +41,15 @@ __all__ = [
     "pivot_root",
     "prepare_call",
     "prepare_chdir",
+    "prepare_chroot",
     "prepare_drop_capabilities",
     "prepare_limit",
     "prepare_mount",
     "prepare_own_group",
     "prepare_parent_death_signal",
     "prepare_setsid",
+    "prepare_statfs",
+    "raise_errno",
     "raw_syscall",
     "set_mount_read_only",
     "set_no_new_privs",
@@ -68,12 +72,12 @@ CLONE_CHILD_SETTID = 0x01000000
 SIGCHLD = 17
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_BIND, MS_REC, MS_UNBINDABLE, MS_PRIVATE = 4096, 16384, 1 << 17, 1 << 18
 MOUNT_DETACH = 2
 
 _NR_MOUNT, _NR_UMOUNT2, _NR_PIVOT_ROOT, _NR_CLONE = 165, 166, 155, 56
 _NR_MPROTECT, _PROT_READ, _PROT_WRITE, _PROT_EXEC = 10, 1, 2, 4
-_NR_SETPGID, _NR_SETSID, _NR_CHDIR, _NR_PRLIMIT64 = 109, 112, 80, 302
+_NR_SETPGID, _NR_SETSID, _NR_CHDIR, _NR_CHROOT, _NR_PRLIMIT64, _NR_STATFS = 109, 112, 80, 161, 302, 137
 _NR_CAPSET, _NR_PRCTL, _NR_GET_ROBUST_LIST, _NR_GETTID, _NR_MOUNT_SETATTR = 126, 157, 274, 186, 442
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR_ALL = 2, 4
@@ -100,9 +104,14 @@ def syscall(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] |
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     result: int = raw_syscall(ctypes.c_long(number), *converted)
     if result == -1:
-        error = ctypes.get_errno()
-        raise OSError(error, f"system call {number}: {os.strerror(error)}")
+        raise_errno(f"system call {number}")
     return result
+
+
+def raise_errno(what: str) -> NoReturn:
+    """Raise what the last system call failed with."""
+    error = ctypes.get_errno()
+    raise OSError(error, f"{what}: {os.strerror(error)}")
 
 
 def mount(source: bytes, target: bytes, kind: bytes | None, flags: int, data: bytes | None = None) -> None:
@@ -222,9 +231,20 @@ def prepare_chdir(path: bytes) -> tuple[Any, ...]:
     return prepare_call(_NR_CHDIR, path)
 
 
+def prepare_chroot(path: bytes) -> tuple[Any, ...]:
+    """Return a prepared ``chroot``."""
+    return prepare_call(_NR_CHROOT, path)
+
+
 def prepare_mount(target: bytes, kind: bytes, options: bytes) -> tuple[Any, ...]:
     """Return a prepared mount of a file system without a source, nosuid and nodev."""
     return prepare_call(_NR_MOUNT, kind, target, kind, MS_NOSUID | MS_NODEV, options)
+
+
+def prepare_statfs(path: bytes) -> tuple[tuple[Any, ...], Any]:
+    """Return a prepared ``statfs`` of a directory and the buffer it fills (``struct statfs``, 120 bytes)."""
+    buffer = ctypes.create_string_buffer(120)
+    return prepare_call(_NR_STATFS, path, buffer), buffer
 
 
 def prepare_limit(which: int, value: int) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import candidate, judge
@@ -33,7 +33,7 @@ WARM_UP = 255
 
 
 def enter(
-    descriptors: list[int],
+    descriptors: Sequence[int],
     mode: int,
     has_stdin: bool,
     has_output: bool,

@@ -46,14 +46,14 @@ _SOCKET_PAIRS = [44, 45, 46, 47, 48, 51, 52, 53, 54, 55]
 _ALLOWED = sorted({*_FILES, *_MEMORY, *_SIGNALS, *_TIME, *_PROCESS, *_WAITING, *_SOCKET_PAIRS})
 _CLONE, _CLONE3, _IOCTL, _FCNTL = 56, 435, 16, 72
 _MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_OPEN, _PIDFD_SEND_SIGNAL = 165, 166, 317, 434, 424
-_PRCTL, _SETPGID = 157, 109
+_PRCTL, _SETPGID, _CHROOT = 157, 109, 161
 _NAMES_A_PROCESS = [62, 200, 234, 302]
 """kill, tkill, tgkill, prlimit64"""
 _PRCTL_COMMANDS = [3, 15, 16, 21, 39]
 """Names and questions; not the signal at the parent's death, which ends a program whose sandbox died."""
 _CHANGES_METADATA = [90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452]
 """chmod, chown, utime and their kin: Landlock has no say in them, so an owner could change his files."""
-_ZYGOTE_ONLY = [_SETPGID, _MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNAL, _PIDFD_OPEN]
+_ZYGOTE_ONLY = [_SETPGID, _CHROOT, _MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNAL, _PIDFD_OPEN]
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: nothing that pushes input or sets file flags
 _IOCTL_COMMANDS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
 # duplicate, descriptor and status flags, POSIX and OFD locks, pipe sizes, get seals; no leases, no signals
@@ -117,7 +117,7 @@ def zygote_filter() -> bytes:
 
 
 def program_filter(own_pid: int | None = None) -> bytes:
-    """Return stage two: no new process, no mount, no further filter.
+    """Return stage two: no new process, no mount, no other root, no further filter.
 
     Args:
         own_pid: without a pid namespace, the one process that signals and limits may name.

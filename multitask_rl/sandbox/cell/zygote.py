@@ -22,10 +22,12 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from . import landlock, linux, programs, seccomp, warm
+from .rooms import Room, Rooms
 from .wire import LIMITS, LONGEST_WAIT, OP_SPAWN, OP_VARIANT, SPAWN, pack_exit, unpack_kill
 
 __all__ = ["main"]
@@ -41,6 +43,10 @@ _SETTLED_PROCESSES = 8
 _FIRST_OWN_FD = 100
 _HOT_LIBRARIES = (b"libpython", b"libc.so", b"libc-")
 _MAX_PLANS = 256
+_Plan = tuple[bytes, tuple[tuple[Any, ...], ...]]
+"""For certain limits: mount options of /tmp, and the system calls that confine a process, the filter last."""
+_DESCRIPTORS = {4 * n: struct.Struct(f"{n}i").unpack for n in range(1, 9)}
+"""By the bytes they take in a message; prepared, so that the zygote touches fewer pages per program."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
 _PAGE_MB = resource.getpagesize() / (1 << 20)
 
@@ -84,12 +90,15 @@ class _PackageFinder:
 
 
 class _Running:
-    __slots__ = ("deadline", "granted", "identity", "pid", "pidfd", "started", "timed_out", "wall_s")
+    __slots__ = (
+        "deadline", "granted", "identity", "pid", "pidfd", "room", "started", "timed_out", "wall_s"
+    )  # fmt: skip
 
-    def __init__(self, identity: int, pid: int, pidfd: int, wall_s: float) -> None:
+    def __init__(self, identity: int, pid: int, pidfd: int, wall_s: float, room: Room | None) -> None:
         self.identity = identity
         self.pid = pid
         self.pidfd = pidfd
+        self.room = room
         self.started = now = time.monotonic()
         self.wall_s = wall_s
         self.deadline = now + wall_s
@@ -112,12 +121,12 @@ class Zygote:
         self._poll.register(self._control, select.POLLIN)
         self._own_mb = 0
         self._own_kb = 0
-        self._plans: dict[bytes, tuple[tuple[Any, ...], ...]] = {}
+        self._rooms = None if is_flat else Rooms()
+        self._plans: dict[bytes, _Plan] = {}
         self._filter = seccomp.prepare(seccomp.program_filter())
         self._pidfd = ctypes.c_int()
-        flags = 0 if is_flat else linux.CLONE_NEWPID | linux.CLONE_NEWNS
-        self._clone = linux.clone_arguments(flags, self._pidfd)
-        os.chdir("/" if is_flat else "/tmp")
+        self._clone = linux.clone_arguments(0 if is_flat else linux.CLONE_NEWPID, self._pidfd)
+        os.chdir("/")
 
     def preload(self, names: list[str]) -> None:
         """Import modules for all programs, then freeze the heap so that no collection touches its pages."""
@@ -178,7 +187,7 @@ class Zygote:
         data, ancillary, _, _ = self._control.recvmsg(4096, _ANCILLARY_BYTES)
         if not data:
             os._exit(0)
-        descriptors = [d for _, _, raw in ancillary for d in struct.unpack(f"{len(raw) // 4}i", raw)]
+        descriptors = _DESCRIPTORS[len(ancillary[0][2])](ancillary[0][2]) if ancillary else ()
         if data[0] == OP_SPAWN:
             self._spawn(data, descriptors)
         elif data[0] == OP_VARIANT:
@@ -191,8 +200,10 @@ class Zygote:
             os.close(descriptor)
 
     def _become_variant(self, names: list[str], control: int) -> None:
-        """Fork a second zygote that has more modules loaded and its own conversation."""
-        if linux.fork():
+        """Fork a second zygote that has more modules loaded, its own conversation and its own mounts."""
+        if self._rooms is not None:
+            self._rooms.clear()
+        if linux.clone(0 if self._is_flat else linux.CLONE_NEWNS):
             return
         for running in self._running.values():
             os.close(running.pidfd)
@@ -204,27 +215,36 @@ class Zygote:
         variant.preload(names)
         variant.serve()
 
-    def _spawn(self, data: bytes, descriptors: list[int]) -> None:
+    def _spawn(self, data: bytes, descriptors: Sequence[int]) -> None:
         _, identity, mode, has_stdin, has_output, source_bytes, wall_s = SPAWN.unpack_from(data)
         limits = data[SPAWN.size :]
-        plan = self._plans.get(limits) or self._plan(limits)
+        options, calls = self._plans.get(limits) or self._plan(limits)
+        room = None
+        try:
+            if self._rooms is not None:
+                room = self._rooms.take(options)
+                calls = room.calls + calls
+        except OSError as error:
+            self._report_failure(identity, str(error))
+            return
         pid = linux.raw_syscall(*self._clone)
         if pid == 0:
             if self._is_flat:
-                plan = (*plan[:-1], seccomp.prepare(seccomp.program_filter(os.getpid())))
+                calls = (*calls[:-1], seccomp.prepare(seccomp.program_filter(os.getpid())))
             programs.enter(
-                descriptors, mode, has_stdin, has_output, source_bytes, plan, self._report, os._exit
+                descriptors, mode, has_stdin, has_output, source_bytes, calls, self._report, os._exit
             )
         if pid < 0:
-            message = os.strerror(ctypes.get_errno())
-            self._control.send(pack_exit(identity, 0, 0.0, 0.0, 0, 0.0, False, f"clone: {message}"))
+            self._report_failure(identity, f"clone: {os.strerror(ctypes.get_errno())}")
             return
         pidfd = self._pidfd.value
-        self._running[pidfd] = _Running(identity, pid, pidfd, wall_s)
+        self._running[pidfd] = _Running(identity, pid, pidfd, wall_s, room)
         self._poll.register(pidfd, select.POLLIN)
 
-    def _plan(self, limits: bytes) -> tuple[tuple[Any, ...], ...]:
-        """Return the system calls that confine a process to these limits, the filter last."""
+    def _report_failure(self, identity: int, message: str) -> None:
+        self._control.send(pack_exit(identity, 0, 0.0, 0.0, 0, 0.0, False, message))
+
+    def _plan(self, limits: bytes) -> _Plan:
         cpu_s, mem_mb, disk_bytes, inodes, nproc, nofile, file_bytes = LIMITS.unpack(limits)
         memory = (self._own_mb + mem_mb) << 20
         # soft = hard: the first process of a pid namespace would ignore the soft limit's SIGXCPU
@@ -235,22 +255,19 @@ class Zygote:
             resource.RLIMIT_NOFILE: nofile,
             resource.RLIMIT_NPROC: nproc + _SETTLED_PROCESSES,
         }
+        # kill(0) reaches a process group across pid namespaces. A session would do as well, but costs more:
+        # the kernel gives each one a scheduling group
+        private = [linux.prepare_own_group()]
         if self._is_flat:  # no namespace would take it down with us
             private = [linux.prepare_setsid(), linux.prepare_parent_death_signal(signal.SIGKILL)]
-        else:
-            options = b"mode=0700,size=%d,nr_inodes=%d" % (disk_bytes, inodes)
-            # kill(0) reaches a process group across pid namespaces. A session would do as well, but costs
-            # more: the kernel gives each one a scheduling group
-            private = [
-                linux.prepare_own_group(),
-                linux.prepare_mount(b"/tmp", b"tmpfs", options),
-                linux.prepare_chdir(b"/tmp"),
-            ]
         plan = (
-            *private,
-            *(linux.prepare_limit(which, value) for which, value in values.items()),
-            linux.prepare_drop_capabilities(),
-            self._filter,
+            b"mode=0700,size=%d,nr_inodes=%d" % (disk_bytes, inodes),
+            (
+                *private,
+                *(linux.prepare_limit(which, value) for which, value in values.items()),
+                linux.prepare_drop_capabilities(),
+                self._filter,
+            ),
         )
         if len(self._plans) > _MAX_PLANS:
             self._plans.clear()
@@ -278,6 +295,8 @@ class Zygote:
                 failure,
             )
         )
+        if self._rooms is not None and running.room is not None:
+            self._rooms.give_back(running.room)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()

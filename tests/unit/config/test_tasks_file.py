@@ -1,11 +1,14 @@
 """The tasks file: what loads, and what each mistake is told."""
 
+from datetime import date
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
+import yaml
 
+from multitask_rl.config.located_yaml import load_yaml
 from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks, validate_tasks
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
@@ -23,6 +26,13 @@ def refusal(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) 
     with pytest.raises(ConfigError) as caught:
         load_tasks(write(tmp_path, text), overrides)
     return str(caught.value)
+
+
+def test_a_date_is_a_date_whatever_other_libraries_make_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    timestamp = "tag:yaml.org,2002:timestamp"
+    monkeypatch.setitem(yaml.SafeLoader.yaml_constructors, timestamp, yaml.SafeLoader.construct_yaml_str)
+    assert yaml.safe_load("2020-01-01") == "2020-01-01"
+    assert load_yaml(write(tmp_path, "since: 2020-01-01"))[0] == {"since": date(2020, 1, 1)}
 
 
 def test_reference_file_loads_as_written() -> None:
