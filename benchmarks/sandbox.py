@@ -5,8 +5,8 @@
 Every method gets ``--seconds`` in turn, ``--rounds`` times; rates are of the best round (other work on the
 machine only slows down), CPU is what the kernel charged to all processes involved. Ratios are between methods
 of the same program: the median over the rounds, each round paired with itself, and that of the best rounds.
-"2 sandboxes apart" are two processes with a sandbox of one worker each: they share nothing but the kernel, so
-two workers of one sandbox cannot do much better. The "training parent" of the fork checker is a process that
+"2 sandboxes apart" are two processes with a sandbox of one worker each, which share nothing but the kernel and
+may run on any CPU; two workers of one sandbox, on two CPUs, keep to one each. The "training parent" of the fork checker is a process that
 holds torch, transformers and a small model with its optimizer, after one step.
 All hostile work stays inside: the programs here are harmless.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -347,7 +348,8 @@ def main() -> None:
     if not arguments.only:
         _slow_down(arguments.rounds)
     if arguments.json_file is not None:
-        arguments.json_file.write_text(json.dumps(table, indent=1))
+        rows = {name: {k: v for k, v in row.items() if math.isfinite(v)} for name, row in table.items()}
+        arguments.json_file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

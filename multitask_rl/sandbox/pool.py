@@ -32,7 +32,8 @@ class NamespaceSandbox:
     """Runs programs in cells of this machine; safe to share between threads.
 
     Args:
-        workers: cells, each running one program at a time; more than there are cores gains nothing.
+        workers: cells, each running one program at a time; more than there are cores gains nothing. As many
+            as there are cores: each keeps to one of them.
         level: isolation to use (``namespaces``, ``bwrap``, ``landlock``); None = the strongest that works.
         minimum_level: the weakest level that is acceptable when ``level`` is None.
         packages: third-party packages programs may import, preloaded when a program names them.
@@ -86,7 +87,8 @@ class NamespaceSandbox:
     def _start(self, workers: int, config: dict[str, Any]) -> SandboxError | None:
         """Start the workers and their threads; return the first error after stopping what did start."""
         started: queue.Queue[SandboxError | None] = queue.Queue()
-        self._workers = [Worker(index, config, self._cgroup) for index in range(workers)]
+        cpus = _one_cpu_each(workers)
+        self._workers = [Worker(index, config, self._cgroup, cpus[index]) for index in range(workers)]
         self._backlog = Backlog(self._size, [worker.cancel for worker in self._workers])
         # a monitor dies with the thread that started it, so each is started by the thread that uses it
         self._threads = [
@@ -178,6 +180,18 @@ class NamespaceSandbox:
         finally:
             _fail(backlog.drop(worker.index), worker, "the sandbox was closed while the program ran")
             worker.stop()
+
+
+def _one_cpu_each(workers: int) -> list[int | None]:
+    """Return a CPU per worker where there is one for each at most, else None for all.
+
+    A worker is a chain of processes that wake each other; the kernel often puts two on one CPU while another
+    is idle. Fewer workers than CPUs stay free, to go where a CPU is idle.
+    """
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if not cpus or workers < len(cpus):
+        return [None] * workers
+    return [cpus[index % len(cpus)] for index in range(workers)]
 
 
 def _exchange(worker: Worker, backlog: Backlog) -> None:

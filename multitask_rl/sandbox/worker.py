@@ -80,11 +80,20 @@ def _package_directories(name: str) -> list[str]:
 
 
 class Worker:
-    """A monitor process and the connection to it; used by one thread, ``cancel`` and ``interrupt`` by any."""
+    """A monitor process and the connection to it; used by one thread, ``cancel`` and ``interrupt`` by any.
 
-    def __init__(self, index: int, config: dict[str, Any], cgroup_parent: Path | None = None) -> None:
+    Args:
+        index: its number in the sandbox.
+        config: what ``cell_config`` returned.
+        cgroup_parent: where the cell gets a cgroup of its own; None = nowhere.
+        cpu: the one it and its programs run on; None = any.
+    """
+
+    def __init__(
+        self, index: int, config: dict[str, Any], cgroup_parent: Path | None = None, cpu: int | None = None
+    ) -> None:
         self.index = index
-        self._config = config
+        self._config = {**config, "cpu": cpu}
         self._cgroup_parent = cgroup_parent
         self._cgroup: CellCgroup | None = None
         self._process: subprocess.Popen[bytes] | None = None

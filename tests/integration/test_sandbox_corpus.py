@@ -61,7 +61,7 @@ def test_nothing_of_the_own_corpus_escapes_a_weaker_level(level):
 @needs_attacks
 @pytest.mark.realdata
 def test_the_attack_corpus_ends_as_its_manifest_says():
-    assert different(run_corpus(load_manifest(ATTACKS), workers=2)) == {}
+    assert different(run_corpus(load_manifest(ATTACKS), workers=4)) == {}
 
 
 @needs_attacks
@@ -69,7 +69,7 @@ def test_the_attack_corpus_ends_as_its_manifest_says():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_attack_corpus_in_other_orders(seed):
-    assert different(run_corpus(load_manifest(ATTACKS), workers=2, seed=seed)) == {}
+    assert different(run_corpus(load_manifest(ATTACKS), workers=4, seed=seed)) == {}
 
 
 @needs_attacks
@@ -84,7 +84,7 @@ def test_the_attack_corpus_as_an_ordinary_user(seed):
     done = subprocess.run(
         [
             *("setpriv", "--reuid=1001", "--regid=1001", "--clear-groups", str(python)),
-            *("-m", "multitask_rl.sandbox.corpus", str(ATTACKS), "--workers", "2", "--seed", str(seed)),
+            *("-m", "multitask_rl.sandbox.corpus", str(ATTACKS), "--workers", "4", "--seed", str(seed)),
         ],
         capture_output=True,
         text=True,

@@ -303,6 +303,21 @@ def test_every_byte_of_the_output_survives():
     assert not outcome.is_truncated
 
 
+def test_as_many_workers_as_cpus_keep_to_one_each():
+    ours = os.sched_getaffinity(0)
+    look = Program(source="import os\nprint(sorted(os.sched_getaffinity(0)))")
+    with NamespaceSandbox(workers=1) as sandbox:
+        free = sandbox.run(look).stdout_text
+    os.sched_setaffinity(0, {max(ours)})  # this thread alone
+    try:
+        with NamespaceSandbox(workers=2) as sandbox:
+            pinned = {outcome.stdout_text for outcome in sandbox.map([look] * 8)}
+    finally:
+        os.sched_setaffinity(0, ours)
+    assert pinned == {f"{[max(ours)]}\n"}
+    assert free == f"{sorted(ours)}\n"
+
+
 def test_programs_of_one_worker_share_nothing():
     leave = "open('/tmp/left', 'w').write('x')\nimport builtins, sys\nbuiltins.left = sys.left = 1"
     look = (

@@ -51,6 +51,8 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     connection = socket.socket(fileno=connection_fd)
     trainer = Trainer(connection, cancel_fd)
     config, _ = trainer.receive()
+    if config["cpu"] is not None:
+        os.sched_setaffinity(0, [config["cpu"]])
     layout = Layout(
         executable=config["executable"],
         prefix=config["prefix"],
