@@ -5,9 +5,10 @@
 Every method gets ``--seconds`` in turn, ``--rounds`` times; rates are of the best round (other work on the
 machine only slows down), CPU is what the kernel charged to all processes involved. Ratios are between methods
 of the same program: the median over the rounds, each round paired with itself, and that of the best rounds.
-"2 sandboxes apart" are two processes with a sandbox of one worker each, which share nothing but the kernel and
-may run on any CPU; two workers of one sandbox, on two CPUs, keep to one each. The "training parent" of the fork checker is a process that
-holds torch, transformers and a small model with its optimizer, after one step.
+"2 sandboxes apart" are two processes with a sandbox of one worker each, which share nothing but the kernel
+and may run on any CPU; two workers of one sandbox, on two CPUs, keep to one each. The "training parent" of
+the fork checker is a process that holds torch, transformers and a small model with its optimizer, after one
+step.
 All hostile work stays inside: the programs here are harmless.
 """
 
