@@ -57,6 +57,11 @@ class Supervisor:
         good: bool | None = None
         if (forced or _is_due(step, config.eval.every)) and self.evaluated_at != step:
             evaluations = self.evaluate()
+            if _is_due(step, config.eval.every):  # the last step of a run that goes on later is not
+                means = {
+                    n: e.metrics["reward_mean"] for n, e in evaluations.items() if "reward_mean" in e.metrics
+                }
+                self._trainer.scheduler.calibrate(means)
             if self._guard is not None:
                 decision = self._judge(self._guard, evaluations)
                 if decision is None:

@@ -26,11 +26,15 @@ class SchedulerPolicyConfig:
     """``reward_score`` (mean training reward) or a key of ``TaskStats.metrics``; higher is better."""
     smoothing: float = 0.1
     """Gain of the moving averages per step, in (0, 1]."""
+    prompts_averaged: int = 1
+    """Prompts of a task, at least, over which its averages reach: a step with few of them counts for less."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         if not 0.0 < self.smoothing <= 1.0:
             raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing!r}")
+        if self.prompts_averaged < 1:
+            raise ValueError(f"prompts_averaged must be at least 1, got {self.prompts_averaged!r}")
 
 
 class SchedulerPolicy:
@@ -85,11 +89,19 @@ class SchedulerPolicy:
                     metric_key=self.config.metric_key,
                     smoothing=self.config.smoothing,
                     known_range=self.ranges.get(task),
+                    prompts_averaged=self.config.prompts_averaged,
                 )
                 if signal is not None:
                     signals[task] = signal
         if signals:
             self._learn(signals, step)
+
+    def calibrate(self, held_out: Mapping[str, float]) -> None:
+        """Correct the levels by the mean rewards on held-out prompts, if rewards are what is watched."""
+        if self.config.metric_key == REWARD_SCORE:
+            for task in self.tasks:
+                if task in held_out:
+                    self.traces[task].calibrate(held_out[task])
 
     def weights(self) -> dict[str, float]:
         """Return the share per task, sum 1; a task that has given no value yet keeps its prior share."""

@@ -19,27 +19,35 @@ __all__ = ["DeficitLearnability", "DeficitLearnabilityConfig"]
 class DeficitLearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``deficit_learnability``."""
 
+    prompts_averaged: int = 100
+    """A level's standard error is then about 0.03 in every task; raised to the sharpness, more of it would
+    make tasks with few prompts take the budget in turn."""
     sharpness: float = 8.0
     """Exponent of the whole score, > 0: 1 shares in proportion to it, larger goes to the highest score."""
     min_informative: float = 0.02
     """Least share of informative groups counted, so that a hard task is not forgotten. In (0, 1]."""
+    enough_informative: float = 0.25
+    """Share of informative groups from which on a task counts as learnable like any other. In (0, 1]."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         SchedulerPolicyConfig.__post_init__(self)
         if not self.sharpness > 0.0:
             raise ValueError(f"sharpness must be > 0, got {self.sharpness!r}")
-        if not 0.0 < self.min_informative <= 1.0:
-            raise ValueError(f"min_informative must be in (0, 1], got {self.min_informative!r}")
+        for key in ("min_informative", "enough_informative"):
+            if not 0.0 < getattr(self, key) <= 1.0:
+                raise ValueError(f"{key} must be in (0, 1], got {getattr(self, key)!r}")
 
 
 class DeficitLearnability(SchedulerPolicy):
     """Weigh each task by its distance to the target times what its groups can teach.
 
-    ``s_k = prior_k * (target_k - J_k)^+ * sqrt(max(nz_k, min_informative))``, ``w = s^a / sum(s^a)``, with
-    ``J_k`` the smoothed level in [0, 1], ``nz_k`` the smoothed share of groups with a gradient and ``a`` the
-    sharpness. All tasks at their targets: the prior.
+    ``s_k = prior_k * (target_k - J_k)^+ * sqrt(min(1, max(nz_k, min_informative) / enough_informative))``,
+    ``w = s^a / sum(s^a)``, with ``J_k`` the smoothed level in [0, 1], ``nz_k`` the smoothed share of groups
+    with a gradient and ``a`` the sharpness. All tasks at their targets: the prior.
 
+    Learnability holds back tasks that are hopeless so far. Among tasks that do learn it must not decide: one
+    has few informative groups while it is hard and again when most of its prompts are solved.
     In proportion (a = 1) the tasks nearly learnt keep a third of what is free between them; what is free does
     more for the worst task and no less for the mean where the score is highest (``benchmarks/multitask.py
     scheduler``). The floor keeps the others from being forgotten.
@@ -58,4 +66,5 @@ class DeficitLearnability(SchedulerPolicy):
         return {task: (score / top) ** self.config.sharpness for task, score in scores.items()}
 
     def _learnability(self, task: str) -> float:
-        return math.sqrt(max(self.informative(task), self.config.min_informative))
+        informative = max(self.informative(task), self.config.min_informative)
+        return math.sqrt(min(1.0, informative / self.config.enough_informative))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.rollout.grammar import Grammars
+from multitask_rl.training.compiled import compile_blocks
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.rope import context_length, scale_rope
 
@@ -239,6 +240,8 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
         model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.compile:
+        compile_blocks(model)
     return Actor(model, tokenizer, config)
 
 

@@ -15,9 +15,15 @@ from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.records import TaskStats
 
 
-def _stats(task: str, reward: float, *, informative: int = 4, std: float = 0.0) -> TaskStats:
+def _stats(
+    task: str, reward: float, *, informative: int = 4, std: float = 0.0, num_prompts: int = 8
+) -> TaskStats:
     return TaskStats(
-        task=task, num_prompts=8, num_informative=informative, reward_mean=reward, reward_std=std
+        task=task,
+        num_prompts=num_prompts,
+        num_informative=informative,
+        reward_mean=reward,
+        reward_std=std,
     )
 
 
@@ -31,13 +37,14 @@ def test_deficit_learnability_equals_the_formula() -> None:
     policy = _build(DeficitLearnability, "abc", {"a": 0.9})
     policy.update(
         {
-            "a": _stats("a", 0.5, informative=2),
-            "b": _stats("b", 0.2, informative=8),
+            "a": _stats("a", 0.5, informative=1),
+            "b": _stats("b", 0.2, informative=4),
             "c": _stats("c", 0.0, informative=0),
         },
         0,
     )
-    scores = {"a": 0.4 * math.sqrt(0.25), "b": 0.8, "c": 1.0 * math.sqrt(0.02)}
+    # a quarter of the groups is enough: b loses nothing
+    scores = {"a": 0.4 * math.sqrt(0.125 / 0.25), "b": 0.8, "c": 1.0 * math.sqrt(0.02 / 0.25)}
     powers = {t: s**policy.config.sharpness for t, s in scores.items()}
     total = sum(powers.values())
     assert policy.weights() == pytest.approx({t: s / total for t, s in powers.items()})
@@ -62,11 +69,36 @@ def test_a_weight_given_by_the_user_counts_at_every_sharpness() -> None:
 
 
 def test_deficit_learnability_smooths_with_a_bias_corrected_start() -> None:
-    policy = _build(DeficitLearnability, "a", smoothing=0.5)
+    policy = _build(DeficitLearnability, "a", smoothing=0.5, prompts_averaged=1)
     for step, reward in enumerate((0.2, 0.6, 1.0)):
         policy.update({"a": _stats("a", reward)}, step)
     # gains 1, 1/2, max(.5, 1/3): .2, .4, .7
     assert policy.level("a") == pytest.approx(0.7)
+
+
+def test_held_out_rewards_correct_the_level() -> None:
+    policy = _build(DeficitLearnability, "ab")
+    policy.calibrate({"a": 0.1})
+    assert policy.level("a") == policy.level("b")  # nothing was trained yet
+    policy.update({"a": _stats("a", 0.8), "b": _stats("b", 0.8)}, 0)
+    policy.calibrate({"a": 0.6, "b": math.nan, "elsewhere": 0.0})
+    assert (policy.level("a"), policy.level("b")) == (pytest.approx(0.6), pytest.approx(0.8))
+    policy.calibrate({"a": 0.7})  # the second one counts for a half, like in a mean
+    assert policy.level("a") == pytest.approx(0.65)
+    policy.update({"a": _stats("a", 0.9)}, 1)
+    assert policy.level("a") == pytest.approx(0.65 + 0.05)  # and what training adds is added
+    watched = _build(DeficitLearnability, "a", metric_key="accuracy")
+    watched.calibrate({"a": 0.1})
+    assert watched.traces["a"].evaluations == 0
+
+
+def test_a_step_with_few_prompts_counts_for_less() -> None:
+    policy = _build(DeficitLearnability, "ab", smoothing=0.5, prompts_averaged=32)
+    for step in range(8):
+        policy.update({"a": _stats("a", 0.5), "b": _stats("b", 0.5, num_prompts=32)}, step)
+    policy.update({"a": _stats("a", 0.9), "b": _stats("b", 0.9, num_prompts=32)}, 8)
+    assert policy.level("a") == pytest.approx(0.5 + 0.4 * 8 / 32)
+    assert policy.level("b") == pytest.approx(0.5 + 0.4 * 0.5)  # smoothing is the most a step can count
 
 
 def test_all_tasks_at_their_targets_falls_back_to_the_prior() -> None:
