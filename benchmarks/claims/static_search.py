@@ -8,7 +8,14 @@ from claims.suite import TASKS, prepare_actor
 
 __all__ = ["CLAIM"]
 
-MIXTURES = ((0.2, 0.4, 0.2, 0.2), (0.2, 0.5, 0.2, 0.1), (0.15, 0.6, 0.15, 0.1), (0.1, 0.7, 0.1, 0.1))
+MIXTURES = (
+    (0.2, 0.4, 0.2, 0.2),
+    (0.2, 0.5, 0.2, 0.1),
+    (0.15, 0.6, 0.15, 0.1),
+    (0.1, 0.7, 0.1, 0.1),
+    (0.08, 0.76, 0.08, 0.08),
+    (0.05, 0.85, 0.05, 0.05),
+)
 """Shares of arithmetic, sort, code, safe; equal shares are the arm ``uniform`` of the claim itself."""
 
 
@@ -21,7 +28,7 @@ def render(arms: Arms) -> str:
 
 def _arm(mixture: tuple[float, ...]) -> Arm:
     weights = dict(zip(TASKS, mixture, strict=True))
-    return Arm(name="-".join(map(str, mixture)), settings={"policy": "static", "weights": weights})
+    return Arm(name="-".join(map(str, mixture)), settings={"policy": "static", "min_weight": 0.0, "weights": weights})
 
 
 CLAIM = Claim(

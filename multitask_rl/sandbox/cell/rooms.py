@@ -18,7 +18,7 @@ from . import linux
 __all__ = ["Room", "Rooms"]
 
 _PLACE = b"/tmp"
-_MOST_PROGRAMS = 32
+_MOST_PROGRAMS, _MOST_OPTIONS = 32, 256
 _BLOCKS_AND_FILES = struct.Struct("=16x5Q")
 
 
@@ -45,6 +45,8 @@ class Room:
         self._count += 1
         mount = self._mounts.get(options)
         if mount is None:
+            if len(self._mounts) > _MOST_OPTIONS:
+                self._mounts.clear()
             self._mounts[options] = mount = linux.prepare_mount(self._tmp, b"tmpfs", options)
         if linux.raw_syscall(*mount) == -1:
             linux.raise_errno("mount")
