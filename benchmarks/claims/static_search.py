@@ -28,7 +28,8 @@ def render(arms: Arms) -> str:
 
 def _arm(mixture: tuple[float, ...]) -> Arm:
     weights = dict(zip(TASKS, mixture, strict=True))
-    return Arm(name="-".join(map(str, mixture)), settings={"policy": "static", "min_weight": 0.0, "weights": weights})
+    settings = {"policy": "static", "min_weight": 0.0, "weights": weights}
+    return Arm(name="-".join(map(str, mixture)), settings=settings)
 
 
 CLAIM = Claim(
