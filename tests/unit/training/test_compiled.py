@@ -1,6 +1,7 @@
 """Compiled blocks: the same numbers, for sampling and for learning."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ def learn(model, layout):
     return out.logprobs.detach(), [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler"
+)
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # not again for every shape
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_blocks_say_what_the_model_says():
