@@ -173,6 +173,9 @@ class Pipeline:
         """Begin every batch that may be begun with the weights as they are."""
         first = self._ahead[-1].step + 1 if self._ahead else step
         for one in range(first, min(step + self._lag, _next_stop(self._config, step) - 1) + 1):
+            rewards = (
+                self._rewards.begin()
+            )  # may fail: quotas are drawn after it, or nobody would put them back
             before = self._state()
             weights = self._trainer.scheduler.weights()
             batch = _Batch(
@@ -182,7 +185,7 @@ class Pipeline:
                     quotas=self._trainer.scheduler.quotas(self._config.batch.prompts_per_step, one),
                 ),
                 before=before,
-                rewards=self._rewards.begin(),
+                rewards=rewards,
             )
             self._ahead.append(batch)
             prompts = draw_prompts(self._trainer.runs, batch.experience.quotas, self._trainer.actor)

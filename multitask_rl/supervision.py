@@ -61,7 +61,7 @@ class Supervisor:
                 means = {
                     n: e.metrics["reward_mean"] for n, e in evaluations.items() if "reward_mean" in e.metrics
                 }
-                self._trainer.scheduler.calibrate(means)
+                self._trainer.scheduler.calibrate(means, step)
             if self._guard is not None:
                 decision = self._judge(self._guard, evaluations)
                 if decision is None:

@@ -118,6 +118,7 @@ class DynamicTaskWeightScheduler:
         self._policy = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
         self._gate = UnlearnableGate(active)
         self._factors: dict[str, float] = {}
+        self._calibrated_at = -1
         self._carry: dict[str, float] = {}
         self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
         self._reported = self.weights()
@@ -141,13 +142,16 @@ class DynamicTaskWeightScheduler:
         events += self._report_change(step)
         return events
 
-    def calibrate(self, held_out: Mapping[str, float]) -> None:
+    def calibrate(self, held_out: Mapping[str, float], step: int) -> None:
         """Correct the levels the policy sees by an evaluation; see ``signal.py``.
 
         Args:
             held_out: mean reward on held-out prompts by task, on the scale of the training reward.
+            step: the step it was made at. The same one again, after a resume, changes nothing.
         """
-        self._bound().calibrate(held_out)
+        if step > self._calibrated_at:
+            self._calibrated_at = step
+            self._bound().calibrate(held_out)
 
     def weights(self) -> dict[str, float]:
         """Return the share of every bound task, sum 1; 0 for a task that is not trained."""
@@ -229,6 +233,7 @@ class DynamicTaskWeightScheduler:
             "gate": self._gate.state_dict(),
             "carry": dict(self._carry),
             "factors": dict(self._factors),
+            "calibrated_at": self._calibrated_at,
             "reported": dict(self._reported),
             "reported_at": self._reported_at,
         }
@@ -255,6 +260,7 @@ class DynamicTaskWeightScheduler:
         self._gate.load_state_dict(state["gate"], names)
         self._carry = _rename(state["carry"], names, self.tasks)
         self._factors = _rename(state["factors"], names, self.tasks)
+        self._calibrated_at = state["calibrated_at"]
         self._reported = {**self.weights(), **_rename(state["reported"], names, self.tasks)}
         self._reported_at = state["reported_at"]
 

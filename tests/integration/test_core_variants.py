@@ -221,6 +221,7 @@ def test_going_back_and_changing_nothing_replays_the_same_trajectory(tmp_path):
     trainer = Trainer.from_config(config)
     trainer.train()
     expected, at_end = weights_hash(trainer), trainer.scheduler.weights()
+    held_out = {name: e.metrics["reward_mean"] for name, e in trainer.history[-1][1].items()}
     resumed = Trainer.from_config(config)
     resumed._open()
     restore(resumed, resumed.store.checkpoints.load(resumed.store.checkpoints.path(2)))
@@ -229,6 +230,9 @@ def test_going_back_and_changing_nothing_replays_the_same_trajectory(tmp_path):
         resumed.train_step()
     resumed._close("finished")
     assert weights_hash(resumed) == expected
+    resumed.scheduler.calibrate(held_out, step=4)
+    assert resumed.scheduler.weights() == at_end
+    resumed.scheduler.calibrate(dict.fromkeys(held_out, 0.0), step=4)  # an evaluation counts once
     assert resumed.scheduler.weights() == at_end
 
 

@@ -236,6 +236,8 @@ class Zygote:
             )
         if pid < 0:
             self._report_failure(identity, f"clone: {os.strerror(ctypes.get_errno())}")
+            if self._rooms is not None and room is not None:
+                self._rooms.give_back(room)
             return
         pidfd = self._pidfd.value
         self._running[pidfd] = _Running(identity, pid, pidfd, wall_s, room)
