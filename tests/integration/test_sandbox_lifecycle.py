@@ -98,9 +98,10 @@ def test_close_leaves_no_process_and_no_descriptor():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_trainer_that_dies_takes_its_sandbox_along(how):
     code = """
-import sys, time
+import signal, sys, time
 from multitask_rl.sandbox import Program
 from multitask_rl.sandbox.pool import NamespaceSandbox
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 sandbox = NamespaceSandbox(workers=1)
 sandbox.submit(Program(source="while True: pass"))
 time.sleep(0.2)
