@@ -173,9 +173,8 @@ class Pipeline:
         """Begin every batch that may be begun with the weights as they are."""
         first = self._ahead[-1].step + 1 if self._ahead else step
         for one in range(first, min(step + self._lag, _next_stop(self._config, step) - 1) + 1):
-            rewards = (
-                self._rewards.begin()
-            )  # may fail: quotas are drawn after it, or nobody would put them back
+            # first, since it may fail: nobody would put the quotas back
+            rewards = self._rewards.begin()
             before = self._state()
             weights = self._trainer.scheduler.weights()
             batch = _Batch(
