@@ -157,8 +157,8 @@ def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
     if executor != "local" or not getattr(plan.engine_class, "can_watch", False):
         raise ConfigError(
             f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: stream_every needs an engine that can "
-            f"be watched while it generates: rollout.engine=hf with executor=local, not {engine!r} with "
-            f"{executor!r}; leave stream_every out to judge whole responses"
+            f"be watched while it generates: rollout.engine=hf or vllm with executor=local, not {engine!r} "
+            f"with {executor!r}; leave stream_every out to judge whole responses"
         )
 
 

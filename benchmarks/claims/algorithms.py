@@ -9,7 +9,12 @@ from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor
 
 __all__ = ["CHOSEN", "CLAIM", "run_arm"]
 
-CHOSEN: Mapping[str, str] = {"arithmetic": "grpo", "sort": "grpo", "code": "grpo", "safe": "grpo"}
+CHOSEN: Mapping[str, str] = {
+    "arithmetic": "reinforce_pp",
+    "sort": "dr_grpo",
+    "code": "dr_grpo",
+    "safe": "grpo",
+}
 """Per task the algorithm with the highest level among the one-for-all arms on seeds 100 and 101."""
 
 

@@ -2,7 +2,7 @@
 
 Four tasks, one starting near 0.1: with equal shares the actor goes on practising what it knows. Levels are
 held-out success rates at temperature 1, the mean of three evaluations in a row; *worst* is the lowest of the
-tasks'.
+tasks'. ``test_*`` are the same of the final weights on prompts that no evaluation of the run has seen.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
-from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor
+from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor, unseen_levels
 
 __all__ = ["CLAIM", "TUNED_STATIC", "run_arm"]
 
 TUNED_STATIC: Mapping[str, float] = {"arithmetic": 0.08, "sort": 0.76, "code": 0.08, "safe": 0.08}
 """The best worst task of ``multitask.py static_search --first-seed 100``: tuned on seeds of its own."""
 TARGETS = (0.5, 0.6, 0.7)
+COMPARED = ("worst", "mean", "auc_worst", "auc_mean", "test_worst", "test_mean")
 SMOOTHED = 3
 """Evaluations averaged for a level: one alone has a standard error of 0.03."""
 
@@ -37,10 +38,16 @@ def run_arm(arm: Arm, seed: int, options: Options) -> Metrics:
     )
     trainer = build_trainer(run)
     trainer.train()
-    return summarise(levels(trainer), options.steps)
+    return summarise(levels(trainer)) | summarise_test(unseen_levels(run, trainer.actor))
 
 
-def summarise(history: Mapping[int, Mapping[str, float]], steps: int) -> Metrics:
+def summarise_test(final: Mapping[str, float]) -> Metrics:
+    """Return the metrics of levels on prompts that the run never saw."""
+    values = list(final.values())
+    return {"test_worst": min(values), "test_mean": mean(values)} | {f"test/{t}": v for t, v in final.items()}
+
+
+def summarise(history: Mapping[int, Mapping[str, float]]) -> Metrics:
     """Return the claim's metrics of one run's ``step -> task -> level``."""
     marks = sorted(history)
     tasks = list(history[marks[0]])
@@ -65,19 +72,16 @@ def summarise(history: Mapping[int, Mapping[str, float]], steps: int) -> Metrics
 def render(arms: Arms) -> str:
     """Return levels per arm, then every arm's paired difference from uniform."""
     names = list(arms)
-    columns = ["worst", "mean", "auc_worst", "auc_mean", *(f"steps_to_{t}" for t in TARGETS)]
-    first = table(
-        ["arm", *columns, *(k for k in arms[names[0]] if k.startswith("final/"))],
-        [[a, *(_cell(arms[a][c], c) for c in arms[a])] for a in names],
-    )
+    columns = list(arms[names[0]])
+    first = table(["arm", *columns], [[a, *(_cell(arms[a][c], c) for c in columns)] for a in names])
     parts = [first]
     for base in ("uniform", "static_tuned"):
         if base in arms:
             others = [a for a in names if a not in (base, "uniform")]
-            rows = [[a, *(_difference(arms, base, a, c) for c in columns[:4])] for a in others]
+            rows = [[a, *(_difference(arms, base, a, c) for c in COMPARED)] for a in others]
             if base == "uniform":
                 rows = [[*row, *(_ratio(arms, row[0], t) for t in TARGETS)] for row in rows]
-            header = [f"minus {base}", *columns[:4]]
+            header = [f"minus {base}", *COMPARED]
             header += [f"steps ratio {t}" for t in TARGETS] if base == "uniform" else []
             parts.append(table(header, rows))
     return "\n\n".join(parts)

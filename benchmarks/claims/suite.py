@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "levels",
     "prepare_actor",
     "step_metrics",
+    "unseen_levels",
 ]
 
 SMALL = ModelSize(hidden_size=64, num_layers=2, intermediate_size=168)
@@ -77,6 +79,8 @@ class SuiteRun:
     warm_start: WarmStartSettings = WARM_START
     num_train: int = 2048
     num_held_out: int = 256
+    skip_held_out: int = 0
+    """Held-out prompts left out, in front: those that another run was evaluated on."""
 
 
 def prepare_actor(directory: Path, settings: WarmStartSettings = WARM_START) -> Path:
@@ -126,6 +130,22 @@ def levels(trainer: Trainer) -> dict[int, dict[str, float]]:
     }
 
 
+def unseen_levels(run: SuiteRun, actor: Actor, num_prompts: int = 1280) -> dict[str, float]:
+    """Return each task's level on held-out prompts that no evaluation of ``run`` has seen.
+
+    A scheduler that corrects itself by its evaluations is judged by others.
+    """
+    test = replace(
+        run,
+        name=f"{run.name}-test",
+        num_held_out=num_prompts,
+        skip_held_out=run.num_held_out,
+        overrides={**run.overrides, "eval": {"every": 0, "num_prompts": num_prompts}},
+    )
+    evaluations = build_trainer(test, actor=actor).evaluate()
+    return {name: sum(e.values) / len(e.values) for name, e in evaluations.items()}
+
+
 def step_metrics(trainer: Trainer) -> Iterator[dict[str, float]]:
     """Yield the numbers of each training step."""
     file = Path(trainer.config.output_dir) / "metrics.jsonl"
@@ -148,11 +168,14 @@ def delivered_step(trainer: Trainer) -> int | None:
 
 def _task(name: str, entry: Mapping[str, Any], run: SuiteRun, folder: Path) -> dict[str, Any]:
     task = SUITE[name]
-    num_train = min(run.num_train, 1024) if name == "code" else run.num_train
-    sizes = {"train": num_train, "heldout": run.num_held_out}
+    limits = {"train": 1024, "heldout": 395} if name == "code" else {}  # it has no more prompts
+    sizes = {"train": run.num_train, "heldout": run.skip_held_out + run.num_held_out}
     files = {}
     for split, number in sizes.items():
-        rows = _rows(name, run.seed, split, number)
+        rows = _rows(name, run.seed, split, min(number, limits.get(split, number)))
+        if split == "heldout":
+            # few prompts: each is answered several times
+            rows = list(islice(cycle(rows[run.skip_held_out :]), run.num_held_out))
         files[split] = str(write_rows(folder / f"{name}.{split}.jsonl", rows))
     return {
         "type": "grpo",

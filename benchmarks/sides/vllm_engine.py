@@ -99,7 +99,7 @@ def ours() -> None:
 
 def alone() -> None:
     """Serve generation through vLLM's own ``LLM``."""
-    from multitask_rl.rollout.vllm import _eager_on_cpu
+    from multitask_rl.rollout.vllm_stream import eager_on_cpu
 
     llm, items = engine()._llm, work()
     from vllm import SamplingParams
@@ -120,7 +120,7 @@ def alone() -> None:
         ]
 
         def call() -> Any:
-            with _eager_on_cpu():
+            with eager_on_cpu():
                 return llm.generate(given, sampling, use_tqdm=False)
 
         measured = _timed(call)

@@ -23,6 +23,7 @@ __all__ = [
     "RolloutEngine",
     "Watch",
     "collect",
+    "look",
     "release_memory",
     "stream",
 ]
@@ -127,6 +128,23 @@ def collect(
     """Return what ``stream`` yielded as ``generate`` returns it."""
     found = {(i, j): generation for part in parts for i, j, generation in part}
     return [[found[i, j] for j in range(len(request.seeds))] for i, request in enumerate(requests)]
+
+
+def look(shown: Sequence[tuple[Monitor, int, list[int]]]) -> list[int]:
+    """Show unfinished responses (monitor, seed, token ids so far) to their monitors; one call per monitor.
+
+    Returns:
+        Positions of those that are to end.
+    """
+    by_monitor: dict[int, list[int]] = {}
+    for position, (monitor, _, _) in enumerate(shown):
+        by_monitor.setdefault(id(monitor), []).append(position)
+    ended: list[int] = []
+    for positions in by_monitor.values():
+        monitor = shown[positions[0]][0]
+        answers = monitor.check([(shown[p][1], shown[p][2]) for p in positions])
+        ended += [p for p, ends in zip(positions, answers, strict=True) if ends]
+    return ended
 
 
 def release_memory(engine: RolloutEngine) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, collect
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, collect, look
 from multitask_rl.rollout.decoder import Decoder, PlainDecoder, SharedDecoder, can_share_prompts
 from multitask_rl.rollout.grammar import GrammarRows, Grammars
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
@@ -287,17 +287,11 @@ def _ended(
 
 
 def _look(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:
-    """Return which positions of the batch their monitors end after ``step``; one call per monitor."""
-    due: dict[int, list[int]] = {}
+    """Return which positions of the batch their monitors end after ``step``."""
+    positions, shown = [], []
     for position, (index, goes_on) in enumerate(zip(active.tolist(), going.tolist(), strict=True)):
         watch = rows[index].watch
         if goes_on and watch is not None and (step + 1) % watch.every == 0:
-            due.setdefault(id(watch.monitor), []).append(position)
-    ended: list[int] = []
-    for positions in due.values():
-        indices = [int(active[p]) for p in positions]
-        watch = rows[indices[0]].watch
-        assert watch is not None
-        partial = [(rows[i].seed, ids[i, : step + 1].tolist()) for i in indices]
-        ended += [p for p, ends in zip(positions, watch.monitor.check(partial), strict=True) if ends]
-    return ended
+            positions.append(position)
+            shown.append((watch.monitor, rows[index].seed, ids[index, : step + 1].tolist()))
+    return [positions[i] for i in look(shown)]

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from multitask_rl.config.build import build_dataclass
 from multitask_rl.config.located_yaml import Where
-from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
+from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, collect
 from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.rollout.handover import save_for_engine
 from multitask_rl.rollout.vllm_start import start_vllm
+from multitask_rl.rollout.vllm_stream import decode, eager_on_cpu
 from multitask_rl.rollout.vllm_weights import WeightLoader
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class VLLMEngine:
     """
 
     shares_weights = False
+    can_watch = True
+    """Requests may carry a ``Watch``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -140,28 +143,37 @@ class VLLMEngine:
         A response ends at the model's length limit as at its own; a prompt that leaves no room for a single
         token gives empty responses with finish reason ``length``.
         """
-        results: list[list[Generation]] = [[] for _ in requests]
-        prompts: list[dict[str, list[int]]] = []
-        sampling: list[Any] = []
-        owners: list[int] = []
+        return collect(requests, self.generate_stream(requests))
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        """Yield the samples that ended in each of vLLM's steps (see ``rollout.base.stream``)."""
         for index, request in enumerate(requests):
             if not request.prompt_ids:
                 raise EngineError(f"request {index} has an empty prompt; give it at least one token")
-            if len(request.prompt_ids) >= self._max_model_len:
-                nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
-                results[index] = [nothing] * len(request.seeds)
-                continue
-            ids = list(request.prompt_ids)
-            for seed in request.seeds:
-                prompts.append({"prompt_token_ids": ids})
-                sampling.append(self._sampling(request.sampling, seed))
-                owners.append(index)
-        outputs = self._run(prompts, sampling)
-        self.num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        self.num_cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
-        for index, output in zip(owners, outputs, strict=True):
-            results[index].append(_read_completion(output.outputs[0]))
-        return results
+        self._check_usable()
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        fitting = [i for i, r in enumerate(requests) if len(r.prompt_ids) < self._max_model_len]
+        nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
+        too_long = set(range(len(requests))).difference(fitting)
+        if too_long:
+            yield [(i, j, nothing) for i in sorted(too_long) for j in range(len(requests[i].seeds))]
+        if fitting:
+            self._check_weights()
+            if self._llm.llm_engine.has_unfinished_requests():
+                raise EngineError(
+                    "vLLM is at work on another call; finish that one, or close its stream, first"
+                )
+            try:
+                self._wake(["weights", "kv_cache"])
+                for generated, outputs in decode(self._llm, requests, fitting, self._sampling):
+                    self.num_prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
+                    self.num_cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
+                    yield generated
+            except BaseException as error:
+                self._abort()
+                if not isinstance(error, Exception) or isinstance(error, MultitaskRLError):
+                    raise
+                raise _failed(error) from error
 
     def _sampling(self, params: SamplingParams, seed: int) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -197,22 +209,6 @@ class VLLMEngine:
                 "fallback; take rollout.engine=hf"
             )
         return StructuredOutputsParams(grammar=self._grammars.source(grammar))
-
-    def _run(self, prompts: list[dict[str, list[int]]], sampling: list[Any]) -> list[Any]:
-        self._check_usable()
-        if not prompts:
-            return []
-        self._check_weights()
-        try:
-            self._wake(["weights", "kv_cache"])
-            with _eager_on_cpu():
-                outputs: list[Any] = self._llm.generate(prompts, sampling, use_tqdm=False)
-        except BaseException as error:
-            self._abort()
-            if not isinstance(error, Exception):
-                raise
-            raise EngineError(f"vLLM cannot generate: {type(error).__name__}: {error}") from error
-        return outputs
 
     def _abort(self) -> None:
         """Take what is unfinished out of vLLM's queue: the next call would be given its outputs."""
@@ -274,7 +270,14 @@ class VLLMEngine:
 
         ids = list(token_ids)
         sampling = VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        (output,) = self._run([{"prompt_token_ids": ids}], [sampling])
+        self._check_usable()
+        self._check_weights()
+        try:
+            self._wake(["weights", "kv_cache"])
+            with eager_on_cpu():
+                (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+        except Exception as error:
+            raise _failed(error) from error
         return [
             float(position[token].logprob)
             for token, position in zip(ids[1:], list(output.prompt_logprobs)[1:], strict=True)
@@ -305,6 +308,10 @@ class VLLMEngine:
             llm.llm_engine.engine_core.shutdown()
 
 
+def _failed(error: Exception) -> EngineError:
+    return EngineError(f"vLLM cannot generate: {type(error).__name__}: {error}")
+
+
 def _saved_shapes(directory: Path) -> dict[str, torch.Size]:
     """Return name -> shape of the safetensors files of ``directory``; empty for a model from a hub."""
     from safetensors import safe_open
@@ -315,22 +322,3 @@ def _saved_shapes(directory: Path) -> dict[str, torch.Size]:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 shapes[name] = torch.Size(file.get_slice(name).get_shape())
     return shapes
-
-
-def _read_completion(completion: Any) -> Generation:
-    ids = [int(token) for token in completion.token_ids]
-    logprobs = [
-        float(position[token].logprob) for token, position in zip(ids, completion.logprobs, strict=True)
-    ]
-    reason = "length" if completion.finish_reason == "length" else "stop"
-    return Generation(response_ids=ids, rollout_logprobs=logprobs, finish_reason=reason)
-
-
-@contextlib.contextmanager
-def _eager_on_cpu() -> Iterator[None]:
-    """Keep ``torch.compile`` out on a CPU: one kernel would cost up to 14 s at the first request."""
-    if torch.cuda.is_available():
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

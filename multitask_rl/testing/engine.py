@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
+from multitask_rl.rollout.base import (
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    Watch,
+    collect,
+    stream,
+)
 from multitask_rl.rollout.sampling import keep_top
 
 __all__ = ["assert_engine_contract", "sampled_logprobs"]
@@ -60,6 +68,9 @@ def assert_engine_contract(
     _check_stop_strings(engine, tokenizer, requests[0], results[0])
     _check_update(engine, model, requests, results, tolerance)
     assert engine.generate([]) == [], "no request, no result"
+    _check_stream(engine, requests)
+    if getattr(engine, "can_watch", False):
+        _check_watch(engine, requests, engine.generate(requests))
 
 
 def _requests(size: int) -> list[GenerationRequest]:
@@ -136,6 +147,55 @@ def _check_greedy(model: Any, request: GenerationRequest, group: Sequence[Genera
     ids = torch.tensor([[*request.prompt_ids, *group[0].response_ids]])
     best = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
     assert best.tolist() == group[0].response_ids, "temperature 0 takes the most likely token"
+
+
+def _check_stream(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> None:
+    parts = list(stream(engine, requests))
+    expected = engine.generate(requests)
+    assert _ids(collect(requests, parts)) == _ids(expected), "a stream brings what a call brings"
+    if not hasattr(engine, "generate_stream"):
+        return
+    assert len(parts) > 1, "samples are yielded as they end, not at the end of all"
+    unfinished = iter(stream(engine, requests))
+    next(unfinished)
+    del unfinished
+    assert _ids(engine.generate(requests)) == _ids(expected), "a stream given up leaves nothing behind"
+
+
+class _EndsOddSeeds:
+    """Ends what has an odd seed at the first look; remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def check(self, partial: Sequence[tuple[int, list[int]]]) -> list[bool]:
+        self.seen.extend(partial)
+        return [seed % 2 == 1 for seed, _ in partial]
+
+
+def _check_watch(
+    engine: RolloutEngine,
+    requests: Sequence[GenerationRequest],
+    results: Sequence[Sequence[Generation]],
+) -> None:
+    every, monitor = 3, _EndsOddSeeds()
+    watch = Watch(monitor=monitor, every=every)
+    watched = engine.generate([replace(request, watch=watch) for request in requests])
+    assert monitor.seen, "the monitor sees responses"
+    assert all(len(ids) % every == 0 for _, ids in monitor.seen), f"after every {every} tokens"
+    for request, whole, own in zip(requests, results, watched, strict=True):
+        for seed, expected, generation in zip(request.seeds, whole, own, strict=True):
+            if seed % 2 == 0 or len(expected.response_ids) <= every:
+                assert generation.response_ids == expected.response_ids, "who is not ended is not changed"
+                continue
+            assert generation.finish_reason == "flagged"
+            assert generation.response_ids == expected.response_ids[:every], "its last token included"
+            distance = max(
+                abs(a - b)
+                for a, b in zip(generation.rollout_logprobs, expected.rollout_logprobs[:every], strict=True)
+            )
+            assert distance < 1e-3, "log-probabilities are those of the whole response"
+    assert _ids(engine.generate(requests)) == _ids(results), "the next call is not concerned"
 
 
 def _check_stop_strings(

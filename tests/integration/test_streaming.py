@@ -209,9 +209,9 @@ def test_retries_that_could_only_repeat_are_not_made(tmp_path):
     assert {row["attempt"] for row in rows} == {0}
 
 
-@pytest.mark.parametrize("changes", [{"executor": "ray"}, {"rollout": RolloutConfig(engine="vllm")}])
+@pytest.mark.parametrize("changes", [{}, {"rollout": RolloutConfig(engine="vllm")}])
 def test_an_engine_that_cannot_be_watched_is_refused_before_a_model_loads(tmp_path, changes):
     write(tmp_path)
     (tmp_path / "actor" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"tasks\.held\.constraints: stream_every needs .*engine=hf"):
-        Trainer.from_config(config(tmp_path, "out", 1, **changes))
+        Trainer.from_config(config(tmp_path, "out", 1, executor="ray", **changes))

@@ -175,6 +175,21 @@ def test_a_call_that_fails_leaves_no_request_behind(engine: VLLMEngine) -> None:
     assert engine.generate([fine]) == expected
 
 
+def test_a_call_beside_an_open_stream_is_refused(engine: VLLMEngine) -> None:
+    requests = [
+        GenerationRequest(prompt_ids=[5, 6], sampling=SamplingParams(max_new_tokens=n), seeds=[n])
+        for n in (1, 20)
+    ]
+    expected = engine.generate(requests)
+    parts = engine.generate_stream(requests)
+    first = next(parts)
+    with pytest.raises(EngineError, match="at work on another call"):
+        engine.generate(requests)
+    parts.close()
+    assert [g for _, _, g in first] == expected[0], "the short one came first"
+    assert engine.generate(requests) == expected
+
+
 def test_the_cpu_build_is_not_asked_to_sleep(engine: VLLMEngine, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a CUDA build sleeps")

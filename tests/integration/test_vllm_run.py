@@ -19,11 +19,10 @@ pytestmark = [
 ]
 
 
-def test_four_tasks_train_with_vllm_and_the_engine_follows_the_actor(tmp_path):
+@pytest.fixture
+def actor_dir(tmp_path):
     import torch
 
-    write_run(tmp_path, TASKS)
-    tokenizer = build_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=64,
@@ -38,22 +37,73 @@ def test_four_tasks_train_with_vllm_and_the_engine_follows_the_actor(tmp_path):
         bos_token_id=None,
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "wide_actor")
-    tokenizer.save_pretrained(tmp_path / "wide_actor")
-    trainer = train(
+    build_tokenizer().save_pretrained(tmp_path / "wide_actor")
+    return tmp_path / "wide_actor"
+
+
+def run_with_vllm(directory, actor_dir, steps, max_new_tokens):
+    return train(
         run_config(
-            tmp_path,
+            directory,
             "out",
-            3,
-            model=ModelConfig(name_or_path=str(tmp_path / "wide_actor")),
-            rollout=RolloutConfig(engine="vllm", max_new_tokens=4, engine_config={"max_num_seqs": 16}),
+            steps,
+            model=ModelConfig(name_or_path=str(actor_dir)),
+            rollout=RolloutConfig(
+                engine="vllm", max_new_tokens=max_new_tokens, engine_config={"max_num_seqs": 16}
+            ),
         )
     )
+
+
+def rows_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_four_tasks_train_with_vllm_and_the_engine_follows_the_actor(tmp_path, actor_dir):
+    write_run(tmp_path, TASKS)
+    trainer = run_with_vllm(tmp_path, actor_dir, 3, 4)
     assert isinstance(trainer._engine, VLLMEngine)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "train/learning_rate" in row]
+    steps = [row for row in rows_of(tmp_path / "out" / "metrics.jsonl") if "train/learning_rate" in row]
     assert len(steps) == 3
     # were the engine one update behind, the gap at this learning rate would be a hundred times larger
     assert all(row["task/copy/mismatch_max"] < 1e-4 for row in steps if "task/copy/mismatch_max" in row)
     assert any("task/copy/mismatch_max" in row for row in steps[1:])
-    rollouts = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = rows_of(tmp_path / "out" / "rollouts.jsonl")
     assert {r["policy_version"] for r in rollouts if r["step"] == 3} == {2}
+
+
+STREAMING = """
+tasks:
+  held:
+    type: grpo
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints:
+      - {plugin: rewards.py:digits, mode: lagrangian, limit: 0.1, stream_every: 2}
+"""
+DIGITS = """
+
+def digits(response):
+    return float(any(c.isdigit() for c in response))
+"""
+
+
+def test_a_streaming_constraint_ends_responses_in_vllm(tmp_path, actor_dir):
+    write_run(tmp_path, STREAMING)
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write(DIGITS)
+    run_with_vllm(tmp_path, actor_dir, 2, 12)
+    rollouts = rows_of(tmp_path / "out" / "rollouts.jsonl")
+    flagged = [r for r in rollouts if r["finish_reason"] == "flagged"]
+    assert flagged, "some responses have a digit before their end"
+    tokenizer = build_tokenizer()
+    for row in rollouts:
+        ids = row["response_ids"]
+        digits = [i for i, token in enumerate(ids) if any(c.isdigit() for c in tokenizer.decode([token]))]
+        if row["finish_reason"] == "flagged":
+            assert len(ids) % 2 == 0
+            assert len(ids) - 2 <= digits[0] < len(ids), "ended at the first look after it"
+            assert row["cost"] == 1.0
+        elif digits:
+            last_look = 2 * ((len(ids) - 1) // 2)  # the end itself is judged as a whole
+            assert digits[0] >= last_look

@@ -1,0 +1,119 @@
+"""Samples of a call, one vLLM step at a time: each is handed on when it ends, and may be ended before.
+
+``LLM.generate`` returns when the last sample has ended. Here the first rewards are computed while vLLM goes on
+with the rest (continuous batching as ever), and monitors see responses that are not finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, look
+
+__all__ = ["decode", "eager_on_cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample under way."""
+
+    request: int
+    sample: int
+    seed: int
+    watch: Watch | None
+    inner: str
+    """Its name inside vLLM."""
+
+
+def decode(
+    llm: Any,
+    requests: Sequence[GenerationRequest],
+    which: Sequence[int],
+    sampling: Callable[[SamplingParams, int], Any],
+) -> Iterator[tuple[list[Ended], list[Any]]]:
+    """Queue the samples of the requests ``which``; yield those that ended in a step, with vLLM's outputs.
+
+    Args:
+        llm: the ``LLM``.
+        requests: of the call.
+        which: their indices.
+        sampling: vLLM's parameters of ours and a seed.
+    """
+    engine = llm.llm_engine
+    rows = {
+        name: row for index in which for name, row in _queue(llm, index, requests[index], sampling).items()
+    }
+    while engine.has_unfinished_requests():
+        with eager_on_cpu():
+            outputs = engine.step()
+        ended = [output for output in outputs if output.finished]
+        generated = [_generation(output) for output in ended]
+        due = [o for o in outputs if not o.finished and _is_due(rows[o.request_id].watch, o)]
+        flagged = _flagged(due, rows) if due else []
+        if flagged:
+            engine.abort_request([rows[output.request_id].inner for output in flagged], internal=True)
+            ended += flagged
+            generated += [replace(_generation(output), finish_reason="flagged") for output in flagged]
+        if ended:
+            places = [rows[output.request_id] for output in ended]
+            yield [(r.request, r.sample, g) for r, g in zip(places, generated, strict=True)], ended
+
+
+def _queue(
+    llm: Any, index: int, request: GenerationRequest, sampling: Callable[[SamplingParams, int], Any]
+) -> dict[str, _Row]:
+    """Hand vLLM the samples of one request; return them by the name their outputs carry."""
+    from vllm.sampling_params import RequestOutputKind
+
+    prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+    kind = RequestOutputKind.CUMULATIVE if request.watch else RequestOutputKind.FINAL_ONLY
+    rows = {}
+    for sample, seed in enumerate(request.seeds):
+        params = sampling(request.sampling, seed)
+        params.output_kind = kind
+        name = str(next(llm.request_counter))
+        inner = llm.llm_engine.add_request(name, prompt, params)
+        rows[name] = _Row(index, sample, seed, request.watch, inner)
+    return rows
+
+
+def _is_due(watch: Watch | None, output: Any) -> bool:
+    """Whether the response's monitor wants to see it at this length."""
+    length = len(output.outputs[0].token_ids)
+    return watch is not None and length > 0 and length % watch.every == 0
+
+
+def _flagged(due: Sequence[Any], rows: dict[str, _Row]) -> list[Any]:
+    """Return the outputs, of those ``due``, that their monitors end."""
+    shown = []
+    for output in due:
+        row = rows[output.request_id]
+        assert row.watch is not None
+        shown.append((row.watch.monitor, row.seed, list(output.outputs[0].token_ids)))
+    return [due[position] for position in look(shown)]
+
+
+def _generation(output: Any) -> Generation:
+    completion = output.outputs[0]
+    ids = [int(token) for token in completion.token_ids]
+    logprobs = [
+        float(position[token].logprob) for token, position in zip(ids, completion.logprobs, strict=True)
+    ]
+    reason = "length" if completion.finish_reason == "length" else "stop"
+    return Generation(response_ids=ids, rollout_logprobs=logprobs, finish_reason=reason)
+
+
+@contextlib.contextmanager
+def eager_on_cpu() -> Iterator[None]:
+    """Keep ``torch.compile`` out on a CPU: one kernel would cost up to 14 s at the first request."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
