@@ -1,7 +1,7 @@
 """Samples of a call, one vLLM step at a time: each is handed on when it ends, and may be ended before.
 
-``LLM.generate`` returns when the last sample has ended. Here the first rewards are computed while vLLM goes on
-with the rest (continuous batching as ever), and monitors see responses that are not finished.
+``LLM.generate`` returns when the last sample has ended. Here the first rewards are computed while the rest is
+decoded (continuous batching as ever), and monitors see responses that are not finished.
 """
 
 from __future__ import annotations
