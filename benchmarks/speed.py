@@ -150,6 +150,7 @@ def parse_arguments() -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast everywhere"
     )
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side")
+    parser.add_argument("--compile", action="store_true", help="model.compile in our run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -163,6 +164,8 @@ def start_sides(args: argparse.Namespace, model: Path) -> dict[str, Side]:
         *("--workload", args.workload, "--dtype", args.dtype, "--model", str(model)),
         *("--steps", str(args.steps + WARMUP), "--seed", str(args.seed), "--threads", str(args.threads)),
     ]
+    if args.compile:
+        arguments.append("--compile")
     scripts = {"ours": (sys.executable, "ours.py"), "limit": (sys.executable, "bare.py")}
     if args.peer != "none":
         python = sys.executable if args.peer != "trl" else args.peer_python or trl_python()
@@ -239,6 +242,7 @@ def summary(sides: dict[str, Side], args: argparse.Namespace) -> dict[str, Any]:
         "workload": args.workload,
         "actor": args.actor,
         "dtype": args.dtype,
+        "compile": args.compile,
         "threads": args.threads,
         "rollouts": 256,
         "measured_steps": args.steps,

@@ -38,6 +38,7 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.actor import Actor
+from multitask_rl.training.compiled import compile_blocks
 
 REWARD = """
 from workload import reward
@@ -76,6 +77,8 @@ def build(folder: Path) -> Trainer:
     bf16 = args.dtype == "bfloat16"
     tasks = write_run(folder, prompts(PROMPTS * args.steps, args.seed, args.workload), args.workload)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if args.compile:
+        compile_blocks(model)
     settings = ModelConfig(name_or_path=str(args.model), autocast=bf16)
     actor = Actor(model, PreTrainedTokenizerFast.from_pretrained(args.model), settings)
     if not mixed:

@@ -26,7 +26,7 @@ def engine() -> Any:
 
     torch.set_num_threads(args.threads)
     # float32 or bfloat16 throughout: weights and activations alike
-    config = {"max_num_seqs": 256, "dtype": "float32" if args.dtype == "fp32" else "bfloat16"}
+    config = {"max_num_seqs": 256, "dtype": args.dtype}
     return VLLMEngine(args.model, config=config, seed=args.seed, eos_token_ids=[EOS])
 
 
@@ -48,7 +48,7 @@ def ours() -> None:
     from multitask_rl.rollout.base import GenerationRequest
 
     own, items = engine(), work()
-    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+    dtype = getattr(torch, args.dtype)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     weights = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
     copied = {name: torch.empty_like(tensor) for name, tensor in weights.items()}

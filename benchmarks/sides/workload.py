@@ -35,6 +35,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="model.compile; ours only")
     return parser.parse_args()
 
 

@@ -204,7 +204,7 @@ class SchedulerConfig:
     policy: str = "deficit_learnability"
     """Entry point of ``multitask_rl.schedulers``."""
     min_weight: float = 0.1
-    """Floor of every task's share; the default is lowered to 0.3 / number of tasks where that is smaller."""
+    """Floor of every task's share; the default is lowered to 0.2 / number of tasks where that is smaller."""
     patience: int = 50
     """Steps without improvement that make a plateau."""
     metric_key: str = "reward_score"

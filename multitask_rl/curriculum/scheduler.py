@@ -24,8 +24,8 @@ from multitask_rl.seeding import derive_seed
 __all__ = ["DynamicTaskWeightScheduler"]
 
 _DEFAULT_MIN_WEIGHT = 0.1
-_MAX_DEFAULT_FLOORS = 0.3
-"""The default floor leaves at least this share of the step to the policy's choice: 1 - 0.3."""
+_MAX_DEFAULT_FLOORS = 0.2
+"""The default floor leaves at least this share of the step to the policy's choice: 1 - 0.2."""
 _MIN_REPORTED_CHANGE = 0.05
 _STEPS_BETWEEN_REPORTS = 10
 
@@ -41,7 +41,7 @@ class DynamicTaskWeightScheduler:
         metric_key: what the policy watches: ``reward_score`` (mean training reward, rescaled to [0, 1] as
             ``signal.py`` says) or a key of ``TaskStats.metrics``.
         patience: steps without improvement that make a plateau; for policies that know one.
-        min_weight: floor of every task's share. The default 0.1 is lowered to ``0.3 / number of tasks``
+        min_weight: floor of every task's share. The default 0.1 is lowered to ``0.2 / number of tasks``
             where that is smaller; any other value is kept as given.
         policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
         policy_config: further keys of the policy's ``Config``.

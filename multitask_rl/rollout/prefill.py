@@ -10,6 +10,8 @@ __all__ = ["CHUNK_TOKENS", "prefill"]
 
 CHUNK_TOKENS = 8192
 """Prompt tokens of one forward: enough to fill the machine, few enough to bound its activations."""
+MASK_CELLS = 2**25
+"""Queries times keys of one forward after the first: their mask is a tensor, 128 MiB in float32."""
 
 
 def prefill(
@@ -38,8 +40,11 @@ def prefill(
     rows, width = ids.shape
     size = max(1, (chunk_tokens or CHUNK_TOKENS) // rows)
     logits = ids.new_empty(0)
-    for start in range(0, width, size):
+    start = 0
+    while start < width:
         end = min(start + size, width)
+        if start:
+            end = min(end, start + max(1, MASK_CELLS // (rows * end)))
         out = model(
             input_ids=ids[:, start:end],
             attention_mask=None if mask is None else mask[:, :end],
@@ -49,4 +54,5 @@ def prefill(
             logits_to_keep=1,
         )
         logits = out.logits[:, -1]
+        start = end
     return logits

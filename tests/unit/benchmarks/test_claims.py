@@ -6,14 +6,16 @@ import importlib
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from claims import constraints  # noqa: E402
+from claims import constraints, suite  # noqa: E402
 from claims.base import (  # noqa: E402
     Arm,
     Claim,
@@ -70,13 +72,33 @@ def test_steps_to_a_target_wait_for_the_last_task() -> None:
     history = {
         step: {"early": 1.0, "late": level} for step, level in ((0, 0.0), (50, 0.9), (100, 0.9), (150, 0.9))
     }
-    metrics = summarise(history, 150)
+    metrics = summarise(history)
     assert metrics["worst"] == pytest.approx(0.9)
     assert metrics["mean"] == pytest.approx(0.95)
     # means of up to three evaluations: 0, .45, .6, .9
     assert metrics["steps_to_0.5"] == 100
     assert metrics["steps_to_0.7"] == 150
-    assert math.isnan(summarise({0: {"t": 0.1}}, 0)["steps_to_0.5"])
+    assert math.isnan(summarise({0: {"t": 0.1}})["steps_to_0.5"])
+
+
+def test_final_levels_are_measured_on_prompts_that_no_evaluation_has_seen(tmp_path: Path) -> None:
+    run = suite.SuiteRun(seed=3, steps=1, directory=tmp_path, name="run", num_train=10, num_held_out=256)
+    unseen = replace(run, name="unseen", num_held_out=400, skip_held_out=256)
+    for name, entry in suite.TASKS.items():
+        seen, other = (
+            [json.loads(line)["prompt"] for line in _held_out(name, entry, own).read_text().splitlines()]
+            for own in (run, unseen)
+        )
+        assert len(seen) == len(set(seen)) == 256
+        assert len(other) == 400
+        assert len(set(other)) > 100
+        assert set(seen).isdisjoint(other)
+
+
+def _held_out(name: str, entry: Any, run: Any) -> Path:
+    folder = run.directory / run.name
+    folder.mkdir(exist_ok=True)
+    return Path(suite._task(name, entry, run, folder)["eval_dataset"])
 
 
 def test_the_largest_error_of_a_share_is_found_in_the_window_where_it_is() -> None:
