@@ -24,7 +24,7 @@ from multitask_rl.task_run import build_algorithms, run_sampling
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
 
-__all__ = ["RunPlan", "check_overlap", "plan_run"]
+__all__ = ["RunPlan", "check_overlap", "plan_run", "scale_warning"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,9 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
         for warning in constraint_warnings(spec, {}, num_prompts):
             logger.warning("task %s: %s", name, warning)
+    warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
+    if warning:
+        logger.warning("%s", warning)
     check_overlap(plan)
     _check_output_dir(plan.output_dir)
     return plan
@@ -147,6 +150,28 @@ def _check_combination(spec: TaskSpec, algorithm: Algorithm) -> None:
             f"{where}.kl.target: {spec.type} measures no KL per response to steer by; leave the target out "
             "(the coefficient is then fixed)"
         )
+
+
+def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
+    """Return what to know when tasks whose gradients differ in size by design share the actor; "" if none do.
+
+    Advantages that are not divided by a deviation, or losses divided by the longest response allowed, are
+    several times smaller: alone that is the learning rate's matter, beside other tasks it is one of weight.
+    """
+    unscaled = {
+        name
+        for name, algorithm in algorithms.items()
+        if getattr(algorithm.config, "normalisation", "") == "none"
+        or getattr(algorithm.config, "aggregation", "") == "constant"
+    }
+    if not unscaled or len(unscaled) == len(algorithms):
+        return ""
+    return (
+        f"tasks {', '.join(sorted(unscaled))} have unscaled advantages or losses (normalisation none, "
+        f"aggregation constant) and weigh less in the shared gradient than "
+        f"{', '.join(sorted(set(algorithms) - unscaled))}; give them algorithm_config {{normalisation: task, "
+        "aggregation: token}, a loss_weight, or the same type"
+    )
 
 
 def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
