@@ -111,7 +111,8 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
         model: the actor's directory.
         tasks: name -> kind of prompts (``a`` to ``d``, or ``u``).
         args: the command line.
-        how: ``name``, ``prompts`` per step, ``delay`` of the rewards in seconds, ``staleness``.
+        how: ``name``, ``prompts`` per step, ``delay`` of the rewards in seconds, ``staleness``,
+            ``learning_rate``.
     """
     folder.mkdir(parents=True)
     (folder / "rewards.py").write_text(REWARDS)
@@ -134,7 +135,7 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
         model=ModelConfig(name_or_path=str(model), dtype="float32"),
         rollout=RolloutConfig(max_new_tokens=args.max_new_tokens, max_staleness=how["staleness"]),
         batch=BatchConfig(prompts_per_step=how["prompts"], group_size=GROUP, refill_rounds=0),
-        optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
+        optimizer=OptimizerConfig(learning_rate=how.get("learning_rate", LEARNING_RATE)),
         scheduler=SchedulerConfig(policy="uniform"),
         guard=GuardConfig(enabled=False),
         eval=EvalConfig(every=0, num_prompts=1),
@@ -212,7 +213,8 @@ def measure_tasks(folder: Path, model: Path, args: argparse.Namespace) -> dict[s
 
 def measure_growth(folder: Path, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds per step by tasks at equal rollouts, and by rollouts."""
-    how = {"delay": FREE_S, "staleness": 0}
+    # nothing is learnt: one policy in all runs, or their responses would grow apart in length
+    how = {"delay": FREE_S, "staleness": 0, "learning_rate": 1e-12}
     counts = [n for n in (1, 2, 4, 8, 16) if n <= args.prompts]
     by_tasks = [
         build(

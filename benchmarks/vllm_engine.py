@@ -1,6 +1,6 @@
 """Our ``vllm`` engine against vLLM alone on the same requests, and a weight update against a plain copy.
 
-    python benchmarks/vllm_engine.py --actor 0.8M --json benchmarks/results/vllm_engine.json
+    python benchmarks/vllm_engine.py --actor 0.8M --json benchmarks/results/vllm_engine_0.8M.json
 
 Both sides are processes that take turns; figures are medians. ``bound_ms`` is what an update may take: 1.5
 times the copy of the same bytes plus 10 ms. ``pack_ms`` is the part of an update that only the CPU build has:
