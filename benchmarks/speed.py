@@ -1,6 +1,6 @@
 """Speed of a whole step against a peer and against the limit, on the same machine at the same time.
 
-    python benchmarks/speed.py --workload mixed --peer trl --json benchmarks/results/speed_mixed_0.45M_float32.json
+    python benchmarks/speed.py --workload mixed --peer trl --json results.json
 
 Every side is a process of its own and all make their steps in turn, so that other load on the machine falls
 on each alike. Figures are medians over the measured steps; ratios are medians of the ratios turn by turn.
