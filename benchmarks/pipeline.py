@@ -112,7 +112,7 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
         tasks: name -> kind of prompts (``a`` to ``d``, or ``u``).
         args: the command line.
         how: ``name``, ``prompts`` per step, ``delay`` of the rewards in seconds, ``staleness``,
-            ``learning_rate``.
+            ``learning_rate``, ``same_length`` of all responses.
     """
     folder.mkdir(parents=True)
     (folder / "rewards.py").write_text(REWARDS)
@@ -142,7 +142,10 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
         checkpoint=CheckpointConfig(every=args.block),  # where the pipeline drains; nothing is saved here
         tracking=TrackingConfig(trackers=["jsonl"], store_rollouts=0),
     )
-    return Run(how["name"], Trainer.from_config(config), folder, how["prompts"] * GROUP)
+    trainer = Trainer.from_config(config)
+    if how.get("same_length"):
+        trainer.actor.eos_token_ids = []
+    return Run(how["name"], trainer, folder, how["prompts"] * GROUP)
 
 
 def take_turns(runs: list[Run], args: argparse.Namespace) -> None:
@@ -213,8 +216,8 @@ def measure_tasks(folder: Path, model: Path, args: argparse.Namespace) -> dict[s
 
 def measure_growth(folder: Path, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds per step by tasks at equal rollouts, and by rollouts."""
-    # nothing is learnt: one policy in all runs, or their responses would grow apart in length
-    how = {"delay": FREE_S, "staleness": 0, "learning_rate": 1e-12}
+    # the same work in every step: one policy in all runs, and responses that never end early
+    how = {"delay": FREE_S, "staleness": 0, "learning_rate": 1e-12, "same_length": True}
     counts = [n for n in (1, 2, 4, 8, 16) if n <= args.prompts]
     by_tasks = [
         build(
