@@ -74,6 +74,27 @@ def test_no_forward_is_larger_than_the_chunk(model: Any) -> None:
     assert sum(seen) == 180
 
 
+@torch.no_grad()
+def test_the_mask_of_a_forward_is_bounded_and_changes_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask, positions = _prompts([50, 90])
+    given = {"mask": mask, "positions": positions, "chunk_tokens": 60}
+    expected = prefill(model, ids, DynamicCache(config=model.config), **given)
+    columns: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: columns.append(inputs[0].shape[1])
+    )
+    monkeypatch.setattr(module, "MASK_CELLS", 800)
+    found = prefill(model, ids, DynamicCache(config=model.config), **given)
+    hook.remove()
+    assert columns[0] == 30, "the first forward needs no mask of its own"
+    ends = [sum(columns[: i + 1]) for i in range(len(columns))]
+    assert ends[-1] == 90
+    assert all(2 * width * end <= 800 for width, end in zip(columns[1:], ends[1:], strict=True))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
 def test_the_engine_samples_the_same_however_its_prompts_are_cut(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
