@@ -192,10 +192,12 @@ def draw_prompts(runs: Mapping[str, TaskRun], quotas: Mapping[str, int], actor: 
                 else:
                     found.append(prompt)
                     misses = 0
-            if misses > 10_000:
+            # every row was tried, with room for streams that prefer some of them
+            if misses > min(max(50, 4 * run.stream.num_rows), 10_000):
                 raise DataError(
                     f"task {name!r}: the last {misses} prompts were all longer than {run.max_prompt_tokens} "
-                    "tokens; raise rollout.max_prompt_tokens or shorten the prompt template"
+                    "tokens; raise rollout.max_prompt_tokens (the model's positions less the response bound "
+                    "it too: model.rope_scaling) or shorten the prompt template"
                 )
         prompts.extend(found)
     return prompts

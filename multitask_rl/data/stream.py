@@ -53,6 +53,11 @@ class PromptStream:
         return self._draw
 
     @property
+    def num_rows(self) -> int:
+        """How many different rows there are."""
+        return len(self._rows)
+
+    @property
     def epoch(self) -> int:
         """Which pass over the rows the next row belongs to."""
         return self._first_epoch + (self._draw - self._first_draw) // len(self._rows)

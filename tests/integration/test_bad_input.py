@@ -181,3 +181,12 @@ def test_a_checkpoint_cut_off_in_the_middle_costs_no_more_than_itself(space, cap
     assert run(space, "cut", named, steps=6) == 1
     assert "cut off or altered" in paragraph(capsys)
     assert run(space, "cut", steps=6) == 0, "by itself it goes on from the one before"
+
+
+def test_prompts_that_are_all_too_long_end_the_run_after_each_was_tried(space, capsys):
+    assert run(space, "too_long", "rollout.max_prompt_tokens=1") == 2
+    message = capsys.readouterr().err
+    assert "task 'copy': the last " in message
+    assert "all longer than 1 tokens; raise rollout.max_prompt_tokens" in message
+    tried = int(message.partition("the last ")[2].split()[0])
+    assert tried < 1000, "as many as there are rows, a few times over"
