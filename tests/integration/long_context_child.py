@@ -97,7 +97,7 @@ def train(directory: Path) -> dict[str, float]:
         tasks_file=str(directory / "tasks.yaml"),
         output_dir=str(directory / "run"),
         max_steps=1,
-        num_threads=1,
+        num_threads=2,  # as many as heads: attention of one would not be cut up
         model=ModelConfig(
             name_or_path=str(directory / "actor"),
             gradient_checkpointing=True,
@@ -161,7 +161,7 @@ def main() -> None:
     """Train, then learn with slices of the given MiB, in ascending order."""
     directory = Path(sys.argv[1])
     result: dict[str, object] = train(directory)
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     slices = [int(x) for x in sys.argv[2:]]
     write_actor(directory / "wide", VOCABULARY)
     peaks = {}
