@@ -276,7 +276,10 @@ class VLLMEngine:
             self._wake(["weights", "kv_cache"])
             with eager_on_cpu():
                 (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
-        except Exception as error:
+        except BaseException as error:
+            self._abort()
+            if not isinstance(error, Exception):
+                raise
             raise _failed(error) from error
         return [
             float(position[token].logprob)

@@ -173,6 +173,9 @@ def test_a_call_that_fails_leaves_no_request_behind(engine: VLLMEngine) -> None:
     with pytest.raises(EngineError, match="vLLM cannot generate"):
         engine.generate([fine, bad, fine])
     assert engine.generate([fine]) == expected
+    with pytest.raises(EngineError, match="vLLM cannot generate"):
+        engine.probe([5, 10_000])
+    assert engine.generate([fine]) == expected
 
 
 def test_a_call_beside_an_open_stream_is_refused(engine: VLLMEngine) -> None:
