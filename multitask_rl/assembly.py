@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ from multitask_rl.plan import RunPlan
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.learner import Learner
+from multitask_rl.training.runner import ModelRunner
 
 if TYPE_CHECKING:
     from multitask_rl.training.actor import Actor
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Scorer",
     "build_guard",
+    "build_learner",
     "build_scheduler",
     "build_scorer",
     "build_trackers",
@@ -80,8 +85,47 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         f"hybrid engine: overlap on, rollout.max_staleness={bound}: the next rollout runs while rewards come "
         "in and the update is made, rewards begin when a sample ends, stale samples are weighted by "
         f"truncated importance sampling; rollout engine {name!r} {weights}; "
-        f"actor on {actor.device}: {where}; one data-parallel rank, no tensor or pipeline parallelism"
+        f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s), sequences in "
+        f"{config.parallel.context} part(s), no tensor or pipeline parallelism in training"
     )
+
+
+def build_learner(
+    plan: RunPlan, runner: ModelRunner, tasks: Mapping[str, LearnerTask]
+) -> tuple[Learner, CreditAssigner]:
+    """Return who makes the updates and who assigns credit, with the other learner ranks where there are any.
+
+    Raises:
+        ConfigError, MissingExtraError, TrainingError: see ``LearnerTeam`` and ``RayRanks``.
+    """
+    config = plan.config
+    learner = Learner(runner, tasks, config)
+    many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
+    devices = plan.rank_devices
+    if len(devices) == 1:
+        return learner, CreditAssigner(runner, tasks, many_updates=many_updates)
+    from multitask_rl.executor.ranks import LocalRank, RayRanks
+    from multitask_rl.training.team import Launch, LearnerTeam
+
+    on_gpu = devices[0].startswith("cuda")
+    threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
+    launch: Launch = LocalRank
+    host = "127.0.0.1"
+    if config.executor == "ray":
+        ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
+        launch, host = ray_ranks, ray_ranks.host
+        # Ray shows an actor its own device alone
+        devices = [devices[0], *(["cuda:0" if on_gpu else "cpu"] * (len(devices) - 1))]
+    team = LearnerTeam(
+        learner,
+        config,
+        launch,
+        devices=devices,
+        context=config.parallel.context,
+        host=host,
+        num_threads=threads,
+    )
+    return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look)
 
 
 def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> DynamicTaskWeightScheduler:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.algorithms.base import Algorithm
-from multitask_rl.config.devices import resolve_devices
+from multitask_rl.config.devices import parse_devices, resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
@@ -39,6 +39,8 @@ class RunPlan:
     rows: dict[str, tuple[Sequence[Row], Sequence[Row]]]
     """Task -> (training rows, held-out rows)."""
     devices: dict[str, str]
+    rank_devices: list[str]
+    """Device of each learner rank; the first is the actor's. A single "" = wherever the actor is."""
     engine_class: Any
 
     @property
@@ -84,6 +86,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     if all(spec.evaluation_only for spec in specs.values()):
         raise ConfigError("every task is evaluation_only; at least one task must be trained")
     devices = resolve_devices(config.device_map, tasks=list(specs))
+    rank_devices = plan_ranks(config)
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
     load = load_rows if dataloader is None else dataloader.load
@@ -97,6 +100,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         algorithms=build_algorithms(specs),
         rows=rows,
         devices=devices,
+        rank_devices=rank_devices,
         engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=("build", "generate")),
     )
     for name, spec in specs.items():
@@ -114,6 +118,44 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     check_overlap(plan)
     _check_output_dir(plan.output_dir)
     return plan
+
+
+def plan_ranks(config: RunConfig) -> list[str]:
+    """Return the device of each learner rank.
+
+    Raises:
+        ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
+    """
+    parallel, device_map = config.parallel, config.device_map
+    named = parse_devices(device_map.get("actor", "cpu"), "device_map.actor")
+    number = parallel.num_ranks or len(named.indices) or 1
+    num_devices = max(len(named.indices), 1)
+    if named.kind == "cuda" and number != num_devices:
+        raise ConfigError(
+            f"parallel.num_ranks={number}: device_map.actor={str(named)!r} names {num_devices} device(s); "
+            f"every rank needs one of its own, e.g. device_map.actor=cuda:0-{number - 1}"
+        )
+    if number % parallel.context:
+        raise ConfigError(f"parallel.context={parallel.context} must divide the number of ranks, {number}")
+    if number == 1:
+        return [device_map.get("actor", "")]
+    if device_map.get("critic", device_map.get("actor")) != device_map.get("actor"):
+        raise ConfigError(
+            f"device_map.critic: with {number} learner ranks the critic lives on the actor's devices; leave "
+            "it out"
+        )
+    if parallel.context > 1:
+        if config.batch.layout not in ("auto", "bucketed"):
+            raise ConfigError(
+                f"batch.layout={config.batch.layout}: parallel.context={parallel.context} needs samples in "
+                "rows of their own; set batch.layout=auto or bucketed"
+            )
+        if config.model.rope_scaling.get("type") == "dynamic":
+            raise ConfigError(
+                "model.rope_scaling: type dynamic depends on the longest sequence a rank has seen, so the "
+                "parts of a sequence would not fit together; take yarn or ntk, or set parallel.context=1"
+            )
+    return [f"{named.kind}:{i}" for i in named.indices] if named.kind == "cuda" else ["cpu"] * number
 
 
 def load_specs(config: RunConfig) -> dict[str, TaskSpec]:

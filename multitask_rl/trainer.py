@@ -20,6 +20,7 @@ import torch
 
 from multitask_rl.assembly import (
     build_guard,
+    build_learner,
     build_scheduler,
     build_scorer,
     build_trackers,
@@ -43,9 +44,8 @@ from multitask_rl.supervision import Supervisor
 from multitask_rl.task_run import TaskRun, build_task_runs
 from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.actor import Actor, load_actor
-from multitask_rl.training.credit import CreditAssigner, CreditedSample
+from multitask_rl.training.credit import CreditedSample
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.learner import Learner
 from multitask_rl.training.optimizer import schedule_factor
 from multitask_rl.training.runner import ModelRunner
 
@@ -112,7 +112,7 @@ class Trainer:
         self.guard = build_guard(plan.config)
         self._bind_controllers()
         self.scorer = build_scorer(plan)
-        self._engine: Any = None
+        self._built: list[Any] = []
         with self._closing_on_error():
             self.scorer.start()
         self.step = 0
@@ -252,6 +252,8 @@ class Trainer:
             step=self.step,
             learning_rate_factor=factor,
         )
+        for stage, span in update.spans:
+            self.timeline.add(stage, span, step=self.step)
         self.actor.policy_version += 1
         report.train = {
             **update.metrics,
@@ -325,14 +327,11 @@ class Trainer:
         self._engine = engine_factory(plan).build(
             self.actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
         )
-        reference = self.store.reference(self.actor, self.runs)
-        runner = ModelRunner(self.actor, self.critic, config, reference)
-        learner_tasks = {n: self.runs[n].learner for n in plan.trained}
-        self.learner = Learner(runner, learner_tasks, config)
-        many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
-        self._advantages = AdvantageStage(
-            CreditAssigner(runner, learner_tasks, many_updates=many_updates), self.runs
-        )
+        self._built.append(self._engine)
+        runner = ModelRunner(self.actor, self.critic, config, self.store.reference(self.actor, self.runs))
+        self.learner, credit = build_learner(plan, runner, {n: self.runs[n].learner for n in plan.trained})
+        self._built.append(self.learner)
+        self._advantages = AdvantageStage(credit, self.runs)
         self._build_flow()
         parts = (self.actor, self._engine, self.scorer, self.runs)
         self._evaluator = Evaluator(*parts, seed=config.seed, temperature=config.eval.temperature)
@@ -378,7 +377,8 @@ class Trainer:
             return
         self._is_closed = True
         with contextlib.ExitStack() as last_first:
-            last_first.callback(self._engine.close)
+            for part in self._built:
+                last_first.callback(part.close)
             last_first.callback(self.flow.close)
             last_first.callback(self.timeline.close)
             if self._profiler is not None:
@@ -395,6 +395,6 @@ class Trainer:
             yield
         except BaseException:
             self.scorer.close()
-            if self._engine is not None:
-                self._engine.close()
+            for part in reversed(self._built):
+                part.close()
             raise

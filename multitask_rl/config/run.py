@@ -288,6 +288,21 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """Learner ranks: processes that compute the gradient of a step together."""
+
+    num_ranks: int = 0
+    """How many; with ``executor=ray`` they are Ray actors. 0 = one per device of ``device_map.actor``."""
+    context: int = 1
+    """Ranks that compute each sequence together, in parts; must divide ``num_ranks``. 1 = whole sequences."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _at_least("parallel.num_ranks", self.num_ranks, 0)
+        _at_least("parallel.context", self.context, 1)
+
+
+@dataclass(kw_only=True, slots=True)
 class RayConfig:
     """What ``executor=ray`` spreads over the cluster; ``RAY_ADDRESS`` names one, else this machine is it."""
 
@@ -338,6 +353,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:

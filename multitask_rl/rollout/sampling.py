@@ -56,6 +56,20 @@ class TokenMask:
             forced=self.forced[inside],
         )
 
+    def select(self, chosen: Tensor, number: int) -> TokenMask | None:
+        """Return the masks of the positions ``chosen`` (ascending) of ``number``, counted among them."""
+        place = torch.full((number,), -1, device=chosen.device)
+        place[chosen] = torch.arange(len(chosen), device=chosen.device)
+        inside = place[self.tokens] >= 0
+        if not bool(inside.any()):
+            return None
+        return TokenMask(
+            tokens=place[self.tokens[inside]],
+            packed=self.packed,
+            which=self.which[inside],
+            forced=self.forced[inside],
+        )
+
     def apply(self, logits: Tensor) -> Tensor:
         """Return ``logits`` [N, V] with -inf for what is not allowed; the other positions are untouched."""
         kept = keep_allowed(logits[self.tokens], self.packed[self.which])

@@ -14,11 +14,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from multitask_rl.channel import Channel
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import Rollout
-from multitask_rl.scoring.channel import Channel, Progress
 from multitask_rl.scoring.grader import Result, decode
+from multitask_rl.scoring.progress import Progress
 from multitask_rl.scoring.wire import without_tokens
 from multitask_rl.scoring.worker import WorkerTask
 

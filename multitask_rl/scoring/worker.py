@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from multitask_rl.channel import Channel
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.records import Rollout
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.scoring.channel import Channel, Progress
 from multitask_rl.scoring.grader import Grader, encode
+from multitask_rl.scoring.progress import Progress
 
 __all__ = ["WorkerTask", "main"]
 

@@ -46,6 +46,10 @@ class Actor:
         self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
         self._grammars: Grammars | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled grammars cannot travel; they are made anew."""
+        return {**self.__dict__, "_grammars": None}
+
     @property
     def device(self) -> torch.device:
         """Device of the weights."""

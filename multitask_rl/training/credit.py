@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import Score, TrainSample, Verdict
 from multitask_rl.training.runner import ModelRunner, scatter
 
-__all__ = ["CreditAssigner", "CreditedSample", "LearnerTask"]
+__all__ = ["Before", "CreditAssigner", "CreditedSample", "LearnerTask", "look_before"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +57,7 @@ class CreditedSample:
 
 
 @dataclass(slots=True)
-class _Before:
+class Before:
     """What the models say of the samples before the update, ragged [T] each."""
 
     old_logprobs: list[Tensor]
@@ -63,13 +65,38 @@ class _Before:
     values: list[Tensor] | None
 
 
-class CreditAssigner:
-    """Calls each task's algorithm with all of the task's samples of the step, and nobody else's."""
+class Look(Protocol):
+    """``look_before``, in this process or shared out to several."""
 
-    def __init__(self, runner: ModelRunner, tasks: Mapping[str, LearnerTask], *, many_updates: bool) -> None:
+    def __call__(
+        self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
+    ) -> Before:
+        """Return what the models say of ``samples``."""
+        ...
+
+
+class CreditAssigner:
+    """Calls each task's algorithm with all of the task's samples of the step, and nobody else's.
+
+    Args:
+        runner: the models.
+        tasks: by name.
+        many_updates: a step makes several updates, so ratios need the log-probabilities before the first.
+        look: who runs the models; default: this process.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tasks: Mapping[str, LearnerTask],
+        *,
+        many_updates: bool,
+        look: Look | None = None,
+    ) -> None:
         self._runner = runner
         self._tasks = tasks
         self._many_updates = many_updates
+        self._look = look or partial(look_before, runner)
 
     def credit(
         self, samples: Sequence[TrainSample]
@@ -121,26 +148,33 @@ class CreditAssigner:
             for i, sample in enumerate(samples)
         ], metrics
 
-    @torch.no_grad()
-    def _look_before(self, task: LearnerTask, samples: list[TrainSample]) -> _Before | None:
+    def _look_before(self, task: LearnerTask, samples: list[TrainSample]) -> Before | None:
         """Compute what credit needs of the weights as they are; None when it needs nothing."""
         needs_critic = task.algorithm.needs_critic
         want_ref = task.spec.kl.coefficient > 0 and not task.algorithm.wants_exact_kl
         if not (want_ref or needs_critic or self._many_updates):
             return None
-        runner = self._runner
-        old: list[Tensor] = [torch.empty(0)] * len(samples)
-        values: list[Tensor] | None = [torch.empty(0)] * len(samples) if needs_critic else None
+        return self._look(task.spec.name, samples, want_values=needs_critic, want_ref=want_ref)
+
+
+@torch.no_grad()
+def look_before(
+    runner: ModelRunner, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
+) -> Before:
+    """Return log-probabilities and, as wanted, reference log-probabilities and values of all responses."""
+    old: list[Tensor] = [torch.empty(0)] * len(samples)
+    values: list[Tensor] | None = [torch.empty(0)] * len(samples) if want_values else None
+    with runner.together():
         for batch in runner.batches(samples):
-            out = runner.forward(batch, samples, want_hidden=needs_critic and runner.shares_trunk)
+            out = runner.forward(batch, samples, want_hidden=want_values and runner.shares_trunk)
             scatter(old, batch, out.logprobs)
             if values is not None:
-                scatter(values, batch, runner.values(task.spec.name, batch, out))
-        return _Before(old, runner.reference_logprobs(samples) if want_ref else None, values)
+                scatter(values, batch, runner.values(task, batch, out))
+        return Before(old, runner.reference_logprobs(samples) if want_ref else None, values)
 
 
 def _credit_batch(
-    task: LearnerTask, samples: list[TrainSample], lengths: Tensor, before: _Before | None
+    task: LearnerTask, samples: list[TrainSample], lengths: Tensor, before: Before | None
 ) -> CreditBatch:
     groups: dict[str, int] = {}
     return CreditBatch(

@@ -6,12 +6,16 @@ cutting, packing and padding change nothing, and a task with long answers gets n
 
 Samples whose gradient is known to be zero (a group in which all rewards are equal) count in the denominator
 and are not computed.
+
+With several learner ranks (``team.py``) each computes its part of the samples; the gradients are summed and
+every rank makes the same optimizer step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +30,13 @@ from multitask_rl.training.forward import TokenOutputs
 from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.microbatch import MicroBatch, padding_share
 from multitask_rl.training.optimizer import ActorCriticOptimizer
+from multitask_rl.training.ranks import Ranks
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = ["Learner", "UpdateReport"]
+__all__ = ["Learner", "Learnt", "UpdateReport", "Weighted"]
+
+Weighted = tuple[CreditedSample, float]
+"""A sample and the factor of its token losses."""
 
 MAX_BAD_UPDATES = 3
 """Updates in a row with a gradient that is not finite before the run stops."""
@@ -42,14 +50,57 @@ class UpdateReport:
     task_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     num_skipped_updates: int = 0
     """Updates not applied because a gradient was not finite."""
+    spans: list[tuple[str, tuple[float, float]]] = field(default_factory=list)
+    """Who of several learner ranks was busy, or waited for, when (``tracking/timeline.py``)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Learnt:
+    """What came of one optimizer step."""
+
+    loss: float
+    """Of this rank's samples."""
+    norms: dict[str, float] | None
+    """Of the whole gradient; None when it was not finite."""
+    means: TokenMeans
+
+
+class Team(Protocol):
+    """Other ranks that learn with this one."""
+
+    def learn(self, active: Sequence[Weighted], factor: float) -> Learnt:
+        """Make one optimizer step, everybody on a part of ``active``."""
+        ...
+
+    def follow(self) -> None:
+        """Move everybody's reference towards the actor."""
+        ...
+
+    def report(self) -> tuple[dict[str, float], list[tuple[str, tuple[float, float]]]]:
+        """Return metrics and spans since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End the others. Idempotent."""
+        ...
 
 
 class Learner:
     """Trains actor and critic on credited samples of many tasks."""
 
-    def __init__(self, runner: ModelRunner, tasks: Mapping[str, LearnerTask], config: RunConfig) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tasks: Mapping[str, LearnerTask],
+        config: RunConfig,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.runner = runner
-        self._tasks = tasks
+        self.tasks = tasks
+        self.ranks = ranks
+        """Where this process stands among several; None: it is alone."""
+        self.team: Team | None = None
+        """In rank 0 the others."""
         self._config = config
         critic = list(runner.critic.parameters()) if runner.critic.is_used else []
         self.optimizer = ActorCriticOptimizer(
@@ -90,8 +141,11 @@ class Learner:
                     else:
                         self.bad_updates = 0
                         norms.append(applied)
-        if self.runner.average is not None:
-            self.runner.average.follow(self.runner.actor.model)
+        self.follow()
+        if self.team is not None:
+            self.team.follow()
+            metrics, report.spans = self.team.report()
+            report.metrics.update(metrics)
         for key in ("loss", "grad_norm", "critic_grad_norm"):
             found = [n[key] for n in norms if key in n]
             if found:
@@ -101,6 +155,11 @@ class Learner:
         report.task_metrics = means.by_task()
         return report
 
+    def close(self) -> None:
+        """End the other ranks, if any. Idempotent."""
+        if self.team is not None:
+            self.team.close()
+
     def _minibatches(
         self, credited: Sequence[CreditedSample], step: int, epoch: int
     ) -> list[list[CreditedSample]]:
@@ -109,7 +168,7 @@ class Learner:
         if number == 1:
             return [list(credited)]
         parts: list[list[CreditedSample]] = [[] for _ in range(number)]
-        for name in self._tasks:
+        for name in self.tasks:
             own = [c for c in credited if c.sample.task == name]
             random_stream(self._config.seed, "minibatch", name, step, epoch).shuffle(own)
             for i, one in enumerate(own):
@@ -126,17 +185,36 @@ class Learner:
         """Accumulate the gradient of one minibatch and step; None when it was not finite."""
         weights = self._token_weights(minibatch, shares)
         active = [(c, w) for c, w in zip(minibatch, weights, strict=True) if c.has_gradient]
+        learnt = (self.learn if self.team is None else self.team.learn)(active, factor)
+        means.merge(learnt.means)
+        return None if learnt.norms is None else {"loss": learnt.loss, **learnt.norms}
+
+    def learn(self, active: Sequence[Weighted], factor: float) -> Learnt:
+        """Make one optimizer step on ``active``, with other ranks on their parts at the same time.
+
+        Args:
+            active: this rank's samples; the factors' denominators count all ranks' samples.
+            factor: of the learning rates.
+        """
+        means = TokenMeans()
         self.optimizer.zero_grad()
         batches = self.runner.cut([c.sample for c, _ in active])
         means.add_padding(padding_share(batches), sum(b.num_cells for b in batches))
         total = 0.0
-        for batch in batches:
-            loss = self._loss(batch.to(self.runner.actor.device), active, means)
-            total += float(loss.detach())
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
-        norms = self.optimizer.step(factor)
-        return None if norms is None else {"loss": total, **norms}
+        with self.runner.together():
+            for batch in batches:
+                loss = self._loss(batch.to(self.runner.actor.device), active, means)
+                total += float(loss.detach())
+                if loss.requires_grad:
+                    torch.autograd.backward(loss)
+        if self.ranks is not None:
+            self.ranks.sum_gradients(*self.optimizer.parameters)
+        return Learnt(loss=total, norms=self.optimizer.step(factor), means=means)
+
+    def follow(self) -> None:
+        """Move the reference towards the actor, where it is to move."""
+        if self.runner.average is not None:
+            self.runner.average.follow(self.runner.actor.model)
 
     def _token_weights(self, minibatch: list[CreditedSample], shares: Mapping[str, float]) -> list[float]:
         """Return the factor of each sample's token losses: share * loss_weight / denominator."""
@@ -146,7 +224,7 @@ class Learner:
             counts[c.sample.task] = (num_samples + 1, num_tokens + len(c.sample.response_ids))
         weights = []
         for c in minibatch:
-            task = self._tasks[c.sample.task]
+            task = self.tasks[c.sample.task]
             num_samples, num_tokens = counts[c.sample.task]
             denominator = {
                 "token": num_tokens,
@@ -156,13 +234,11 @@ class Learner:
             weights.append(shares.get(c.sample.task, 0.0) * task.spec.loss_weight / denominator)
         return weights
 
-    def _loss(
-        self, batch: MicroBatch, active: list[tuple[CreditedSample, float]], means: TokenMeans
-    ) -> Tensor:
+    def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
         """Return the weighted sum of the token losses of one micro-batch."""
         chosen = [active[i] for i in batch.indices]
         names = [c.sample.task for c, _ in chosen]
-        tasks = [self._tasks[name] for name in dict.fromkeys(names)]
+        tasks = [self.tasks[name] for name in dict.fromkeys(names)]
         out = self.runner.forward(
             batch,
             [c.sample for c, _ in active],
@@ -177,12 +253,12 @@ class Learner:
             members = torch.tensor([i for i, n in enumerate(names) if n == name], device=device)
             tokens = torch.isin(batch.sequence, members).nonzero().squeeze(-1)
             own = [chosen[i][0] for i in members.tolist()]
-            token_batch = self._token_batch(self._tasks[name], batch, out, tokens, own)
+            token_batch = self._token_batch(self.tasks[name], batch, out, tokens, own)
             # samples are numbered within the task: 0 .. len(own) - 1
             token_batch.sequence = torch.searchsorted(members, batch.sequence[tokens])
-            result = self._tasks[name].algorithm.loss(token_batch)
+            result = self.tasks[name].algorithm.loss(token_batch)
             metrics = _token_metrics(token_batch, result, out.entropy[tokens])
-            if out.forced is not None and self._tasks[name].spec.grammar:
+            if out.forced is not None and self.tasks[name].spec.grammar:
                 metrics["grammar/forced_share"] = out.forced[tokens].float()
             means.add(name, metrics)
             total = total + (result.loss * weight[tokens]).sum()

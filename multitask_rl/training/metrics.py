@@ -35,6 +35,18 @@ class TokenMeans:
         self._padding += share * cells
         self._cells += cells
 
+    def merge(self, other: TokenMeans) -> None:
+        """Add what ``other`` collected, here or on another rank."""
+        for task, theirs in other._sums.items():
+            sums, counts = self._sums.setdefault(task, {}), self._counts.setdefault(task, {})
+            for name, total in theirs.items():
+                sums[name] = sums.get(name, 0.0) + total
+                counts[name] = counts.get(name, 0) + other._counts[task][name]
+        for task, value in other._mismatch_max.items():
+            self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), value)
+        self._padding += other._padding
+        self._cells += other._cells
+
     @property
     def padding(self) -> float:
         """Share of computed tokens that were padding."""

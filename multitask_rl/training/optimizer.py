@@ -54,6 +54,14 @@ class ActorCriticOptimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.num_loads = 0
+        """How often the state was replaced; other ranks have to follow."""
+
+    @property
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Of the actor and of the critic."""
+        actor, critic = self._groups
+        return actor, critic
 
     @property
     def state_bytes(self) -> int:
@@ -115,6 +123,7 @@ class ActorCriticOptimizer:
                 )
             kept = value.clone() if not value.dim() else value.to(parameter.device).clone()
             state.setdefault(parameter, {})[key] = kept
+        self.num_loads += 1
         self._adamw.state.clear()
         for parameter, values in state.items():
             self._adamw.state[parameter] = values

@@ -12,10 +12,12 @@ from torch import Tensor
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import SamplingParams, TrainSample
 from multitask_rl.training.actor import Actor
+from multitask_rl.training.context_parallel import attention_over_parts, forward_in_parts
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
 from multitask_rl.training.offload import ActivationOffload
+from multitask_rl.training.ranks import Ranks
 from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
@@ -29,8 +31,15 @@ class ModelRunner:
     """Actor, critic and reference behind the few calls that losses need."""
 
     def __init__(
-        self, actor: Actor, critic: Critic, config: RunConfig, reference: PreTrainedModel | None = None
+        self,
+        actor: Actor,
+        critic: Critic,
+        config: RunConfig,
+        reference: PreTrainedModel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
+        """Those that compute sequences together with this process; None: it computes them alone."""
         self.actor = actor
         self.critic = critic
         self.reference = reference
@@ -39,6 +48,10 @@ class ModelRunner:
         """Moves the reference, where it is to move."""
         self._config = config
         self._shares_prompts: bool | None = None
+
+    @property
+    def _in_parts(self) -> bool:
+        return self.ranks is not None and self.ranks.context > 1
 
     @property
     def shares_trunk(self) -> bool:
@@ -59,6 +72,8 @@ class ModelRunner:
     def _layout(self, prompts: Sequence[Sequence[int]]) -> str:
         """Return the layout for samples of ``prompts``."""
         layout = self._config.batch.layout
+        if self._in_parts:
+            return "bucketed"
         if layout != "auto":
             return layout
         if 2 * len({tuple(p) for p in prompts}) > len(prompts):
@@ -66,6 +81,13 @@ class ModelRunner:
         if self._shares_prompts is None:
             self._shares_prompts = supports_shared_prompts(self.actor.model)
         return "shared" if self._shares_prompts else "bucketed"
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of forward and backward passes, in which ranks may share sequences."""
+        if self.ranks is None or not self._in_parts:
+            return contextlib.nullcontext()
+        models = [self.actor.model] + ([] if self.reference is None else [self.reference])
+        return attention_over_parts(self.ranks, models)
 
     def forward(self, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool) -> TokenOutputs:
         """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``).
@@ -132,7 +154,10 @@ class ModelRunner:
         if any(grammars):
             masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
             mask = masks.to(batch.targets.device)
-        return forward_tokens(model, batch, sampling, mask=mask, **wants)
+        if self.ranks is None or not self._in_parts:
+            return forward_tokens(model, batch, sampling, mask=mask, **wants)
+        pad = self.actor.pad_token_id
+        return forward_in_parts(self.ranks, model, batch, sampling, mask=mask, pad_token_id=pad, **wants)
 
     def _offload(self) -> contextlib.AbstractContextManager[None]:
         offload = self._config.model.activation_offload and torch.is_grad_enabled()

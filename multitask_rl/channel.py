@@ -1,11 +1,10 @@
-"""Whole pickled messages over a stream socket, between the trainer and its own worker processes.
+"""Whole pickled messages over a stream socket, between the trainer and its own processes.
 
-Only code that the user installed runs in a worker, so pickle is safe here; text of the model is data.
+Only code that the user installed runs there, so pickle is safe here; text of the model is data.
 """
 
 from __future__ import annotations
 
-import mmap
 import pickle
 import socket
 import struct
@@ -13,38 +12,14 @@ import time
 from collections import deque
 from typing import Any
 
-__all__ = ["Channel", "Progress"]
+__all__ = ["Channel"]
 
 _LENGTH = struct.Struct("!Q")
 _CHUNK = 1 << 18
-_PROGRESS = struct.Struct("=II")
-
-
-class Progress:
-    """Which rollout of which call is being scored, in memory both processes see.
-
-    It tells whom a hang or a crash belongs to, also when the process cannot send any more.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, _PROGRESS.size)
-
-    def set(self, call: int, index: int) -> None:
-        """Note that the rollout ``index`` of ``call`` is begun."""
-        _PROGRESS.pack_into(self._memory, 0, call, index)
-
-    def get(self, call: int) -> int:
-        """Return the index of the rollout of ``call`` that was begun last; 0 = none yet."""
-        noted, index = _PROGRESS.unpack_from(self._memory, 0)
-        return int(index) if noted == call else 0
-
-    def close(self) -> None:
-        """Free the memory. Idempotent."""
-        self._memory.close()
 
 
 class Channel:
-    """One end of a socket pair."""
+    """One end of a stream socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

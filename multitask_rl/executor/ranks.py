@@ -1,0 +1,135 @@
+"""Where learner ranks run: processes of this machine, or Ray actors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from multitask_rl.executor.group import ActorGroup
+
+__all__ = ["LocalRank", "RayRanks"]
+
+logger = logging.getLogger(__name__)
+
+_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from multitask_rl.training import replica; "
+_END_WITHIN_S = 5.0
+
+
+class LocalRank:
+    """A learner rank as a process of this machine: a clean interpreter, never forked.
+
+    Args:
+        where: arguments of ``replica.serve``.
+    """
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        # -P: a file of the working directory named like a standard module must not be imported in its place
+        command = [sys.executable, "-P", "-c", _BOOT + "replica.main()", json.dumps(sys.path)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=2, text=True, start_new_session=True
+        )
+        if self._process.stdin is None:
+            raise AssertionError("a pipe was asked for")
+        # not on the command line, where every user of the machine could read the token
+        with self._process.stdin as line:
+            line.write(json.dumps(where) + "\n")
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def ended(self) -> str:
+        """Return how it ended; empty while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def kill(self) -> None:
+        """End it; its connection is closed, so it ends by itself unless it computes. Idempotent."""
+        try:
+            self._process.wait(_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class RayRanks:
+    """Starts learner ranks as Ray actors (extra ``ray``).
+
+    Args:
+        num_helpers: ranks beside the trainer's.
+        num_cpus: of each, and the threads torch uses in it.
+        num_gpus: of each.
+
+    Raises:
+        MissingExtraError, ConfigError: see ``ActorGroup``.
+    """
+
+    def __init__(self, num_helpers: int, *, num_cpus: float = 1.0, num_gpus: float = 0.0) -> None:
+        self._group = ActorGroup(
+            "learner rank", _make_rank, num_helpers, num_cpus=num_cpus, num_gpus=num_gpus
+        )
+        self._threads = ThreadPoolExecutor(num_helpers, thread_name_prefix="learner-rank")
+        self._num_open = num_helpers
+
+    @property
+    def host(self) -> str:
+        """The address by which the cluster's machines reach this process."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def __call__(self, where: dict[str, Any]) -> _RayRank:
+        """Start the rank ``where["rank"]``."""
+        index = where["rank"] - 1
+        return _RayRank(self, self._threads.submit(self._group.call, "serve", {index: (where,)}))
+
+    def leave(self) -> None:
+        """A rank is done with; the last one stops the actors."""
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._group.close()
+            self._threads.shutdown(wait=False)
+
+
+class _RayRank:
+    """A started rank."""
+
+    def __init__(self, ranks: RayRanks, call: Future[Any]) -> None:
+        self._ranks = ranks
+        self._call = call
+        self._is_open = True
+
+    def ended(self) -> str:
+        if not self._call.done():
+            return ""
+        error = self._call.exception()
+        if error is not None:
+            return f"failed: {error}"
+        _, dead = self._call.result()
+        return "died" if dead else "ended"
+
+    def kill(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._ranks.leave()
+
+
+class _Rank:
+    """In the Ray actor."""
+
+    def serve(self, where: dict[str, Any]) -> None:
+        from multitask_rl.training.replica import serve
+
+        serve(**where)
+
+
+def _make_rank(index: int) -> _Rank:
+    return _Rank()

@@ -1,0 +1,158 @@
+"""A learner rank other than the trainer's: holds copies of the models and does what rank 0 says.
+
+It ends when the connection to rank 0 does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from multitask_rl.channel import Channel
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import MultitaskRLError
+from multitask_rl.records import TrainSample
+from multitask_rl.seeding import derive_seed
+from multitask_rl.training.compiled import compile_blocks
+from multitask_rl.training.context_parallel import check_model
+from multitask_rl.training.credit import Before, look_before
+from multitask_rl.training.learner import Learner, Learnt, Weighted
+from multitask_rl.training.ranks import Ranks, Traffic
+from multitask_rl.training.runner import ModelRunner
+from multitask_rl.training.skeleton import thaw
+
+__all__ = ["Done", "Setup", "main", "serve"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a rank is told at its start."""
+
+    size: int
+    context: int
+    host: str
+    port: int
+    device: str
+    num_threads: int
+    frozen: bytes
+    """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """What a rank answers."""
+
+    result: Any
+    traffic: Traffic
+
+
+def main() -> None:
+    """Serve rank 0. One line on standard input says where it is: JSON of ``serve``'s arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    serve(**json.loads(sys.stdin.readline()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of the process groups must not keep the process
+
+
+def serve(*, host: str, port: int, token: str, rank: int) -> None:
+    """Connect to rank 0 and do what it says until it hangs up.
+
+    Args:
+        host: of rank 0.
+        port: its listening port.
+        token: proves to rank 0 that this process was started by it.
+        rank: of this process.
+    """
+    sock = socket.create_connection((host, port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.sendall(f"{token} {rank:08d}".encode())
+    channel = Channel(sock)
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            replica = _Replica(rank, channel.receive(), channel)
+            while True:
+                method, arguments = channel.receive()
+                channel.send(("done", replica.do(method, arguments)))
+        except (EOFError, ConnectionError):
+            raise
+        except MultitaskRLError as error:
+            channel.send(("failed", (type(error), str(error))))
+        except Exception:  # noqa: BLE001 - rank 0 raises it; the collectives it may wait in end with this process
+            channel.send(("failed", (None, traceback.format_exc())))
+    channel.close()
+
+
+class _Replica:
+    """The models of this rank and what may be done with them."""
+
+    def __init__(self, rank: int, setup: Setup, channel: Channel) -> None:
+        torch.set_num_threads(setup.num_threads)
+        device = torch.device(setup.device)
+        (actor, critic, reference, tasks, config), self._tensors = thaw(setup.frozen, device)
+        self._config: RunConfig = config
+        critic.device = device
+        channel.send(("thawed", None))
+        self.ranks = Ranks(rank, setup.size, setup.context, host=setup.host, port=setup.port, device=device)
+        self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
+        if config.model.compile:
+            compile_blocks(actor.model)
+        # of the adapters' dropout alone
+        torch.manual_seed(derive_seed(config.seed, "learner rank", rank))
+        self._learner = Learner(
+            ModelRunner(actor, critic, config, reference, self.ranks), tasks, config, self.ranks
+        )
+
+    def do(self, method: str, arguments: tuple[Any, ...]) -> Done:
+        result = getattr(self, method)(*arguments)
+        traffic, self.ranks.traffic = self.ranks.traffic, Traffic()
+        return Done(result=result, traffic=traffic)
+
+    def fill(self, numbers: Sequence[int]) -> None:
+        """Receive the tensors ``numbers`` from rank 0."""
+        self.ranks.broadcast([self._tensors[i] for i in numbers])
+
+    def load_optimizer(self, found: Sequence[tuple[str, torch.Size, torch.dtype]]) -> None:
+        """Receive the optimizer's state from rank 0."""
+        state = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in found}
+        self.ranks.broadcast(list(state.values()))
+        actor, critic = self._learner.optimizer.parameters
+        self._learner.optimizer.load_tensors(state, {str(i): p for i, p in enumerate([*actor, *critic])})
+
+    def check(self) -> None:
+        """Try whether the actor can be computed in parts of a sequence."""
+        actor = self._learner.runner.actor
+        check_model(self.ranks, actor.model, actor.pad_token_id)
+
+    def look(
+        self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool
+    ) -> Before | None:
+        """Return what the models say of this rank's samples; one rank of a context group answers."""
+        runner = self._learner.runner
+        before = look_before(runner, task, samples, want_values=want_values, want_ref=want_ref)
+        return before if self.ranks.context_index == 0 else None
+
+    def learn(
+        self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float]
+    ) -> Learnt | None:
+        """Make an optimizer step with the others; one rank of a context group answers."""
+        for name, coefficient in coefficients.items():
+            self._learner.tasks[name].kl_coefficient = coefficient
+        with self._learner.runner.actor.learning():
+            learnt = self._learner.learn(active, factor)
+        return learnt if self.ranks.context_index == 0 else None
+
+    def follow(self) -> None:
+        """Move the reference towards the actor."""
+        self._learner.follow()

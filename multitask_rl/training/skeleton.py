@@ -1,0 +1,85 @@
+"""Objects without their tensors: pickled here, filled there.
+
+What a learner rank needs (actor, critic, reference, tasks) goes to it as a pickle in which every tensor is a
+number; the contents follow over the ranks' own connection. Tensors that share memory here (tied weights)
+share it there.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["freeze", "thaw"]
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[Any, int] = {}
+
+    def persistent_id(self, found: Any) -> Any:
+        if not isinstance(found, Tensor):
+            return None
+        same = (found.data_ptr(), found.shape, found.stride(), found.dtype, found.device)
+        key = same if found.numel() else id(found)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.tensors)
+            self.tensors.append(found)
+        is_parameter = isinstance(found, nn.Parameter)
+        return (
+            self._numbers[key],
+            tuple(found.shape),
+            found.dtype,
+            found.device.type,
+            is_parameter,
+            found.requires_grad and is_parameter,
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+        self.tensors: dict[int, Tensor] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+
+    def persistent_load(self, found: Any) -> Any:
+        number, shape, dtype, kind, is_parameter, wants_gradient = found
+        if number not in self.tensors:
+            device = self._device if kind == self._device.type else torch.device(kind)
+            self.tensors[number] = torch.zeros(shape, dtype=dtype, device=device)
+        if not is_parameter:
+            return self.tensors[number]
+        if number not in self._parameters:
+            self._parameters[number] = nn.Parameter(self.tensors[number], requires_grad=wants_gradient)
+        return self._parameters[number]
+
+
+def freeze(thing: Any) -> tuple[bytes, list[Tensor]]:
+    """Return ``thing`` pickled without its tensors, and the tensors themselves, each memory once.
+
+    Raises:
+        TypeError, AttributeError, pickle.PicklingError: something in it cannot be pickled.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(thing)
+    return file.getvalue(), pickler.tensors
+
+
+def thaw(frozen: bytes, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """Return what ``freeze`` was given with tensors of zeros, and those tensors in its order.
+
+    Args:
+        frozen: from ``freeze``; executed, so of a trusted sender only.
+        device: where tensors go that were on a device of its kind; others keep theirs.
+    """
+    unpickler = _Unpickler(io.BytesIO(frozen), device)
+    thing = unpickler.load()
+    return thing, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]

@@ -1,0 +1,395 @@
+"""Rank 0's side of several learner ranks: start them, share work out, keep them the same, say who is late.
+
+The trainer's process is rank 0 and holds all state; the other ranks hold copies. Whatever changes a weight
+here outside of an update (a restored checkpoint, a rescaled head) is noticed by the tensor's version and sent
+before the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from multitask_rl.channel import Channel
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
+from multitask_rl.records import TrainSample
+from multitask_rl.training.balance import deal
+from multitask_rl.training.context_parallel import check_model
+from multitask_rl.training.credit import Before, look_before
+from multitask_rl.training.learner import Learner, Learnt, Weighted
+from multitask_rl.training.metrics import TokenMeans
+from multitask_rl.training.ranks import Ranks, Traffic, find_port
+from multitask_rl.training.replica import Done, Setup
+from multitask_rl.training.skeleton import freeze
+
+__all__ = ["Helper", "Launch", "LearnerTeam"]
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 180.0
+REPORT_EVERY_S = 30.0
+Span = tuple[float, float]
+
+
+class Helper(Protocol):
+    """A started process."""
+
+    def ended(self) -> str:
+        """Return how it ended; empty while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
+Launch = Callable[[dict[str, Any]], Helper]
+"""Starts a process that calls ``replica.serve`` with these arguments."""
+
+
+class LearnerTeam:
+    """All learner ranks, seen from rank 0; a ``learner.Team``.
+
+    Args:
+        learner: of this process; becomes rank 0 of the team.
+        config: the run.
+        launch: how a rank is started.
+        devices: of ranks 0, 1, ...
+        context: ranks that share a sequence.
+        host: where this process can be reached by the others.
+        num_threads: of torch in each rank on a CPU; 0 = torch's choice.
+
+    Raises:
+        ConfigError: the models cannot be sent, or not be computed in parts of a sequence.
+        TrainingError: a rank did not start.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        config: RunConfig,
+        launch: Launch,
+        *,
+        devices: Sequence[str],
+        context: int = 1,
+        host: str = "127.0.0.1",
+        num_threads: int = 0,
+    ) -> None:
+        self._learner = learner
+        self._size, self._context = len(devices), context
+        self._num_threads = num_threads
+        self._inbox: queue.SimpleQueue[tuple[int, str, Any, float]] = queue.SimpleQueue()
+        self._channels: dict[int, Channel] = {}
+        self._helpers: dict[int, Helper] = {}
+        self._numbers: dict[str, float] = {}
+        self._spans: list[tuple[str, Span]] = []
+        self._ready: dict[int, float] = {}
+        runner = learner.runner
+        parts = (runner.actor, runner.critic, runner.reference, learner.tasks, config)
+        try:
+            frozen, self._tensors = freeze(parts)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"parallel.num_ranks={self._size}: the models cannot be sent to other processes: {error}; "
+                "use parallel.num_ranks=1"
+            ) from error
+        self._known = [-1] * len(self._tensors)
+        self._num_loads = 0
+        try:
+            self._connect(launch, host)
+            port = find_port(host)
+            for rank in range(1, self._size):
+                self._channels[rank].send(
+                    Setup(
+                        size=self._size,
+                        context=context,
+                        host=host,
+                        port=port,
+                        device=devices[rank],
+                        num_threads=num_threads or torch.get_num_threads(),
+                        frozen=frozen,
+                    )
+                )
+            self._collect("thawed", "start")
+            device = torch.device(devices[0])
+            ranks = Ranks(0, self._size, context, host=host, port=port, device=device)
+            ranks.before_sum = self._wait_for_all
+            learner.ranks = runner.ranks = self._ranks = ranks
+            learner.team = self
+            self._synchronise()
+            if context > 1:
+                actor = runner.actor
+                self._call("check", {}, lambda: check_model(ranks, actor.model, actor.pad_token_id))
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the work -------------------------------------------------------------------------------------------
+
+    def learn(self, active: Sequence[Weighted], factor: float) -> Learnt:
+        """Make one optimizer step, everybody on a part of ``active``."""
+        self._synchronise()
+        shares = self._deal([c.sample for c, _ in active])
+        parts = [[active[i] for i in share] for share in shares]
+        coefficients = {name: task.kl_coefficient for name, task in self._learner.tasks.items()}
+        work = {r: (parts[r // self._context], factor, coefficients) for r in range(1, self._size)}
+        began = time.monotonic()
+        own, others = self._call("learn", work, lambda: self._learner.learn(parts[0], factor))
+        self._note(began, time.monotonic())
+        means = TokenMeans()
+        results = [own, *(result for result in others if result is not None)]
+        for one in results:
+            means.merge(one.means)
+        self._remember()
+        return Learnt(loss=sum(one.loss for one in results), norms=own.norms, means=means)
+
+    def look(self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool) -> Before:
+        """Return what ``credit.look_before`` returns, everybody for a part of ``samples``."""
+        self._synchronise()
+        shares = self._deal(samples)
+        parts = [[samples[i] for i in share] for share in shares]
+        work = {r: (task, parts[r // self._context], want_values, want_ref) for r in range(1, self._size)}
+        runner = self._learner.runner
+        own, others = self._call(
+            "look",
+            work,
+            lambda: look_before(runner, task, parts[0], want_values=want_values, want_ref=want_ref),
+        )
+        return _merge(shares, [own, *(result for result in others if result is not None)])
+
+    def follow(self) -> None:
+        """Move everybody's reference towards the actor; rank 0's has moved."""
+        if self._learner.runner.average is None:
+            return
+        self._call("follow", {}, lambda: None)
+        self._remember()
+
+    def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
+        """Return metrics and spans since the last call."""
+        numbers, self._numbers = self._numbers, {}
+        spans, self._spans = self._spans, []
+        return numbers, spans
+
+    def _deal(self, samples: Sequence[TrainSample]) -> list[list[int]]:
+        return deal(
+            [s.prompt_ids for s in samples],
+            [s.response_ids for s in samples],
+            self._size // self._context,
+            self._learner.runner.actor.hidden_size,
+        )
+
+    # -- the same everywhere --------------------------------------------------------------------------------
+
+    def _synchronise(self) -> None:
+        """Send what was changed here since the last call."""
+        changed = [i for i, t in enumerate(self._tensors) if t._version != self._known[i]]
+        if changed:
+            tensors = [self._tensors[i] for i in changed]
+            work = dict.fromkeys(range(1, self._size), (changed,))
+            self._call("fill", work, lambda: self._ranks.broadcast(tensors))
+            self._remember()
+        optimizer = self._learner.optimizer
+        if optimizer.num_loads != self._num_loads:
+            self._num_loads = optimizer.num_loads
+            actor, critic = optimizer.parameters
+            state = optimizer.tensors({id(p): str(i) for i, p in enumerate([*actor, *critic])})
+            found = [(name, value.shape, value.dtype) for name, value in state.items()]
+            self._call(
+                "load_optimizer",
+                dict.fromkeys(range(1, self._size), (found,)),
+                lambda: self._ranks.broadcast(list(state.values())),
+            )
+
+    def _remember(self) -> None:
+        self._known = [t._version for t in self._tensors]
+
+    # -- the connection -------------------------------------------------------------------------------------
+
+    def _connect(self, launch: Launch, host: str) -> None:
+        """Start the ranks and wait until all have connected."""
+        token = secrets.token_hex(16)
+        with socket.create_server((host, 0)) as server:
+            server.settimeout(0.2)
+            where = {"host": host, "port": server.getsockname()[1], "token": token}
+            for rank in range(1, self._size):
+                self._helpers[rank] = launch({**where, "rank": rank})
+            deadline = time.monotonic() + START_LIMIT_S
+            while len(self._channels) < self._size - 1:
+                for rank, helper in self._helpers.items():
+                    if rank not in self._channels and (end := helper.ended()):
+                        raise TrainingError(f"learner rank {rank} did not start: it {end}")
+                if time.monotonic() > deadline:
+                    missing = sorted(set(self._helpers) - set(self._channels))
+                    raise TrainingError(
+                        f"learner ranks {missing} did not connect within {START_LIMIT_S:g} s to {host}; look "
+                        "whether that address can be reached from where they run"
+                    )
+                try:
+                    sock, _ = server.accept()
+                except TimeoutError:
+                    continue
+                self._admit(sock, token)
+
+    def _admit(self, sock: socket.socket, token: str) -> None:
+        """Take the connection of a rank that knows the token; nothing is unpickled before."""
+        sock.settimeout(10.0)
+        greeting = b""
+        while len(greeting) < len(token) + 9 and (more := sock.recv(len(token) + 9 - len(greeting))):
+            greeting += more
+        said, _, number = greeting.decode(errors="replace").partition(" ")
+        if not secrets.compare_digest(said.encode(), token.encode()) or not number.isdigit():
+            logger.warning("a stranger connected to the port of the learner ranks and was sent away")
+            sock.close()
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = self._channels[int(number)] = Channel(sock)
+        threading.Thread(
+            target=self._read, args=(int(number), channel), name=f"learner-rank-{int(number)}", daemon=True
+        ).start()
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        while True:
+            try:
+                kind, content = channel.receive()
+            except (EOFError, OSError):
+                self._inbox.put((rank, "gone", None, time.monotonic()))
+                return
+            self._inbox.put((rank, kind, content, time.monotonic()))
+
+    def _call(
+        self, method: str, work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
+    ) -> tuple[Any, list[Any]]:
+        """Let every rank do its part at the same time; return this rank's result and those of the others."""
+        threads = torch.get_num_threads()
+        self._ready = {}
+        try:
+            for rank in range(1, self._size):
+                self._send(rank, (method, work.get(rank, ())))
+            if self._num_threads:
+                torch.set_num_threads(self._num_threads)
+            result = own()
+        except RuntimeError as error:
+            # a collective that broke: a rank that failed or died says more about it
+            self._collect("done", method, until=time.monotonic() + 5.0)
+            raise error
+        finally:
+            torch.set_num_threads(threads)
+        answers: dict[int, Done] = self._collect("done", method)
+        self._count(answers)
+        return result, [answers[rank].result for rank in sorted(answers)]
+
+    def _send(self, rank: int, message: Any) -> None:
+        try:
+            self._channels[rank].send(message)
+        except OSError:
+            self._collect("done", "start of a call")
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank is ready for the sum of gradients."""
+        self._ready[0] = time.monotonic()
+        self._collect("arrived", "learn")
+
+    def _collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
+        """Return every other rank's message of ``kind``; those that are there at ``until``.
+
+        Raises:
+            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+        """
+        found: dict[int, Any] = {}
+        began = said = time.monotonic()
+        while len(found) < self._size - 1:
+            now = time.monotonic()
+            if until is not None and now >= until:
+                break
+            try:
+                rank, got, content, at = self._inbox.get(timeout=1.0)
+            except queue.Empty:
+                if now - said > REPORT_EVERY_S:
+                    late = ", ".join(str(r) for r in range(1, self._size) if r not in found)
+                    logger.warning("waiting for learner rank %s in %s for %.0f s", late, what, now - began)
+                    said = now
+                continue
+            if got in ("gone", "failed"):
+                raise self._failure(rank, what, content)
+            if got == "arrived":
+                self._ready[rank] = at
+            if got == kind:
+                found[rank] = content
+        return found
+
+    def _failure(
+        self, rank: int, what: str, content: tuple[type[MultitaskRLError] | None, str] | None
+    ) -> Exception:
+        if content is None:
+            for _ in range(50):
+                if how := self._helpers[rank].ended():
+                    break
+                time.sleep(0.1)
+            return TrainingError(
+                f"learner rank {rank} {how or 'hung up'} during {what}; the last checkpoint is intact. Less "
+                "memory per rank: lower batch.tokens_per_microbatch"
+            )
+        error_class, text = content
+        if error_class is not None:
+            return error_class(text)
+        return TrainingError(
+            f"learner rank {rank} failed during {what}; the last checkpoint is intact\n{text}"
+        )
+
+    # -- who waits for whom ---------------------------------------------------------------------------------
+
+    def _count(self, answers: Mapping[int, Done]) -> None:
+        own, self._ranks.traffic = self._ranks.traffic, Traffic()
+        for traffic in [own, *(answer.traffic for answer in answers.values())]:
+            self._add("sent_mb", traffic.num_bytes / 2**20)
+        self._add("communication_s", own.seconds)
+
+    def _add(self, name: str, value: float) -> None:
+        self._numbers[f"ranks/{name}"] = self._numbers.get(f"ranks/{name}", 0.0) + value
+
+    def _note(self, began: float, ended: float) -> None:
+        """Note who computed how long, and that the others waited for the last."""
+        last = max(self._ready, key=lambda rank: self._ready[rank])
+        for rank, at in sorted(self._ready.items()):
+            self._spans.append((f"rank{rank}", (began, at)))
+            self._add(f"{rank}/busy_s", at - began)
+            self._add(f"{rank}/waits_s", self._ready[last] - at)
+        self._spans.append((f"wait/rank{last}", (min(self._ready.values()), self._ready[last])))
+        self._spans.append(("gradient_sum", (self._ready[last], ended)))
+
+    def close(self) -> None:
+        """End the other ranks. Idempotent."""
+        for channel in self._channels.values():
+            channel.close()
+        for helper in self._helpers.values():
+            helper.kill()
+        self._helpers = {}
+        self._learner.team = None
+
+
+def _merge(shares: Sequence[Sequence[int]], parts: Sequence[Before]) -> Before:
+    """Return the parts' tensors in the order of all samples."""
+    number = sum(map(len, shares))
+
+    def whole(lists: Sequence[list[torch.Tensor] | None]) -> list[torch.Tensor] | None:
+        result = [torch.empty(0)] * number
+        for share, own in zip(shares, lists, strict=True):
+            if own is None:
+                return None
+            for index, tensor in zip(share, own, strict=True):
+                result[index] = tensor
+        return result
+
+    old = whole([part.old_logprobs for part in parts])
+    if old is None:
+        raise AssertionError("log-probabilities are always computed")
+    return Before(old, whole([part.ref_logprobs for part in parts]), whole([part.values for part in parts]))
