@@ -17,7 +17,6 @@ __all__ = ["LocalRank", "RayRanks"]
 logger = logging.getLogger(__name__)
 
 _BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from multitask_rl.training import replica; "
-_END_WITHIN_S = 5.0
 
 
 class LocalRank:
@@ -52,12 +51,9 @@ class LocalRank:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def kill(self) -> None:
-        """End it; its connection is closed, so it ends by itself unless it computes. Idempotent."""
-        try:
-            self._process.wait(_END_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End it: nothing that it holds is needed. Idempotent."""
+        self._process.kill()
+        self._process.wait()
 
 
 class RayRanks:

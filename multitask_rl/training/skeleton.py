@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._numbers: dict[Any, int] = {}
+
+    def reducer_override(self, found: Any) -> Any:
+        # the hook that transformers sets with gradient checkpointing is a closure, though over nothing
+        if getattr(found, "__qualname__", "").endswith("<locals>.make_inputs_require_grads"):
+            return _gradient_hook, ()
+        return NotImplemented
 
     def persistent_id(self, found: Any) -> Any:
         if not isinstance(found, Tensor):
@@ -59,6 +66,14 @@ class _Unpickler(pickle.Unpickler):
         if number not in self._parameters:
             self._parameters[number] = nn.Parameter(self.tensors[number], requires_grad=wants_gradient)
         return self._parameters[number]
+
+
+def _require_gradient(module: nn.Module, given: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+def _gradient_hook() -> Callable[[nn.Module, Any, Tensor], None]:
+    return _require_gradient
 
 
 def freeze(thing: Any) -> tuple[bytes, list[Tensor]]:

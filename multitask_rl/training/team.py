@@ -8,6 +8,7 @@ before the next call.
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 import secrets
 import socket
@@ -97,7 +98,7 @@ class LearnerTeam:
         parts = (runner.actor, runner.critic, runner.reference, learner.tasks, config)
         try:
             frozen, self._tensors = freeze(parts)
-        except (TypeError, AttributeError, ValueError) as error:
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"parallel.num_ranks={self._size}: the models cannot be sent to other processes: {error}; "
                 "use parallel.num_ranks=1"

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 from run_builders import lines, run_config, train, weights_hash, write_run
 
-from multitask_rl.config.run import RayConfig
+from multitask_rl.config.run import ParallelConfig, RayConfig
 
 pytestmark = [
     pytest.mark.ray,
@@ -19,10 +19,13 @@ pytestmark = [
 def test_a_run_on_ray_equals_the_run_in_process(tmp_path):
     import ray
 
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     write_run(tmp_path)
-    local = train(run_config(tmp_path, "local", 2))
+    ranks = ParallelConfig(num_ranks=2)
+    local = train(run_config(tmp_path, "local", 2, parallel=ranks))
     try:
-        remote = train(run_config(tmp_path, "ray", 2, executor="ray", ray=RayConfig(num_engines=1)))
+        settings = {"executor": "ray", "ray": RayConfig(num_engines=1), "parallel": ranks}
+        remote = train(run_config(tmp_path, "ray", 2, **settings))
     finally:
         ray.shutdown()
     assert weights_hash(remote) == weights_hash(local)

@@ -47,6 +47,7 @@ class Bench:
         self.credit = CreditAssigner(runner, self.tasks, many_updates=many)
         self.learner = Learner(runner, self.tasks, self.config)
         self.gradient: dict[str, torch.Tensor] = {}
+        self.credited = []
         step = self.learner.optimizer.step
 
         def keep(factor):
@@ -62,8 +63,8 @@ class Bench:
             for n, a in self.algorithms.items()
             for s in a.select([x for x in scored if x.rollout.task == n])
         ]
-        credited, _ = self.credit.credit(samples)
-        return self.learner.update(credited, shares=shares or {"a": 0.5, "b": 0.5}, step=0)
+        self.credited, _ = self.credit.credit(samples)
+        return self.learner.update(self.credited, shares=shares or {"a": 0.5, "b": 0.5}, step=0)
 
 
 def relative_difference(one, other):

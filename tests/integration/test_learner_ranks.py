@@ -1,0 +1,69 @@
+"""Runs with several learner ranks: the same learning, resumable, and a report of who waited for whom."""
+
+import json
+
+import pytest
+import torch
+from run_builders import run_config, train, weights_hash, write_run
+
+from multitask_rl.cli import main
+from multitask_rl.config.run import BatchConfig, ModelConfig, ParallelConfig
+from multitask_rl.errors import ConfigError
+from multitask_rl.plan import plan_ranks
+
+TWO = {"parallel": ParallelConfig(num_ranks=2)}
+
+
+def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(tmp_path, capsys):
+    write_run(tmp_path)
+    one = train(run_config(tmp_path, "one", 3))
+    two = train(run_config(tmp_path, "two", 3, **TWO))
+    expected = dict(one.actor.model.named_parameters())
+    for name, found in two.actor.model.named_parameters():
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5)
+
+    train(run_config(tmp_path, "parts", 2, **TWO))
+    resumed = train(run_config(tmp_path, "parts", 3, **TWO))
+    assert weights_hash(resumed) == weights_hash(two)
+
+    steps = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    numbers = {key: value for step in steps for key, value in step.items()}
+    assert numbers["train/ranks/1/busy_s"] > 0.0
+    assert numbers["train/ranks/0/waits_s"] == 0.0 or numbers["train/ranks/1/waits_s"] == 0.0
+    assert 0.0 < numbers["utilisation/rank1"] <= numbers["utilisation/update"]
+    assert main(["report", str(tmp_path / "two")]) == 0
+    said = capsys.readouterr().out
+    assert "rank1" in said
+    assert "gradient_sum" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"parallel": ParallelConfig(num_ranks=3, context=2)}, "must divide the number of ranks, 3"),
+        ({"parallel": ParallelConfig(context=2)}, "must divide the number of ranks, 1"),
+        (
+            {"parallel": ParallelConfig(num_ranks=2, context=2), "batch": BatchConfig(layout="packed")},
+            "batch.layout=packed: parallel.context=2 needs samples in rows of their own",
+        ),
+        (
+            {
+                "parallel": ParallelConfig(num_ranks=2, context=2),
+                "model": ModelConfig(rope_scaling={"type": "dynamic", "factor": 2.0}),
+            },
+            "take yarn or ntk",
+        ),
+        ({**TWO, "device_map": {"actor": "cuda:0"}}, "names 1 device"),
+        ({**TWO, "device_map": {"critic": "cuda:1"}}, "the critic lives on the actor's devices"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_before_anything_starts(tmp_path, settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        plan_ranks(run_config(tmp_path, "never", 1, **settings))
+
+
+def test_every_device_of_the_actor_is_a_rank(tmp_path):
+    config = run_config(tmp_path, "never", 1, device_map={"actor": "cuda:0-3"})
+    assert plan_ranks(config) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert plan_ranks(run_config(tmp_path, "never", 1, **TWO)) == ["cpu", "cpu"]
+    assert plan_ranks(run_config(tmp_path, "never", 1)) == [""]

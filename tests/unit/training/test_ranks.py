@@ -1,0 +1,198 @@
+"""Several learner ranks make the gradient that one makes."""
+
+import os
+import signal
+
+import pytest
+import torch
+from model_builders import build_actor, build_model, sample_scored
+from test_learner import Bench, relative_difference
+from transformers import MistralConfig, MistralForCausalLM
+
+from multitask_rl.errors import ConfigError, TrainingError
+from multitask_rl.executor.ranks import LocalRank
+from multitask_rl.training.balance import deal
+from multitask_rl.training.context_parallel import check_model, cut_sequences
+from multitask_rl.training.credit import CreditAssigner
+from multitask_rl.training.microbatch import make_microbatch
+from multitask_rl.training.ranks import Ranks, find_port
+from multitask_rl.training.skeleton import freeze, thaw
+from multitask_rl.training.team import LearnerTeam
+
+CPU = torch.device("cpu")
+
+
+class TeamBench(Bench):
+    """The same with other ranks; ``helpers`` are their processes."""
+
+    def __init__(self, *, num_ranks, context=1, checkpointing=False, **kwargs):
+        super().__init__(**kwargs)
+        if checkpointing:
+            self.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.helpers = []
+        many = self.config.batch.num_minibatches * self.config.batch.num_epochs > 1
+        self.team = LearnerTeam(
+            self.learner,
+            self.config,
+            self._launch,
+            devices=["cpu"] * num_ranks,
+            context=context,
+            num_threads=1,
+        )
+        self.credit = CreditAssigner(self.learner.runner, self.tasks, many_updates=many, look=self.team.look)
+
+    def _launch(self, where):
+        self.helpers.append(LocalRank(where))
+        return self.helpers[-1]
+
+
+def assert_same_numbers(found, expected):
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-4, abs=1e-6)
+    assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-4)
+    for task in "ab":
+        assert found.task_metrics[task].keys() == expected.task_metrics[task].keys()
+        for key in ("loss", "entropy", "mismatch"):
+            if key in expected.task_metrics[task]:
+                assert found.task_metrics[task][key] == pytest.approx(
+                    expected.task_metrics[task][key], rel=1e-3, abs=1e-6
+                )
+
+
+def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_learns():
+    scored = sample_scored(build_actor(), top_p=0.9)
+    settings = {"layout": "auto", "num_minibatches": 2, "num_epochs": 2, "tokens": 300}
+    alone, team = Bench(**settings), TeamBench(num_ranks=4, context=2, **settings)
+    try:
+        for _ in range(2):
+            expected, found = alone.update(scored), team.update(scored)
+            assert relative_difference(team.gradient, alone.gradient) < 1e-5
+            assert_same_numbers(found, expected)
+        assert {f"ranks/{r}/busy_s" for r in range(4)} < found.metrics.keys()
+        assert found.metrics["ranks/sent_mb"] > 0.0
+        assert {"rank0", "rank3", "gradient_sum"} < {stage for stage, _ in found.spans}
+        # what changes here outside of an update reaches the others: weights, a head, the optimizer's state
+        for bench in (alone, team):
+            with torch.no_grad():
+                for parameter in bench.actor.model.parameters():
+                    parameter.mul_(0.9)
+            bench.critic.rescale("a", 2.0, 0.5)
+            names = {id(p): n for n, p in bench.actor.model.named_parameters()}
+            names |= {id(p): n for n, p in bench.critic.named_parameters()}
+            kept = bench.learner.optimizer.tensors(names)
+            parameters = dict([*bench.actor.model.named_parameters(), *bench.critic.named_parameters()])
+            bench.learner.optimizer.load_tensors({n: 0.5 * t for n, t in kept.items()}, parameters)
+        for _ in range(2):
+            alone.update(scored)
+            team.update(scored)
+            assert relative_difference(team.gradient, alone.gradient) < 1e-4
+        # what a rank raises is raised here: the cheaper sample goes to the other ranks
+        broken = [c.sample for c in team.credited[:2]]
+        broken[1].prompt_ids = []
+        with pytest.raises(TrainingError, match="has an empty prompt"):
+            team.team.look("b", broken, want_values=False, want_ref=False)
+    finally:
+        team.team.close()
+    assert all(helper.ended() for helper in team.helpers)
+
+
+def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_kl():
+    scored = sample_scored(build_actor(), top_p=0.9)
+    alone = Bench(second="reward_conditioned")
+    team = TeamBench(num_ranks=2, context=2, checkpointing=True, second="reward_conditioned")
+    try:
+        expected, found = alone.update(scored), team.update(scored)
+        assert relative_difference(team.gradient, alone.gradient) < 1e-5
+        assert_same_numbers(found, expected)
+        assert team.actor.model.config._attn_implementation == "sdpa"
+        os.kill(team.helpers[0].pid, signal.SIGKILL)
+        with pytest.raises(TrainingError, match="rank 1 was killed by SIGKILL during look; the last check"):
+            team.update(scored)
+    finally:
+        team.team.close()
+
+
+def test_a_rank_that_does_not_start_is_named():
+    class Broken:
+        def __init__(self, where):
+            self.is_dead = False
+
+        def ended(self):
+            return "ended with code 7"
+
+        def kill(self):
+            self.is_dead = True
+
+    started = []
+
+    def launch(where):
+        started.append(Broken(where))
+        return started[-1]
+
+    bench = Bench()
+    with pytest.raises(TrainingError, match="learner rank 1 did not start: it ended with code 7"):
+        LearnerTeam(bench.learner, bench.config, launch, devices=["cpu", "cpu", "cpu"])
+    assert [helper.is_dead for helper in started] == [True, True]
+    assert bench.learner.team is None
+
+
+def test_shares_are_about_equal_and_keep_the_samples_of_a_prompt_together():
+    prompts = [[g] * (3 + g) for g in range(12) for _ in range(4)]
+    responses = [[1] * (1 + (7 * i) % 23) for i in range(48)]
+    shares = deal(prompts, responses, 3, hidden_size=64)
+    assert sorted(i for share in shares for i in share) == list(range(48))
+    groups = [{tuple(prompts[i]) for i in share} for share in shares]
+    assert sum(map(len, groups)) == 12
+    sizes = [
+        sum(len(responses[i]) for i in share) + sum(map(len, g))
+        for share, g in zip(shares, groups, strict=True)
+    ]
+    assert max(sizes) < 1.15 * min(sizes)
+
+
+def test_one_large_group_is_halved_rather_than_left_to_one_rank():
+    shares = deal([[5, 6]] * 8, [[1] * 10] * 8, 2, hidden_size=64)
+    assert [len(share) for share in shares] == [4, 4]
+    assert deal([[5, 6]], [[1]], 3, hidden_size=64) == [[0], [], []]
+
+
+def test_parts_of_sequences_hold_every_token_once():
+    prompts = [[2, 3, 4], list(range(2, 25)), [7]]
+    responses = [[5] * 6, [6] * 3, [8] * 14]
+    batch = make_microbatch([0, 1, 2], prompts, responses, layout="bucketed", pad_token_id=0)
+    for number in (2, 3):
+        parts = [cut_sequences(batch, i, number, 0) for i in range(number)]
+        assert torch.cat([p.tokens for p in parts]).sort().values.tolist() == list(range(23))
+        gathered = torch.full((number * parts[0].most,), -1)
+        for index, part in enumerate(parts):
+            own = part.batch
+            predicting = own.input_ids[own.row, own.column]
+            assert torch.equal(predicting, batch.input_ids[batch.row, batch.column][part.tokens])
+            assert torch.equal(own.position_ids[own.row, own.column], batch.column[part.tokens])
+            start = index * part.most
+            gathered[start : start + len(part.tokens)] = part.tokens
+        assert all(torch.equal(gathered[p.place], torch.arange(23)) for p in parts)
+
+
+def test_a_skeleton_keeps_tied_weights_tied_and_carries_no_contents():
+    model = build_model(tied=True)
+    frozen, tensors = freeze({"model": model, "again": model.lm_head.weight})
+    number = sum(p.numel() for p in model.parameters())
+    assert len(frozen) < number  # bytes; the weights alone have four each
+    found, empty = thaw(frozen, CPU)
+    assert found["again"] is found["model"].get_input_embeddings().weight
+    assert [t.shape for t in empty] == [t.shape for t in tensors]
+    for there, here in zip(empty, tensors, strict=True):
+        assert not there.any()
+        there.copy_(here.detach())
+    ids = torch.arange(2, 12).unsqueeze(0)
+    assert torch.equal(found["model"](input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_model_with_windows_is_refused_in_parts():
+    config = MistralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=4,
+    )  # fmt: skip
+    ranks = Ranks(0, 1, 1, host="127.0.0.1", port=find_port("127.0.0.1"), device=CPU)
+    with pytest.raises(ConfigError, match=r"MistralForCausalLM cannot be computed in parts .* windows"):
+        check_model(ranks, MistralForCausalLM(config), 0)
