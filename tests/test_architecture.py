@@ -20,7 +20,7 @@ PACKAGES = {
 }
 
 LAYERS = [
-    {"errors", "records", "seeding"},
+    {"errors", "records", "seeding", "channel"},
     {"config.located_yaml", "config.build", "config.template", "config.run", "config.task"},
     {"contracts", "plugins", "config", "algorithms", "intervals"},
     {"data", "rollout", "scoring", "training", "tracking", "curriculum", "guard", "sandbox"},
