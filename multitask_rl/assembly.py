@@ -105,17 +105,18 @@ def build_learner(
     if len(devices) == 1:
         return learner, CreditAssigner(runner, tasks, many_updates=many_updates)
     from multitask_rl.executor.ranks import LocalRank, RayRanks
-    from multitask_rl.training.team import Launch, LearnerTeam
+    from multitask_rl.training.rank_lines import Launch
+    from multitask_rl.training.team import LearnerTeam
 
-    on_gpu = devices[0].startswith("cuda")
+    on_gpu = devices[0][0].startswith("cuda")
     threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
     launch: Launch = LocalRank
     host = "127.0.0.1"
     if config.executor == "ray":
         ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
         launch, host = ray_ranks, ray_ranks.host
-        # Ray shows an actor its own device alone
-        devices = [devices[0], *(["cuda:0" if on_gpu else "cpu"] * (len(devices) - 1))]
+        own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
+        devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
     team = LearnerTeam(
         learner,
         config,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.algorithms.base import Algorithm
-from multitask_rl.config.devices import parse_devices, resolve_devices
+from multitask_rl.config.devices import DeviceSet, parse_devices, resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
@@ -39,8 +39,8 @@ class RunPlan:
     rows: dict[str, tuple[Sequence[Row], Sequence[Row]]]
     """Task -> (training rows, held-out rows)."""
     devices: dict[str, str]
-    rank_devices: list[str]
-    """Device of each learner rank; the first is the actor's. A single "" = wherever the actor is."""
+    rank_devices: list[tuple[str, str]]
+    """Devices of the actor and of the critic in each learner rank; ("", "") = wherever they are."""
     engine_class: Any
 
     @property
@@ -120,8 +120,10 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     return plan
 
 
-def plan_ranks(config: RunConfig) -> list[str]:
-    """Return the device of each learner rank.
+def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
+    """Return the devices of the actor and of the critic in each learner rank.
+
+    Ranks that outnumber the critic's devices share them in turn.
 
     Raises:
         ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
@@ -138,11 +140,12 @@ def plan_ranks(config: RunConfig) -> list[str]:
     if number % parallel.context:
         raise ConfigError(f"parallel.context={parallel.context} must divide the number of ranks, {number}")
     if number == 1:
-        return [device_map.get("actor", "")]
-    if device_map.get("critic", device_map.get("actor")) != device_map.get("actor"):
+        return [("", "")]
+    critic = parse_devices(device_map.get("critic", str(named)), "device_map.critic")
+    if critic != named and config.executor == "ray":
         raise ConfigError(
-            f"device_map.critic: with {number} learner ranks the critic lives on the actor's devices; leave "
-            "it out"
+            f"device_map.critic={str(critic)!r}: with executor=ray and {number} learner ranks the critic "
+            "lives on the actor's devices; leave it out"
         )
     if parallel.context > 1:
         if config.batch.layout not in ("auto", "bucketed"):
@@ -155,7 +158,12 @@ def plan_ranks(config: RunConfig) -> list[str]:
                 "model.rope_scaling: type dynamic depends on the longest sequence a rank has seen, so the "
                 "parts of a sequence would not fit together; take yarn or ntk, or set parallel.context=1"
             )
-    return [f"{named.kind}:{i}" for i in named.indices] if named.kind == "cuda" else ["cpu"] * number
+    actors, critics = _names(named), _names(critic)
+    return [(actors[rank % len(actors)], critics[rank % len(critics)]) for rank in range(number)]
+
+
+def _names(devices: DeviceSet) -> list[str]:
+    return [f"{devices.kind}:{i}" for i in devices.indices] or [devices.kind]
 
 
 def load_specs(config: RunConfig) -> dict[str, TaskSpec]:

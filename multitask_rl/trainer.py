@@ -85,9 +85,7 @@ class Trainer:
             config = replace(config, tasks_file=str(config_path))
         if dataloader is not None:
             config = replace(config, batch=replace(config.batch, prompts_per_step=dataloader.batch_size))
-        if actor.engine:
-            config = replace(config, rollout=replace(config.rollout, engine=actor.engine))
-        self._prepare(plan_run(config, dataloader))
+        self._prepare(plan_run(actor.settle(config), dataloader))
         if dataloader is not None and dataloader.given_weights:
             self.scheduler = build_scheduler(config, dataloader.weights)
         with self._closing_on_error():

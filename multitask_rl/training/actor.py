@@ -9,13 +9,14 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from multitask_rl.config.run import ModelConfig
+from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.training.compiled import compile_blocks
@@ -41,6 +42,8 @@ class Actor:
         self.config = config
         self.engine = ""
         """Rollout engine asked for in Python (``use_vllm``); empty = the run configuration's."""
+        self.device_map: dict[str, str] = {}
+        """Devices asked for in Python; they hold where the run configuration names none."""
         self.policy_version = 0
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
@@ -49,6 +52,12 @@ class Actor:
     def __getstate__(self) -> dict[str, Any]:
         """Compiled grammars cannot travel; they are made anew."""
         return {**self.__dict__, "_grammars": None}
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """Return ``config`` with what was asked for when the actor was loaded in Python."""
+        if self.engine:
+            config = replace(config, rollout=replace(config.rollout, engine=self.engine))
+        return replace(config, device_map=config.device_map or self.device_map)
 
     @property
     def device(self) -> torch.device:
@@ -280,6 +289,7 @@ def get_actor_critic(
         raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
     actor = load_actor(config, devices.get("actor", ""), seed)
     actor.engine = "vllm" if use_vllm else ""
+    actor.device_map = dict(device_map or {})
     trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk
     return actor, Critic(trunk=trunk, device=devices.get("critic", str(actor.device)))
 

@@ -44,6 +44,8 @@ class Setup:
     host: str
     port: int
     device: str
+    places: Mapping[str, str]
+    """Device of a tensor in rank 0 -> in this rank."""
     num_threads: int
     frozen: bytes
     """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
@@ -100,9 +102,9 @@ class _Replica:
     def __init__(self, rank: int, setup: Setup, channel: Channel) -> None:
         torch.set_num_threads(setup.num_threads)
         device = torch.device(setup.device)
-        (actor, critic, reference, tasks, config), self._tensors = thaw(setup.frozen, device)
+        (actor, critic, reference, tasks, config), self._tensors = thaw(setup.frozen, setup.places)
         self._config: RunConfig = config
-        critic.device = device
+        critic.device = torch.device(setup.places[str(critic.device)])
         channel.send(("thawed", None))
         self.ranks = Ranks(rank, setup.size, setup.context, host=setup.host, port=setup.port, device=device)
         self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,24 +43,24 @@ class _Pickler(pickle.Pickler):
             self._numbers[key],
             tuple(found.shape),
             found.dtype,
-            found.device.type,
+            str(found.device),
             is_parameter,
             found.requires_grad and is_parameter,
         )
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+    def __init__(self, file: io.BytesIO, places: Mapping[str, str]) -> None:
         super().__init__(file)
-        self._device = device
+        self._places = places
         self.tensors: dict[int, Tensor] = {}
         self._parameters: dict[int, nn.Parameter] = {}
 
     def persistent_load(self, found: Any) -> Any:
-        number, shape, dtype, kind, is_parameter, wants_gradient = found
+        number, shape, dtype, device, is_parameter, wants_gradient = found
         if number not in self.tensors:
-            device = self._device if kind == self._device.type else torch.device(kind)
-            self.tensors[number] = torch.zeros(shape, dtype=dtype, device=device)
+            place = self._places.get(device, device)
+            self.tensors[number] = torch.zeros(shape, dtype=dtype, device=place)
         if not is_parameter:
             return self.tensors[number]
         if number not in self._parameters:
@@ -88,13 +88,13 @@ def freeze(thing: Any) -> tuple[bytes, list[Tensor]]:
     return file.getvalue(), pickler.tensors
 
 
-def thaw(frozen: bytes, device: torch.device) -> tuple[Any, list[Tensor]]:
+def thaw(frozen: bytes, places: Mapping[str, str]) -> tuple[Any, list[Tensor]]:
     """Return what ``freeze`` was given with tensors of zeros, and those tensors in its order.
 
     Args:
         frozen: from ``freeze``; executed, so of a trusted sender only.
-        device: where tensors go that were on a device of its kind; others keep theirs.
+        places: device of a tensor there -> device here; the same where none is given.
     """
-    unpickler = _Unpickler(io.BytesIO(frozen), device)
+    unpickler = _Unpickler(io.BytesIO(frozen), places)
     thing = unpickler.load()
     return thing, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]

@@ -7,54 +7,29 @@ before the next call.
 
 from __future__ import annotations
 
-import logging
 import pickle
-import queue
-import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from multitask_rl.channel import Channel
 from multitask_rl.config.run import RunConfig
-from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
+from multitask_rl.errors import ConfigError
 from multitask_rl.records import TrainSample
 from multitask_rl.training.balance import deal
 from multitask_rl.training.context_parallel import check_model
 from multitask_rl.training.credit import Before, look_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.metrics import TokenMeans
+from multitask_rl.training.rank_lines import Launch, RankLines
 from multitask_rl.training.ranks import Ranks, Traffic, find_port
 from multitask_rl.training.replica import Done, Setup
 from multitask_rl.training.skeleton import freeze
 
-__all__ = ["Helper", "Launch", "LearnerTeam"]
+__all__ = ["LearnerTeam"]
 
-logger = logging.getLogger(__name__)
-
-START_LIMIT_S = 180.0
-REPORT_EVERY_S = 30.0
 Span = tuple[float, float]
-
-
-class Helper(Protocol):
-    """A started process."""
-
-    def ended(self) -> str:
-        """Return how it ended; empty while it runs."""
-        ...
-
-    def kill(self) -> None:
-        """End it. Idempotent."""
-        ...
-
-
-Launch = Callable[[dict[str, Any]], Helper]
-"""Starts a process that calls ``replica.serve`` with these arguments."""
 
 
 class LearnerTeam:
@@ -64,7 +39,7 @@ class LearnerTeam:
         learner: of this process; becomes rank 0 of the team.
         config: the run.
         launch: how a rank is started.
-        devices: of ranks 0, 1, ...
+        devices: of actor and critic in ranks 0, 1, ...
         context: ranks that share a sequence.
         host: where this process can be reached by the others.
         num_threads: of torch in each rank on a CPU; 0 = torch's choice.
@@ -80,7 +55,7 @@ class LearnerTeam:
         config: RunConfig,
         launch: Launch,
         *,
-        devices: Sequence[str],
+        devices: Sequence[tuple[str, str]],
         context: int = 1,
         host: str = "127.0.0.1",
         num_threads: int = 0,
@@ -88,12 +63,8 @@ class LearnerTeam:
         self._learner = learner
         self._size, self._context = len(devices), context
         self._num_threads = num_threads
-        self._inbox: queue.SimpleQueue[tuple[int, str, Any, float]] = queue.SimpleQueue()
-        self._channels: dict[int, Channel] = {}
-        self._helpers: dict[int, Helper] = {}
         self._numbers: dict[str, float] = {}
         self._spans: list[tuple[str, Span]] = []
-        self._ready: dict[int, float] = {}
         runner = learner.runner
         parts = (runner.actor, runner.critic, runner.reference, learner.tasks, config)
         try:
@@ -105,34 +76,41 @@ class LearnerTeam:
             ) from error
         self._known = [-1] * len(self._tensors)
         self._num_loads = 0
+        self._lines = RankLines(launch, self._size, host)
         try:
-            self._connect(launch, host)
-            port = find_port(host)
-            for rank in range(1, self._size):
-                self._channels[rank].send(
-                    Setup(
-                        size=self._size,
-                        context=context,
-                        host=host,
-                        port=port,
-                        device=devices[rank],
-                        num_threads=num_threads or torch.get_num_threads(),
-                        frozen=frozen,
-                    )
-                )
-            self._collect("thawed", "start")
-            device = torch.device(devices[0])
-            ranks = Ranks(0, self._size, context, host=host, port=port, device=device)
-            ranks.before_sum = self._wait_for_all
-            learner.ranks = runner.ranks = self._ranks = ranks
+            self._ranks = self._start(frozen, devices, host)
+            learner.ranks = runner.ranks = self._ranks
             learner.team = self
             self._synchronise()
             if context > 1:
-                actor = runner.actor
-                self._call("check", {}, lambda: check_model(ranks, actor.model, actor.pad_token_id))
+                model, pad = runner.actor.model, runner.actor.pad_token_id
+                self._call("check", {}, lambda: check_model(self._ranks, model, pad))
         except BaseException:
             self.close()
             raise
+
+    def _start(self, frozen: bytes, devices: Sequence[tuple[str, str]], host: str) -> Ranks:
+        """Tell every rank what it is and meet it in the process groups."""
+        runner, port = self._learner.runner, find_port(host)
+        for rank in range(1, self._size):
+            setup = Setup(
+                size=self._size,
+                context=self._context,
+                host=host,
+                port=port,
+                device=devices[rank][0],
+                places={
+                    str(runner.critic.device): devices[rank][1],
+                    str(runner.actor.device): devices[rank][0],
+                },
+                num_threads=self._num_threads or torch.get_num_threads(),
+                frozen=frozen,
+            )
+            self._lines.send(rank, setup)
+        self._lines.collect("thawed", "start")
+        ranks = Ranks(0, self._size, self._context, host=host, port=port, device=runner.actor.device)
+        ranks.before_sum = self._wait_for_all
+        return ranks
 
     # -- the work -------------------------------------------------------------------------------------------
 
@@ -215,136 +193,32 @@ class LearnerTeam:
 
     # -- the connection -------------------------------------------------------------------------------------
 
-    def _connect(self, launch: Launch, host: str) -> None:
-        """Start the ranks and wait until all have connected."""
-        token = secrets.token_hex(16)
-        with socket.create_server((host, 0)) as server:
-            server.settimeout(0.2)
-            where = {"host": host, "port": server.getsockname()[1], "token": token}
-            for rank in range(1, self._size):
-                self._helpers[rank] = launch({**where, "rank": rank})
-            deadline = time.monotonic() + START_LIMIT_S
-            while len(self._channels) < self._size - 1:
-                for rank, helper in self._helpers.items():
-                    if rank not in self._channels and (end := helper.ended()):
-                        raise TrainingError(f"learner rank {rank} did not start: it {end}")
-                if time.monotonic() > deadline:
-                    missing = sorted(set(self._helpers) - set(self._channels))
-                    raise TrainingError(
-                        f"learner ranks {missing} did not connect within {START_LIMIT_S:g} s to {host}; look "
-                        "whether that address can be reached from where they run"
-                    )
-                try:
-                    sock, _ = server.accept()
-                except TimeoutError:
-                    continue
-                self._admit(sock, token)
-
-    def _admit(self, sock: socket.socket, token: str) -> None:
-        """Take the connection of a rank that knows the token; nothing is unpickled before."""
-        sock.settimeout(10.0)
-        greeting = b""
-        while len(greeting) < len(token) + 9 and (more := sock.recv(len(token) + 9 - len(greeting))):
-            greeting += more
-        said, _, number = greeting.decode(errors="replace").partition(" ")
-        if not secrets.compare_digest(said.encode(), token.encode()) or not number.isdigit():
-            logger.warning("a stranger connected to the port of the learner ranks and was sent away")
-            sock.close()
-            return
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = self._channels[int(number)] = Channel(sock)
-        threading.Thread(
-            target=self._read, args=(int(number), channel), name=f"learner-rank-{int(number)}", daemon=True
-        ).start()
-
-    def _read(self, rank: int, channel: Channel) -> None:
-        while True:
-            try:
-                kind, content = channel.receive()
-            except (EOFError, OSError):
-                self._inbox.put((rank, "gone", None, time.monotonic()))
-                return
-            self._inbox.put((rank, kind, content, time.monotonic()))
-
     def _call(
         self, method: str, work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
     ) -> tuple[Any, list[Any]]:
         """Let every rank do its part at the same time; return this rank's result and those of the others."""
         threads = torch.get_num_threads()
-        self._ready = {}
+        self._lines.arrived = {}
         try:
             for rank in range(1, self._size):
-                self._send(rank, (method, work.get(rank, ())))
+                self._lines.send(rank, (method, work.get(rank, ())))
             if self._num_threads:
                 torch.set_num_threads(self._num_threads)
             result = own()
         except RuntimeError as error:
             # a collective that broke: a rank that failed or died says more about it
-            self._collect("done", method, until=time.monotonic() + 5.0)
+            self._lines.collect("done", method, until=time.monotonic() + 5.0)
             raise error
         finally:
             torch.set_num_threads(threads)
-        answers: dict[int, Done] = self._collect("done", method)
+        answers: dict[int, Done] = self._lines.collect("done", method)
         self._count(answers)
         return result, [answers[rank].result for rank in sorted(answers)]
 
-    def _send(self, rank: int, message: Any) -> None:
-        try:
-            self._channels[rank].send(message)
-        except OSError:
-            self._collect("done", "start of a call")
-
     def _wait_for_all(self) -> None:
         """Wait until every rank is ready for the sum of gradients."""
-        self._ready[0] = time.monotonic()
-        self._collect("arrived", "learn")
-
-    def _collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
-        """Return every other rank's message of ``kind``; those that are there at ``until``.
-
-        Raises:
-            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
-        """
-        found: dict[int, Any] = {}
-        began = said = time.monotonic()
-        while len(found) < self._size - 1:
-            now = time.monotonic()
-            if until is not None and now >= until:
-                break
-            try:
-                rank, got, content, at = self._inbox.get(timeout=1.0)
-            except queue.Empty:
-                if now - said > REPORT_EVERY_S:
-                    late = ", ".join(str(r) for r in range(1, self._size) if r not in found)
-                    logger.warning("waiting for learner rank %s in %s for %.0f s", late, what, now - began)
-                    said = now
-                continue
-            if got in ("gone", "failed"):
-                raise self._failure(rank, what, content)
-            if got == "arrived":
-                self._ready[rank] = at
-            if got == kind:
-                found[rank] = content
-        return found
-
-    def _failure(
-        self, rank: int, what: str, content: tuple[type[MultitaskRLError] | None, str] | None
-    ) -> Exception:
-        if content is None:
-            for _ in range(50):
-                if how := self._helpers[rank].ended():
-                    break
-                time.sleep(0.1)
-            return TrainingError(
-                f"learner rank {rank} {how or 'hung up'} during {what}; the last checkpoint is intact. Less "
-                "memory per rank: lower batch.tokens_per_microbatch"
-            )
-        error_class, text = content
-        if error_class is not None:
-            return error_class(text)
-        return TrainingError(
-            f"learner rank {rank} failed during {what}; the last checkpoint is intact\n{text}"
-        )
+        self._lines.arrived[0] = time.monotonic()
+        self._lines.collect("arrived", "learn")
 
     # -- who waits for whom ---------------------------------------------------------------------------------
 
@@ -359,21 +233,18 @@ class LearnerTeam:
 
     def _note(self, began: float, ended: float) -> None:
         """Note who computed how long, and that the others waited for the last."""
-        last = max(self._ready, key=lambda rank: self._ready[rank])
-        for rank, at in sorted(self._ready.items()):
+        arrived = self._lines.arrived
+        last = max(arrived, key=lambda rank: arrived[rank])
+        for rank, at in sorted(arrived.items()):
             self._spans.append((f"rank{rank}", (began, at)))
             self._add(f"{rank}/busy_s", at - began)
-            self._add(f"{rank}/waits_s", self._ready[last] - at)
-        self._spans.append((f"wait/rank{last}", (min(self._ready.values()), self._ready[last])))
-        self._spans.append(("gradient_sum", (self._ready[last], ended)))
+            self._add(f"{rank}/waits_s", arrived[last] - at)
+        self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
+        self._spans.append(("gradient_sum", (arrived[last], ended)))
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        for channel in self._channels.values():
-            channel.close()
-        for helper in self._helpers.values():
-            helper.kill()
-        self._helpers = {}
+        self._lines.close()
         self._learner.team = None
 
 

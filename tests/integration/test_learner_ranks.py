@@ -54,7 +54,7 @@ def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(tmp_path,
             "take yarn or ntk",
         ),
         ({**TWO, "device_map": {"actor": "cuda:0"}}, "names 1 device"),
-        ({**TWO, "device_map": {"critic": "cuda:1"}}, "the critic lives on the actor's devices"),
+        ({**TWO, "device_map": {"critic": "cuda:1"}, "executor": "ray"}, "lives on the actor's devices"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_before_anything_starts(tmp_path, settings, problem):
@@ -63,7 +63,16 @@ def test_ranks_that_do_not_fit_are_refused_before_anything_starts(tmp_path, sett
 
 
 def test_every_device_of_the_actor_is_a_rank(tmp_path):
-    config = run_config(tmp_path, "never", 1, device_map={"actor": "cuda:0-3"})
-    assert plan_ranks(config) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert plan_ranks(run_config(tmp_path, "never", 1, **TWO)) == ["cpu", "cpu"]
-    assert plan_ranks(run_config(tmp_path, "never", 1)) == [""]
+    def planned(**settings):
+        return plan_ranks(run_config(tmp_path, "never", 1, **settings))
+
+    four = {"actor": "cuda:0-3"}
+    assert planned(device_map=four) == [(f"cuda:{i}", f"cuda:{i}") for i in range(4)]
+    assert [critic for _, critic in planned(device_map={**four, "critic": "cuda:4-5"})] == [
+        "cuda:4",
+        "cuda:5",
+        "cuda:4",
+        "cuda:5",
+    ]
+    assert planned(**TWO) == [("cpu", "cpu")] * 2
+    assert planned() == [("", "")]

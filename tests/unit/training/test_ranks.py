@@ -35,7 +35,7 @@ class TeamBench(Bench):
             self.learner,
             self.config,
             self._launch,
-            devices=["cpu"] * num_ranks,
+            devices=[("cpu", "cpu")] * num_ranks,
             context=context,
             num_threads=1,
         )
@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_start_is_named():
 
     bench = Bench()
     with pytest.raises(TrainingError, match="learner rank 1 did not start: it ended with code 7"):
-        LearnerTeam(bench.learner, bench.config, launch, devices=["cpu", "cpu", "cpu"])
+        LearnerTeam(bench.learner, bench.config, launch, devices=[("cpu", "cpu")] * 3)
     assert [helper.is_dead for helper in started] == [True, True]
     assert bench.learner.team is None
 
@@ -178,7 +178,7 @@ def test_a_skeleton_keeps_tied_weights_tied_and_carries_no_contents():
     frozen, tensors = freeze({"model": model, "again": model.lm_head.weight})
     number = sum(p.numel() for p in model.parameters())
     assert len(frozen) < number  # bytes; the weights alone have four each
-    found, empty = thaw(frozen, CPU)
+    found, empty = thaw(frozen, {"cpu": "cpu"})
     assert found["again"] is found["model"].get_input_embeddings().weight
     assert [t.shape for t in empty] == [t.shape for t in tensors]
     for there, here in zip(empty, tensors, strict=True):

@@ -1,0 +1,184 @@
+"""Rank 0's connections to the other learner ranks: started, admitted, heard, missed when they are late."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from multitask_rl.channel import Channel
+from multitask_rl.errors import MultitaskRLError, TrainingError
+
+__all__ = ["Helper", "Launch", "RankLines"]
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 180.0
+REPORT_EVERY_S = 30.0
+
+
+class Helper(Protocol):
+    """A started process."""
+
+    def ended(self) -> str:
+        """Return how it ended; empty while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
+Launch = Callable[[dict[str, Any]], Helper]
+"""Starts a process that calls ``replica.serve`` with these arguments."""
+
+
+class RankLines:
+    """A connection to each of the ranks 1 .. ``size`` - 1.
+
+    Args:
+        launch: how a rank is started.
+        size: number of ranks, this one counted.
+        host: where this process can be reached by the others.
+
+    Raises:
+        TrainingError: a rank did not start.
+    """
+
+    def __init__(self, launch: Launch, size: int, host: str) -> None:
+        self._size = size
+        self._inbox: queue.SimpleQueue[tuple[int, str, Any, float]] = queue.SimpleQueue()
+        self._channels: dict[int, Channel] = {}
+        self._helpers: dict[int, Helper] = {}
+        self.arrived: dict[int, float] = {}
+        """Rank -> when it last said that it was ready for the sum of gradients (this process's clock)."""
+        try:
+            self._connect(launch, host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, launch: Launch, host: str) -> None:
+        """Start the ranks and wait until all have connected."""
+        token = secrets.token_hex(16)
+        with socket.create_server((host, 0)) as server:
+            server.settimeout(0.2)
+            where = {"host": host, "port": server.getsockname()[1], "token": token}
+            for rank in range(1, self._size):
+                self._helpers[rank] = launch({**where, "rank": rank})
+            deadline = time.monotonic() + START_LIMIT_S
+            while len(self._channels) < self._size - 1:
+                for rank, helper in self._helpers.items():
+                    if rank not in self._channels and (end := helper.ended()):
+                        raise TrainingError(f"learner rank {rank} did not start: it {end}")
+                if time.monotonic() > deadline:
+                    missing = sorted(set(self._helpers) - set(self._channels))
+                    raise TrainingError(
+                        f"learner ranks {missing} did not connect within {START_LIMIT_S:g} s to {host}; look "
+                        "whether that address can be reached from where they run"
+                    )
+                try:
+                    sock, _ = server.accept()
+                except TimeoutError:
+                    continue
+                self._admit(sock, token)
+
+    def _admit(self, sock: socket.socket, token: str) -> None:
+        """Take the connection of a rank that knows the token; nothing is unpickled before."""
+        sock.settimeout(10.0)
+        greeting = b""
+        with contextlib.suppress(OSError):
+            while len(greeting) < len(token) + 9 and (more := sock.recv(len(token) + 9 - len(greeting))):
+                greeting += more
+        said, _, number = greeting.decode(errors="replace").partition(" ")
+        if not secrets.compare_digest(said.encode(), token.encode()) or not number.isdigit():
+            logger.warning("a stranger connected to the port of the learner ranks and was sent away")
+            sock.close()
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = self._channels[int(number)] = Channel(sock)
+        threading.Thread(
+            target=self._read, args=(int(number), channel), name=f"learner-rank-{int(number)}", daemon=True
+        ).start()
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        while True:
+            try:
+                kind, content = channel.receive()
+            except (EOFError, OSError):
+                self._inbox.put((rank, "gone", None, time.monotonic()))
+                return
+            self._inbox.put((rank, kind, content, time.monotonic()))
+
+    def send(self, rank: int, message: Any) -> None:
+        """Send ``message`` to ``rank``.
+
+        Raises:
+            TrainingError: it died.
+            pickle.PicklingError: ``message`` holds something that cannot travel.
+        """
+        try:
+            self._channels[rank].send(message)
+        except OSError:
+            self.collect("done", "the start of a call", until=time.monotonic() + 5.0)
+
+    def collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
+        """Return every other rank's message of ``kind``; those that are there at ``until``.
+
+        Raises:
+            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+        """
+        found: dict[int, Any] = {}
+        began = said = time.monotonic()
+        while len(found) < self._size - 1:
+            now = time.monotonic()
+            if until is not None and now >= until:
+                break
+            try:
+                rank, got, content, at = self._inbox.get(timeout=1.0)
+            except queue.Empty:
+                if now - said > REPORT_EVERY_S:
+                    late = ", ".join(str(r) for r in range(1, self._size) if r not in found)
+                    logger.warning("waiting for learner rank %s in %s for %.0f s", late, what, now - began)
+                    said = now
+                continue
+            if got in ("gone", "failed"):
+                raise self._failure(rank, what, content)
+            if got == "arrived":
+                self.arrived[rank] = at
+            if got == kind:
+                found[rank] = content
+        return found
+
+    def _failure(
+        self, rank: int, what: str, content: tuple[type[MultitaskRLError] | None, str] | None
+    ) -> Exception:
+        if content is None:
+            for _ in range(50):
+                if how := self._helpers[rank].ended():
+                    break
+                time.sleep(0.1)
+            return TrainingError(
+                f"learner rank {rank} {how or 'hung up'} during {what}; the last checkpoint is intact. Less "
+                "memory per rank: lower batch.tokens_per_microbatch"
+            )
+        error_class, text = content
+        if error_class is not None:
+            return error_class(text)
+        return TrainingError(
+            f"learner rank {rank} failed during {what}; the last checkpoint is intact\n{text}"
+        )
+
+    def close(self) -> None:
+        """End the other ranks. Idempotent."""
+        for channel in self._channels.values():
+            channel.close()
+        for helper in self._helpers.values():
+            helper.kill()
+        self._helpers = {}
