@@ -13,6 +13,7 @@ from multitask_rl.executor.engine import EngineFactory, RayEngineFactory
 from multitask_rl.executor.scorer import RayScorer, Scorer
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.plan import RunPlan
+from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
@@ -91,9 +92,12 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
 
 
 def build_learner(
-    plan: RunPlan, runner: ModelRunner, tasks: Mapping[str, LearnerTask]
-) -> tuple[Learner, CreditAssigner]:
-    """Return who makes the updates and who assigns credit, with the other learner ranks where there are any.
+    plan: RunPlan, runner: ModelRunner, tasks: Mapping[str, LearnerTask], engine: RolloutEngine
+) -> tuple[Learner, CreditAssigner, RolloutEngine]:
+    """Return who makes the updates, who assigns credit and who samples.
+
+    Where there are other learner ranks they take part in all three; not in sampling by an engine that has
+    weights of its own, or that samples during the update.
 
     Raises:
         ConfigError, MissingExtraError, TrainingError: see ``LearnerTeam`` and ``RayRanks``.
@@ -103,8 +107,9 @@ def build_learner(
     many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
     devices = plan.rank_devices
     if len(devices) == 1:
-        return learner, CreditAssigner(runner, tasks, many_updates=many_updates)
+        return learner, CreditAssigner(runner, tasks, many_updates=many_updates), engine
     from multitask_rl.executor.ranks import LocalRank, RayRanks
+    from multitask_rl.executor.spread import SpreadEngine
     from multitask_rl.training.rank_lines import Launch
     from multitask_rl.training.team import LearnerTeam
 
@@ -126,7 +131,9 @@ def build_learner(
         host=host,
         num_threads=threads,
     )
-    return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look)
+    if config.executor == "local" and config.rollout_lag == 0 and engine.shares_weights:
+        engine = SpreadEngine(engine, team)
+    return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look), engine
 
 
 def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> DynamicTaskWeightScheduler:

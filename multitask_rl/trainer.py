@@ -322,12 +322,13 @@ class Trainer:
         self.timeline = Timeline(self.store.timeline if track else None)
         tracing = track and config.profile == "torch"
         self._profiler = StepProfiler(plan.output_dir / "profile") if tracing else None
-        self._engine = engine_factory(plan).build(
+        engine = engine_factory(plan).build(
             self.actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
         )
-        self._built.append(self._engine)
+        self._built.append(engine)
         runner = ModelRunner(self.actor, self.critic, config, self.store.reference(self.actor, self.runs))
-        self.learner, credit = build_learner(plan, runner, {n: self.runs[n].learner for n in plan.trained})
+        tasks = {n: self.runs[n].learner for n in plan.trained}
+        self.learner, credit, self._engine = build_learner(plan, runner, tasks, engine)
         self._built.append(self.learner)
         self._advantages = AdvantageStage(credit, self.runs)
         self._build_flow()

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["deal"]
+__all__ = ["deal", "share_out"]
+
+
+def share_out(costs: Sequence[float], number: int) -> list[list[int]]:
+    """Return ``number`` lists of positions of about equal cost: the dearest first, each to the least loaded.
+
+    The slowest is then within 4/3 of the best division (Graham 1969).
+
+    >>> share_out([5, 1, 4, 2], 2)
+    [[0, 1], [2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(number)]
+    loads = [0.0] * number
+    for position in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        index = loads.index(min(loads))
+        shares[index].append(position)
+        loads[index] += costs[position]
+    return [sorted(share) for share in shares]
 
 
 def deal(
@@ -13,8 +30,7 @@ def deal(
     """Return ``number`` lists of positions of about equal cost, each in ascending order.
 
     Samples of one prompt stay together, for a prompt is computed once for all of them; a group that costs
-    more than a rank's fair share is halved. The dearest go first, each to the rank with the least so far,
-    which leaves the slowest within 4/3 of the best division (Graham 1969).
+    more than a rank's fair share is halved.
 
     Args:
         prompts: ids of each sample's prompt.
@@ -39,17 +55,12 @@ def deal(
         groups.setdefault(tuple(prompt), []).append(i)
     waiting = list(groups.values())
     fair = sum(map(cost, waiting)) / number
-    whole: list[tuple[float, list[int]]] = []
+    whole: list[list[int]] = []
     while waiting:
         group = waiting.pop()
         if len(group) > 1 and cost(group) > fair:
             waiting += [group[: len(group) // 2], group[len(group) // 2 :]]
         else:
-            whole.append((cost(group), group))
-    shares: list[list[int]] = [[] for _ in range(number)]
-    loads = [0.0] * number
-    for own, group in sorted(whole, key=lambda one: (-one[0], one[1])):
-        index = loads.index(min(loads))
-        shares[index] += group
-        loads[index] += own
-    return [sorted(share) for share in shares]
+            whole.append(group)
+    shares = share_out([cost(group) for group in whole], number)
+    return [sorted(i for position in share for i in whole[position]) for share in shares]

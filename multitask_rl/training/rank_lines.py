@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from multitask_rl.channel import Channel
@@ -135,26 +135,46 @@ class RankLines:
             MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
         """
         found: dict[int, Any] = {}
-        began = said = time.monotonic()
         while len(found) < self._size - 1:
-            now = time.monotonic()
-            if until is not None and now >= until:
+            late = [rank for rank in range(1, self._size) if rank not in found]
+            message = self.receive(what, late, until)
+            if message is None:
                 break
-            try:
-                rank, got, content, at = self._inbox.get(timeout=1.0)
-            except queue.Empty:
-                if now - said > REPORT_EVERY_S:
-                    late = ", ".join(str(r) for r in range(1, self._size) if r not in found)
-                    logger.warning("waiting for learner rank %s in %s for %.0f s", late, what, now - began)
-                    said = now
-                continue
-            if got in ("gone", "failed"):
-                raise self._failure(rank, what, content)
-            if got == "arrived":
-                self.arrived[rank] = at
+            rank, got, content = message
             if got == kind:
                 found[rank] = content
         return found
+
+    def receive(
+        self, what: str, late: Sequence[int], until: float | None = None
+    ) -> tuple[int, str, Any] | None:
+        """Return the next message (rank, kind, content); None if there is none at ``until``.
+
+        Args:
+            what: is being done, for the log and for errors.
+            late: ranks that are waited for.
+            until: ``time.monotonic()`` value; None = wait for ever.
+
+        Raises:
+            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+        """
+        began = time.monotonic()
+        while True:
+            now = time.monotonic()
+            left = REPORT_EVERY_S if until is None else max(0.0, until - now)
+            try:
+                rank, kind, content, at = self._inbox.get(timeout=min(left, REPORT_EVERY_S))
+            except queue.Empty:
+                if until is not None and time.monotonic() >= until:
+                    return None
+                names = ", ".join(map(str, late))
+                logger.warning("waiting for learner rank %s in %s for %.0f s", names, what, now - began)
+                continue
+            if kind in ("gone", "failed"):
+                raise self._failure(rank, what, content)
+            if kind == "arrived":
+                self.arrived[rank] = at
+            return rank, kind, content
 
     def _failure(
         self, rank: int, what: str, content: tuple[type[MultitaskRLError] | None, str] | None

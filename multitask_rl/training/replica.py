@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ import torch
 from multitask_rl.channel import Channel
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import MultitaskRLError
+from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
+from multitask_rl.rollout.base import GenerationRequest, RolloutEngine, stream
 from multitask_rl.seeding import derive_seed
 from multitask_rl.training.compiled import compile_blocks
 from multitask_rl.training.context_parallel import check_model
@@ -101,6 +104,8 @@ class _Replica:
 
     def __init__(self, rank: int, setup: Setup, channel: Channel) -> None:
         torch.set_num_threads(setup.num_threads)
+        self._channel = channel
+        self._engine: RolloutEngine | None = None
         device = torch.device(setup.device)
         (actor, critic, reference, tasks, config), self._tensors = thaw(setup.frozen, setup.places)
         self._config: RunConfig = config
@@ -144,6 +149,17 @@ class _Replica:
         runner = self._learner.runner
         before = look_before(runner, task, samples, want_values=want_values, want_ref=want_ref)
         return before if self.ranks.context_index == 0 else None
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> None:
+        """Sample ``requests``; what ends is sent at once."""
+        if self._engine is None:
+            name = self._config.rollout.engine
+            build = load_plugin(ROLLOUT_ENGINES, name, expects=("build", "generate")).build
+            directory = Path(self._config.output_dir) / f"rank{self.ranks.rank}"
+            actor, seed = self._learner.runner.actor, self._config.seed
+            self._engine = build(actor, self._config.rollout, seed=seed, output_dir=directory)
+        for ended in stream(self._engine, requests):
+            self._channel.send(("ended", ended))
 
     def learn(
         self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float]

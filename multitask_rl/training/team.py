@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ import torch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import TrainSample
-from multitask_rl.training.balance import deal
+from multitask_rl.rollout.base import Ended, GenerationRequest
+from multitask_rl.training.balance import deal, share_out
 from multitask_rl.training.context_parallel import check_model
 from multitask_rl.training.credit import Before, look_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
@@ -145,6 +146,41 @@ class LearnerTeam:
         )
         return _merge(shares, [own, *(result for result in others if result is not None)])
 
+    def sample(
+        self,
+        requests: Sequence[GenerationRequest],
+        own: Callable[[Sequence[GenerationRequest]], Iterator[list[Ended]]],
+    ) -> Iterator[list[Ended]]:
+        """Yield the samples of ``requests`` as they end, everybody at some of them (``rollout.base.stream``).
+
+        Args:
+            requests: those with a ``watch`` stay in this process.
+            own: this process's engine.
+        """
+        self._synchronise()
+        free = [i for i, request in enumerate(requests) if request.watch is None]
+        shares = share_out([_cost(requests[i]) for i in free], self._size)
+        indices = [[free[position] for position in share] for share in shares]
+        indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
+        busy = {rank for rank in range(1, self._size) if indices[rank]}
+        threads = torch.get_num_threads()
+        try:
+            for rank in busy:
+                self._lines.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
+            if self._num_threads and busy:
+                torch.set_num_threads(self._num_threads)
+            for ended in own([requests[i] for i in indices[0]]):
+                yield [(indices[0][i], j, generation) for i, j, generation in ended]
+                while busy and (message := self._lines.receive("sampling", sorted(busy), time.monotonic())):
+                    yield _ended(message, indices, busy)
+            torch.set_num_threads(threads)
+            while busy and (message := self._lines.receive("sampling", sorted(busy))):
+                yield _ended(message, indices, busy)
+        finally:
+            torch.set_num_threads(threads)
+            while busy and (message := self._lines.receive("sampling", sorted(busy))):
+                _ended(message, indices, busy)  # nobody wants the rest, but the next call wants a quiet line
+
     def follow(self) -> None:
         """Move everybody's reference towards the actor; rank 0's has moved."""
         if self._learner.runner.average is None:
@@ -246,6 +282,20 @@ class LearnerTeam:
         """End the other ranks. Idempotent."""
         self._lines.close()
         self._learner.team = None
+
+
+def _cost(request: GenerationRequest) -> int:
+    """Return the tokens a request may take."""
+    return len(request.prompt_ids) + len(request.seeds) * request.sampling.max_new_tokens
+
+
+def _ended(message: tuple[int, str, Any], indices: Sequence[Sequence[int]], busy: set[int]) -> list[Ended]:
+    """Return what a rank's message tells of samples; a rank that is done is busy no more."""
+    rank, kind, content = message
+    if kind == "done":
+        busy.discard(rank)
+        return []
+    return [(indices[rank][i], j, generation) for i, j, generation in content]
 
 
 def _merge(shares: Sequence[Sequence[int]], parts: Sequence[Before]) -> Before:

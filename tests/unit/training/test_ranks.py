@@ -2,6 +2,8 @@
 
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.executor.ranks import LocalRank
+from multitask_rl.executor.spread import SpreadEngine
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.base import GenerationRequest, Watch
+from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.training.balance import deal
 from multitask_rl.training.context_parallel import check_model, cut_sequences
 from multitask_rl.training.credit import CreditAssigner
@@ -58,6 +64,40 @@ def assert_same_numbers(found, expected):
                 )
 
 
+class EndsAtFirstLook:
+    def check(self, partial):
+        return [True] * len(partial)
+
+
+def assert_ranks_sample_as_one_does(bench):
+    """With the weights as they are now; a request that is watched is not sent away."""
+    sampling = SamplingParams(max_new_tokens=12)
+    requests = [
+        GenerationRequest(prompt_ids=[2 + i] * (3 + i), sampling=sampling, seeds=[10 * i, 10 * i + 1])
+        for i in range(7)
+    ]
+    requests[6] = replace(requests[6], watch=Watch(monitor=EndsAtFirstLook(), every=2))
+    here = []
+
+    class Counting(HFEngine):
+        def generate_stream(self, own):
+            here.extend(own)
+            return super().generate_stream(own)
+
+    alone, own = (
+        cls.build(bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused"))
+        for cls in (HFEngine, Counting)
+    )
+    expected, found = alone.generate(requests), SpreadEngine(own, bench.team).generate(requests)
+    assert requests[6] in here
+    assert 1 < len(here) < 5
+    for group, expected_group in zip(found, expected, strict=True):
+        for one, other in zip(group, expected_group, strict=True):
+            assert one.response_ids == other.response_ids
+            assert one.finish_reason == other.finish_reason
+            assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
+
+
 def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_learns():
     scored = sample_scored(build_actor(), top_p=0.9)
     settings = {"layout": "auto", "num_minibatches": 2, "num_epochs": 2, "tokens": 300}
@@ -85,6 +125,7 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
             alone.update(scored)
             team.update(scored)
             assert relative_difference(team.gradient, alone.gradient) < 1e-4
+        assert_ranks_sample_as_one_does(team)
         # what a rank raises is raised here: the cheaper sample goes to the other ranks
         broken = [c.sample for c in team.credited[:2]]
         broken[1].prompt_ids = []
