@@ -9,7 +9,8 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TINY = "--actor tiny --workload uniform --steps 1 --peer none --engines hf --delays 0 --block 2"
+TINY = "--actor tiny --workload uniform --steps 1 --peer none --engines hf"
+TINY_OVERLAP = "--delays 0 --block 2 --overlap-tokens 8"
 
 
 @pytest.mark.slow
@@ -27,8 +28,8 @@ TINY = "--actor tiny --workload uniform --steps 1 --peer none --engines hf --del
     ],
 )
 def test_the_command_measures_and_its_result_becomes_a_table(tmp_path, device, monkeypatch):
-    command = [sys.executable, BENCHMARKS / "gpu.py", *TINY.split(), "--overlap-tokens", "8", "--device", device]
-    command += ["--peak-tflops", "0.1", "--json", tmp_path / "gpu.json"]
+    command = [sys.executable, BENCHMARKS / "gpu.py", *TINY.split(), *TINY_OVERLAP.split()]
+    command += ["--device", device, "--peak-tflops", "0.1", "--json", tmp_path / "gpu.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu.json").read_text())
