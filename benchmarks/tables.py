@@ -42,7 +42,8 @@ def headline(results: Path = RESULTS) -> str:
     """Return the README's sentence: the least and the most of the whole steps' ratios."""
     ranges = {}
     for workload in ("mixed", "uniform"):
-        found = [read(file)["ratios"] for file in sorted(results.glob(f"speed_{workload}_*.json"))]
+        files = sorted(results.glob(f"speed_{workload}_*.json"))
+        found = [r["ratios"] for r in map(read, files) if not r.get("compile")]
         for side in ("trl", "limit"):
             own = [ratios[side] for ratios in found if side in ratios]
             ranges[workload, side] = f"{min(own):.1f} to {max(own):.1f}"

@@ -127,6 +127,12 @@ class Clock:
         setattr(owner, method, timed)
 
 
+def device_memory(run: Path) -> dict[str, float]:
+    """Return the last step's peak, which the trainer reads and resets; empty without a GPU."""
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    return {"peak_cuda_mib": last["memory/peak_mb"]} if "memory/peak_mb" in last else {}
+
+
 def main() -> None:
     """Serve steps."""
     torch.set_num_threads(args.threads)
@@ -152,6 +158,7 @@ def main() -> None:
                 "overhead_share": 1.0 - sum(clock.seconds.values()) / seconds,
                 "new_tokens": sum(len(s.rollout.response_ids) for s in report.drawn),
                 "padding_share": report.train["padding_share"],
+                **device_memory(Path(folder) / "run"),
             }
 
         serve(step)

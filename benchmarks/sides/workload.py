@@ -160,7 +160,7 @@ def answer(numbers: dict[str, float]) -> None:
     peaks = {"peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     if torch.cuda.is_available():
         peaks["peak_cuda_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    sys.stdout.write(json.dumps({**numbers, **peaks}) + "\n")
+    sys.stdout.write(json.dumps({**numbers, **{k: v for k, v in peaks.items() if k not in numbers}}) + "\n")
     sys.stdout.flush()
 
 

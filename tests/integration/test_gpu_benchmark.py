@@ -9,11 +9,12 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TINY = "--actor tiny --workload uniform --steps 1 --peer none --engines hf"
+TINY = "--actor tiny --workload uniform --steps 1 --dtype float32 --peer none --engines hf"
 TINY_OVERLAP = "--delays 0 --block 2 --overlap-tokens 8"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "device",
     [
@@ -30,7 +31,7 @@ TINY_OVERLAP = "--delays 0 --block 2 --overlap-tokens 8"
 def test_the_command_measures_and_its_result_becomes_a_table(tmp_path, device, monkeypatch):
     command = [sys.executable, BENCHMARKS / "gpu.py", *TINY.split(), *TINY_OVERLAP.split()]
     command += ["--device", device, "--peak-tflops", "0.1", "--json", tmp_path / "gpu.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu.json").read_text())
     (steps,) = result["steps"]
