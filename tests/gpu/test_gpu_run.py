@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "sides"))
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "sides"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from run_builders import run_config, train, write_run
 from workload import make_actor
