@@ -131,7 +131,11 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
         max_steps=1_000_000,
         model=ModelConfig(name_or_path=str(model), dtype="float32", autocast=args.dtype == "bfloat16"),
         rollout=RolloutConfig(
-            engine=args.engine, max_new_tokens=args.max_new_tokens, max_staleness=how["staleness"]
+            engine=args.engine,
+            # a small part of the device for each: the runs of a part share it
+            engine_config={} if args.engine == "hf" else {"dtype": args.dtype, "gpu_memory_utilization": 0.1},
+            max_new_tokens=args.max_new_tokens,
+            max_staleness=how["staleness"],
         ),
         batch=BatchConfig(prompts_per_step=how["prompts"], group_size=GROUP, refill_rounds=0),
         optimizer=OptimizerConfig(learning_rate=how.get("learning_rate", LEARNING_RATE)),

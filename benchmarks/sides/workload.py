@@ -26,6 +26,8 @@ KINDS = {"a": 8, "b": 16, "c": 48, "d": 160}
 """Mixed workload: kind (first character of the prompt) -> characters of the prompt."""
 MIXED_NEW = 128
 WORKLOADS = ["mixed", *FIXED]
+POSITIONS = 1024
+"""Of every actor: more than a prompt and its answer."""
 MICROBATCH = {"mixed": 32, "uniform": PROMPTS * GROUP, "long": 16}
 """Rollouts in one forward and backward of the bare loop; of TRL where memory asks for it (``long``)."""
 
@@ -113,7 +115,7 @@ def make_actor(path: Path, size: str, seed: int) -> None:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.key_value_heads,
-        max_position_embeddings=512,
+        max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=1,

@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "sides")]
 
 from flops import peak_flops, step_flops  # noqa: E402
-from workload import ACTORS, Shape  # noqa: E402
+from workload import ACTORS, FIXED, KINDS, MIXED_NEW, POSITIONS, Shape  # noqa: E402
 
 
 def test_the_operations_of_a_step_by_hand() -> None:
@@ -51,3 +51,8 @@ def test_the_peak_is_that_given_or_that_of_the_data_sheet() -> None:
     assert peak_flops(2.0, "NVIDIA H100 80GB HBM3") == 2e12
     assert peak_flops(None, "NVIDIA T4") is None
     assert peak_flops(None, None) is None
+
+
+def test_every_workload_fits_into_the_actors_positions() -> None:
+    lengths = [*FIXED.values(), (max(KINDS.values()), MIXED_NEW)]
+    assert all(prompt + new < POSITIONS for prompt, new in lengths)
