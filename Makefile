@@ -29,7 +29,10 @@ types: .venv/.installed-test
 	$(BIN)/mypy
 
 unit: .venv/.installed-test
-	$(TEST_ENV) $(BIN)/python -m pytest
+	@failed=0; \
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not alone" -n 2 --dist loadfile || failed=1; \
+	$(TEST_ENV) $(BIN)/python -m pytest -m alone || failed=1; \
+	exit $$failed
 
 docs: .venv/.installed-demo
 	$(BIN)/python docs/write_configuration.py

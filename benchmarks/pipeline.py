@@ -20,8 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import _MAKE, SIDES, machine
+from speed import SIDES, machine
+from workload import ACTORS, KINDS, LEARNING_RATE, make_actor, prompts
 
 from multitask_rl.config.run import (
     BatchConfig,
@@ -46,10 +47,6 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.tracking.timeline import summarise
 from multitask_rl.trainer import Trainer
-
-sys.path.insert(0, str(SIDES))
-
-from workload import KINDS, LEARNING_RATE, prompts
 
 REWARDS = """
 import asyncio
@@ -132,8 +129,14 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
         seed=args.seed,
         num_threads=args.threads,
         max_steps=1_000_000,
-        model=ModelConfig(name_or_path=str(model), dtype="float32"),
-        rollout=RolloutConfig(max_new_tokens=args.max_new_tokens, max_staleness=how["staleness"]),
+        model=ModelConfig(name_or_path=str(model), dtype="float32", autocast=args.dtype == "bfloat16"),
+        rollout=RolloutConfig(
+            engine=args.engine,
+            # a small part of the device for each: the runs of a part share it
+            engine_config={} if args.engine == "hf" else {"dtype": args.dtype, "gpu_memory_utilization": 0.1},
+            max_new_tokens=args.max_new_tokens,
+            max_staleness=how["staleness"],
+        ),
         batch=BatchConfig(prompts_per_step=how["prompts"], group_size=GROUP, refill_rounds=0),
         optimizer=OptimizerConfig(learning_rate=how.get("learning_rate", LEARNING_RATE)),
         scheduler=SchedulerConfig(policy="uniform"),
@@ -263,7 +266,10 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=list(PARTS), required=True)
-    parser.add_argument("--actor", choices=["0.45M", "6.3M", "tiny"], default="0.45M")
+    parser.add_argument("--actor", choices=list(ACTORS), default="0.45M")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="by autocast")
+    parser.add_argument("--engine", default="hf", help="rollout.engine")
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 0.1, 1.0, 10.0], help="seconds")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1], help="compared in this order")
     parser.add_argument("--prompts", type=int, default=16, help="per step, 8 rollouts each")
@@ -280,15 +286,16 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure and write."""
     args = parse_arguments()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "actor"
-        make = _MAKE.format(sides=str(SIDES), path=str(model), size=args.actor, seed=args.seed)
-        subprocess.run([sys.executable, "-c", make], check=True)
+        make_actor(model, args.actor, args.seed)
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "most_rollouts")}
         result = {"settings": settings, "figures": PARTS[args.part](Path(folder), model, args)}
-    result["machine"] = machine()
+    result["machine"] = machine(args.device)
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)
     if args.json:

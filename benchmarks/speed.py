@@ -15,17 +15,26 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flops import peak_flops, step_flops
+
 SIDES = Path(__file__).with_name("sides")
+sys.path.insert(0, str(SIDES))
+
+from workload import ACTORS, FIXED, GROUP, KINDS, PROMPTS, WORKLOADS, make_actor  # noqa: E402
+
 TRL = "trl==1.16.0"
 PEERS = {"trl": "trl_grpo.py", "generate": "generate.py"}
 WARMUP = 2
+ROLLOUTS = PROMPTS * GROUP
 
 
 class Side:
@@ -39,6 +48,7 @@ class Side:
         arguments: list[str],
         threads: int,
         environment: dict[str, str] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
@@ -49,8 +59,9 @@ class Side:
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
-            "CUDA_VISIBLE_DEVICES": "",
         }
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in ``close``
         self._process = subprocess.Popen(
             [python, str(SIDES / script), *arguments],
@@ -96,7 +107,7 @@ class Side:
         """Return the median of each number over the measured steps, and the rates that follow."""
         keys = dict.fromkeys(k for s in self.steps for k in s)
         result = {k: statistics.median(s[k] for s in self.steps if k in s) for k in keys}
-        result["samples_per_s"] = 256 / result["step_s"]
+        result["samples_per_s"] = ROLLOUTS / result["step_s"]
         if "gen_s" in result:
             result["gen_tokens_per_s"] = result["new_tokens"] / result["gen_s"]
         return {k: float(f"{v:.4g}") for k, v in result.items()}
@@ -107,14 +118,7 @@ def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "actor"
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                _MAKE.format(sides=str(SIDES), path=str(model), size=args.actor, seed=args.seed),
-            ],
-            check=True,
-        )
+        make_actor(model, args.actor, args.seed)
         sides = start_sides(args, model)
         try:
             take_turns(sides, args.steps)
@@ -129,23 +133,17 @@ def main() -> None:
         args.json.write_text(text)
 
 
-_MAKE = """
-import sys
-sys.path.insert(0, {sides!r})
-from pathlib import Path
-from workload import make_actor
-make_actor(Path({path!r}), {size!r}, {seed})
-"""
-
-
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workload", choices=["mixed", "uniform"], default="mixed")
+    parser.add_argument("--workload", choices=WORKLOADS, default="mixed")
     parser.add_argument("--peer", choices=["none", *PEERS], default="none")
-    parser.add_argument("--actor", choices=["0.45M", "6.3M", "tiny"], default="0.45M")
+    parser.add_argument("--actor", choices=list(ACTORS), default="0.45M")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--engine", default="hf", help="rollout.engine of our run")
+    parser.add_argument("--peak-tflops", type=float, help="of the device; some are known: flops.py")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast everywhere"
     )
@@ -163,6 +161,7 @@ def start_sides(args: argparse.Namespace, model: Path) -> dict[str, Side]:
     arguments = [
         *("--workload", args.workload, "--dtype", args.dtype, "--model", str(model)),
         *("--steps", str(args.steps + WARMUP), "--seed", str(args.seed), "--threads", str(args.threads)),
+        *("--device", args.device, "--engine", args.engine),
     ]
     if args.compile:
         arguments.append("--compile")
@@ -171,7 +170,10 @@ def start_sides(args: argparse.Namespace, model: Path) -> dict[str, Side]:
         python = sys.executable if args.peer != "trl" else args.peer_python or trl_python()
         if python is not None:
             scripts[args.peer] = (python, PEERS[args.peer])
-    return {n: Side(n, python, script, arguments, args.threads) for n, (python, script) in scripts.items()}
+    return {
+        name: Side(name, python, script, arguments, args.threads, device=args.device)
+        for name, (python, script) in scripts.items()
+    }
 
 
 def take_turns(sides: dict[str, Side], steps: int) -> None:
@@ -221,6 +223,7 @@ _TRANSFORMERS = "transformers>=5.16,<5.20"
 def summary(sides: dict[str, Side], args: argparse.Namespace) -> dict[str, Any]:
     """Return figures, ratios and what they were measured on."""
     ours = sides["ours"]
+    medians = {name: side.medians() for name, side in sides.items()}
     ratios: dict[str, float] = {}
     stage_ratios: dict[str, float] = {}
     for name, side in sides.items():
@@ -243,17 +246,48 @@ def summary(sides: dict[str, Side], args: argparse.Namespace) -> dict[str, Any]:
         "actor": args.actor,
         "dtype": args.dtype,
         "compile": args.compile,
+        "device": args.device,
+        "engine": args.engine,
         "threads": args.threads,
-        "rollouts": 256,
+        "rollouts": ROLLOUTS,
         "measured_steps": args.steps,
         "ratios": ratios,
         "stage_ratios": stage_ratios,
-        "sides": {name: side.medians() for name, side in sides.items()},
-        "machine": machine(),
+        **utilisation(medians, args),
+        "sides": medians,
+        "machine": machine(args.device),
     }
 
 
-def machine() -> dict[str, Any]:
+def utilisation(medians: Mapping[str, Mapping[str, float]], args: argparse.Namespace) -> dict[str, Any]:
+    """Return each side's share of the device's peak, by stage; empty where the peak is not known."""
+    peak = peak_flops(args.peak_tflops, gpu() if args.device == "cuda" else None)
+    if peak is None:
+        return {}
+    prompt = FIXED[args.workload][0] if args.workload in FIXED else statistics.mean(KINDS.values())
+    shares: dict[str, dict[str, float]] = {}
+    for name, own in medians.items():
+        sampling, learning = step_flops(
+            ACTORS[args.actor], PROMPTS, GROUP, prompt, own["new_tokens"] / ROLLOUTS
+        )
+        seconds = {"sampling": own.get("gen_s"), "learning": own.get("train_s")}
+        work = {"sampling": sampling, "learning": learning}
+        if name != "generate":
+            seconds["step"], work["step"] = own["step_s"], sampling + learning
+        shares[name] = {k: float(f"{work[k] / (s * peak):.4g}") for k, s in seconds.items() if s}
+    return {"peak_tflops": peak / 1e12, "utilisation": shares}
+
+
+def gpu() -> str:
+    """Return name, driver and memory of the first CUDA device as ``nvidia-smi`` tells them; empty: none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return ""
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return told.partition("\n")[0].strip()
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
     """Describe where the figures come from."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -263,6 +297,7 @@ def machine() -> dict[str, Any]:
         ]
         model = names[0] if names else model
     return {
+        **({"gpu": gpu()} if device == "cuda" else {}),
         "cpu": model,
         "cores": os.cpu_count(),
         "load": [round(x, 2) for x in os.getloadavg()],

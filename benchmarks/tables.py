@@ -1,7 +1,7 @@
-"""The tables of ``docs/speed.md``, from the files in ``benchmarks/results``.
+"""Tables and plots of ``docs/speed.md``, and the README's sentence, from the files in ``benchmarks/results``.
 
-python benchmarks/tables.py            # print them
-python benchmarks/tables.py --write    # put them into docs/speed.md, between its marks
+python benchmarks/tables.py            # print the tables
+python benchmarks/tables.py --write    # write them between the pages' marks, the plots into docs/figures
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 from claims.base import table
 
 RESULTS = Path(__file__).with_name("results")
-PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+ROOT = Path(__file__).parents[1]
+PAGE, README, FIGURES = ROOT / "docs" / "speed.md", ROOT / "README.md", ROOT / "docs" / "figures"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
@@ -29,42 +30,74 @@ def main() -> None:
     if not parser.parse_args().write:
         sys.stdout.write(render() + "\n")
         return
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{render()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    for page, text in ((PAGE, render()), (README, headline())):
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    import plots
+
+    plots.write(RESULTS, FIGURES)
+
+
+def headline(results: Path = RESULTS) -> str:
+    """Return the README's sentence: the least and the most of the whole steps' ratios."""
+    ranges = {}
+    for workload in ("mixed", "uniform"):
+        files = sorted(results.glob(f"speed_{workload}_*.json"))
+        found = [r["ratios"] for r in map(read, files) if not r.get("compile")]
+        for side in ("trl", "limit"):
+            own = [ratios[side] for ratios in found if side in ratios]
+            ranges[workload, side] = f"{min(own):.1f} to {max(own):.1f}"
+    mixed, fixed = ((ranges[w, "trl"], ranges[w, "limit"]) for w in ("mixed", "uniform"))
+    return (
+        "A step of TRL takes as many times as long as one here: "
+        f"**{mixed[0]}** where prompts and\nanswers have many lengths, {fixed[0]} where all have one; "
+        f"one of a bare torch loop {mixed[1]} and\n{fixed[1]} (two CPU cores, small actors)."
+    )
 
 
 def render(results: Path = RESULTS) -> str:
     """Return the tables of all speed results there are, in Markdown."""
-    steps = [_read(file) for file in sorted(results.glob("speed_*.json"))]
-    parts = [_steps(steps)]
-    for name, show in (
+    parts = []
+    for pattern, show in (
+        ("speed_*", _steps),
         ("generation_mixed", _generation),
         ("pipeline_tasks", _tasks),
-        ("pipeline_rewards", _rewards),
+        ("pipeline_rewards*", _rewards),
         ("pipeline_growth", _growth),
+        ("vllm_engine_*", _engines),
+        ("speed_*", _resident),
+        ("memory", _memory),
+        ("gpu*", _gpu),
     ):
-        file = results / f"{name}.json"
-        if file.is_file():
-            parts.append(show(_read(file)))
-    engines = [_read(file) for file in sorted(results.glob("vllm_engine_*.json"))]
-    if engines:
-        parts.append(_engines(engines))
+        found = [read(file) for file in sorted(results.glob(f"{pattern}.json"))]
+        if found:
+            parts.append(show(found))
     return "\n\n".join(parts)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """Return a result."""
     document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return document
 
 
+def sort_steps(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return results of ``speed.py`` in the order in which they are shown."""
+    return sorted(results, key=lambda r: (r["workload"], r["actor"], r["dtype"] != "float32", *_compiled(r)))
+
+
+def _compiled(result: dict[str, Any]) -> list[str]:
+    return ["compiled"] if result.get("compile") else []
+
+
 def _steps(results: Iterable[dict[str, Any]]) -> str:
     rows = []
-    for r in sorted(results, key=lambda r: (r["workload"], r["actor"], r["dtype"] != "float32")):
+    for r in sort_steps(results):
         ours, stages = r["sides"]["ours"], r["stage_ratios"]
         rows.append(
             [
                 r["workload"],
-                r["actor"] + (", compiled" if r.get("compile") else ""),
+                ", ".join([r["actor"], *_compiled(r)]),
                 r["dtype"],
                 _times(r["ratios"].get("trl"), stages.get("cpu_trl")),
                 _times(r["ratios"]["limit"], stages["cpu_limit"]),
@@ -86,12 +119,14 @@ def _times(wall: float | None, cpu: float | None) -> str:
     return "-" if wall is None else f"{wall:.2f} ({cpu:.2f})"
 
 
-def _generation(result: dict[str, Any]) -> str:
+def _generation(results: Sequence[dict[str, Any]]) -> str:
+    (result,) = results
     ratio = result["stage_ratios"]["gen_generate"]
     return f"Sampling alone, mixed workload: **{ratio:.2f}** times the tokens/s of `model.generate`, padded."
 
 
-def _tasks(result: dict[str, Any]) -> str:
+def _tasks(results: Sequence[dict[str, Any]]) -> str:
+    (result,) = results
     rows = [
         [delay, *(f"{own['ratios'][key]:.2f}" for key in own["ratios"])]
         for delay, own in result["figures"].items()
@@ -100,23 +135,28 @@ def _tasks(result: dict[str, Any]) -> str:
     return "Four tasks in one overlapped run, samples/s:\n\n" + table(header, rows)
 
 
-def _rewards(result: dict[str, Any]) -> str:
+def by_delay(results: Iterable[dict[str, Any]]) -> dict[float, dict[str, Any]]:
+    """Return the figures of ``pipeline.py --part rewards`` of all files by the seconds that rewards take."""
+    merged = {float(name.split()[0]): own for r in results for name, own in r["figures"].items()}
+    return dict(sorted(merged.items()))
+
+
+def _rewards(results: Sequence[dict[str, Any]]) -> str:
     rows: list[Sequence[str]] = []
-    for delay, own in result["figures"].items():
-        plain, overlapped = (own[f"max_staleness {s}"] for s in (0, 1))
-        rows.append(
-            [
-                delay,
-                f"{plain['samples_per_s']:.0f}",
-                f"{overlapped['samples_per_s']:.0f}",
-                *(f"{100 * overlapped['busy'][stage]:.0f} %" for stage in ("rollout", "rewards", "update")),
-            ]
-        )
-    header = ["rewards take", "samples/s", "overlapped", "sampling busy", "rewards busy", "learning busy"]
-    return "Overlap (`rollout.max_staleness: 1`) by the time that rewards take:\n\n" + table(header, rows)
+    for delay, own in by_delay(results).items():
+        for name, ratio in own["ratios"].items():
+            busy = (f"{100 * own[name]['busy'][stage]:.0f} %" for stage in ("rollout", "rewards", "update"))
+            rate = [f"{own[n]['samples_per_s']:.0f}" for n in ("max_staleness 0", name)]
+            rows.append([f"{delay:g} s", name.split()[-1], *rate, f"{ratio:.2f}", *busy])
+    header = ["rewards take", "`max_staleness`", "samples/s at 0", "overlapped", "ratio"]
+    busy_header = ["sampling busy", "rewards busy", "learning busy"]
+    return "Overlap (`rollout.max_staleness`) by the time that rewards take:\n\n" + table(
+        [*header, *busy_header], rows
+    )
 
 
-def _growth(result: dict[str, Any]) -> str:
+def _growth(results: Sequence[dict[str, Any]]) -> str:
+    (result,) = results
     figures = result["figures"]
     ratios = {"1": 1.0, **figures["tasks_ratios"]}
     tasks = table(
@@ -144,6 +184,64 @@ def _engines(results: Sequence[dict[str, Any]]) -> str:
     ]
     header = ["actor", "precision", "tokens/s, times vLLM alone", "weight update", "of it packing"]
     return "vLLM (CPU build):\n\n" + table([*header, "1.5 copies + 10 ms"], rows)
+
+
+def _resident(results: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            r["workload"],
+            ", ".join([r["actor"], *_compiled(r)]),
+            r["dtype"],
+            *(
+                f"{r['sides'][side]['peak_rss_mib']:.0f}" if side in r["sides"] else "-"
+                for side in ("ours", "limit", "trl")
+            ),
+        ]
+        for r in sort_steps(results)
+    ]
+    header = ["workload", "actor", "precision", "ours", "bare loop", "TRL"]
+    return "Peak resident memory of the process in these steps, MiB, libraries included:\n\n" + table(
+        header, rows
+    )
+
+
+def _memory(results: Sequence[dict[str, Any]]) -> str:
+    (result,) = results
+    settings, peaks = result["settings"], result["peaks_mib"]
+    tokens = list(next(iter(peaks.values())))
+    rows = [[mode, *(f"{own[n]:.0f}" for n in tokens)] for mode, own in peaks.items()]
+    return (
+        f"Memory of one forward and backward over one sample (vocabulary {settings['vocabulary']}, width "
+        f"{settings['width']}, {settings['layers']} layers), MiB by tokens:\n\n" + table(["", *tokens], rows)
+    )
+
+
+def _gpu(results: Sequence[dict[str, Any]]) -> str:
+    parts = []
+    for r in results:
+        rows = [
+            [
+                f"{name}, `{own['engine']}`" if name == "ours" else name,
+                f"{side['step_s']:.2f} s",
+                f"{side['gen_tokens_per_s']:.0f}" if "gen_tokens_per_s" in side else "-",
+                *(_share(own.get("utilisation", {}).get(name, {}).get(k)) for k in ("step", "learning")),
+                f"{1e3 * side['weights_s']:.1f} ms" if "weights_s" in side else "-",
+                f"{side['peak_cuda_mib']:.0f}" if "peak_cuda_mib" in side else "-",
+            ]
+            for own in r["steps"]
+            for name, side in own["sides"].items()
+        ]
+        first = r["steps"][0]
+        work = f"{first['actor']}, {first['workload']}, {first['dtype']}"
+        header = ["side", "step", "tokens/s sampled", "of the peak", "learning", "weight update", "MiB"]
+        parts.append(f"On {r['machine'].get('gpu') or 'a CPU'} ({work}):\n\n" + table(header, rows))
+        for engine, figures in r["overlap"].items():
+            parts.append(f"`{engine}`. " + _rewards([{"figures": figures}]))
+    return "\n\n".join(parts)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import argparse
 import importlib.metadata
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from speed import _MAKE, SIDES, Side, machine, take_turns
+from speed import Side, machine, take_turns
+from workload import make_actor
 
 
 def main() -> None:
@@ -28,8 +28,7 @@ def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "actor")
-        make = _MAKE.format(sides=str(SIDES), path=model, size=args.actor, seed=args.seed)
-        subprocess.run([sys.executable, "-c", make], check=True)
+        make_actor(Path(model), args.actor, args.seed)
         given = ["--dtype", args.dtype, "--model", model, "--steps", str(args.steps + 2)]
         given += ["--seed", str(args.seed), "--threads", str(args.threads)]
         sides = {

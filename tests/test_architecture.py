@@ -5,6 +5,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -56,6 +57,15 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
 
 def imports(path: Path, *, with_functions: bool = True) -> Iterator[tuple[str, bool]]:
     """Yield the absolute module names that a file imports, and whether inside a function."""
+    return ((name, inside) for name, inside in _imports(path) if with_functions or not inside)
+
+
+@cache
+def _imports(path: Path) -> list[tuple[str, bool]]:
+    return list(_read_imports(path))
+
+
+def _read_imports(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = set()
     for node in ast.walk(tree):
@@ -68,7 +78,7 @@ def imports(path: Path, *, with_functions: bool = True) -> Iterator[tuple[str, b
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in skipped or (id(node) in inside and not with_functions):
+        if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -16,10 +16,10 @@ from workload import (
     GROUP,
     KINDS,
     LEARNING_RATE,
-    MIXED_NEW,
     PROMPTS,
-    UNIFORM_NEW,
     arguments,
+    new_tokens,
+    now,
     prompts,
     serve,
 )
@@ -48,7 +48,7 @@ def mixed(prompt, response, **_):
     return reward(prompt, response, "mixed")
 
 
-def uniform(prompt, response, **_):
+def fixed(prompt, response, **_):
     return reward(prompt, response, "uniform")
 """
 
@@ -59,12 +59,12 @@ def write_run(folder: Path, texts: list[str], workload: str) -> Path:
     (folder / "workload.py").write_text(Path(__file__).with_name("workload.py").read_text())
     tasks = {}
     for kind in KINDS if workload == "mixed" else ["u"]:
-        rows = [t for t in texts if workload == "uniform" or t[0] == kind]
+        rows = [t for t in texts if workload != "mixed" or t[0] == kind]
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in rows))
         tasks[kind] = {
             "dataset": f"{kind}.jsonl",
             "eval_dataset": f"{kind}.jsonl",
-            "rewards": [f"rewards.py:{workload}"],
+            "rewards": ["rewards.py:mixed" if workload == "mixed" else "rewards.py:fixed"],
         }
     path = folder / "tasks.yaml"
     path.write_text(json.dumps({"tasks": tasks}))
@@ -76,7 +76,7 @@ def build(folder: Path) -> Trainer:
     mixed = args.workload == "mixed"
     bf16 = args.dtype == "bfloat16"
     tasks = write_run(folder, prompts(PROMPTS * args.steps, args.seed, args.workload), args.workload)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device)
     if args.compile:
         compile_blocks(model)
     settings = ModelConfig(name_or_path=str(args.model), autocast=bf16)
@@ -91,7 +91,11 @@ def build(folder: Path) -> Trainer:
             seed=args.seed,
             model=settings,
             max_steps=args.steps,
-            rollout=RolloutConfig(max_new_tokens=MIXED_NEW if mixed else UNIFORM_NEW),
+            rollout=RolloutConfig(
+                engine=args.engine,
+                engine_config={} if args.engine == "hf" else {"dtype": args.dtype},
+                max_new_tokens=new_tokens(args.workload),
+            ),
             batch=BatchConfig(prompts_per_step=PROMPTS, group_size=GROUP, refill_rounds=0),
             optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
             scheduler=SchedulerConfig(policy="uniform"),
@@ -114,13 +118,19 @@ class Clock:
         call: Callable[..., Any] = getattr(owner, method)
 
         def timed(*given: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            began = now()
             try:
                 return call(*given, **named)
             finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+                self.seconds[name] = self.seconds.get(name, 0.0) + now() - began
 
         setattr(owner, method, timed)
+
+
+def device_memory(run: Path) -> dict[str, float]:
+    """Return the last step's peak, which the trainer reads and resets; empty without a GPU."""
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    return {"peak_cuda_mib": last["memory/peak_mb"]} if "memory/peak_mb" in last else {}
 
 
 def main() -> None:
@@ -132,12 +142,13 @@ def main() -> None:
         trainer._open()
         clock = Clock()
         clock.watch(trainer.learner, "update", "train_s")
+        clock.watch(trainer, "push_weights", "weights_s")
 
         def step(_: int) -> dict[str, float]:
             clock.seconds.clear()
-            began, cpu = time.perf_counter(), time.process_time()
+            began, cpu = now(), time.process_time()
             report = trainer.train_step()
-            seconds = time.perf_counter() - began
+            seconds = now() - began
             clock.seconds["gen_s"] = report.seconds["rollout"]
             clock.seconds["reward_s"] = report.seconds["wait/rewards"]
             return {
@@ -147,6 +158,7 @@ def main() -> None:
                 "overhead_share": 1.0 - sum(clock.seconds.values()) / seconds,
                 "new_tokens": sum(len(s.rollout.response_ids) for s in report.drawn),
                 "padding_share": report.train["padding_share"],
+                **device_memory(Path(folder) / "run"),
             }
 
         serve(step)

@@ -12,12 +12,13 @@ from trl import GRPOConfig, GRPOTrainer
 from workload import (
     GROUP,
     LEARNING_RATE,
-    MIXED_NEW,
+    MICROBATCH,
     PROMPTS,
-    UNIFORM_NEW,
     answer,
     arguments,
     await_turn,
+    new_tokens,
+    now,
     prompts,
     reward,
 )
@@ -25,7 +26,8 @@ from workload import (
 args = arguments(__doc__)
 torch.set_num_threads(args.threads)
 set_seed(args.seed)
-new = MIXED_NEW if args.workload == "mixed" else UNIFORM_NEW
+new = new_tokens(args.workload)
+at_once = MICROBATCH["long"] if args.workload == "long" else PROMPTS * GROUP
 
 
 class Turns(TrainerCallback):
@@ -36,12 +38,12 @@ class Turns(TrainerCallback):
     def on_step_begin(self, _arguments: object, _state: object, control: object, **_: object) -> None:
         """Wait for the turn."""
         control.should_training_stop = not await_turn()
-        self.tokens, self.began, self.cpu = 0, time.perf_counter(), time.process_time()
+        self.tokens, self.began, self.cpu = 0, now(), time.process_time()
 
     def on_step_end(self, *_: object, **__: object) -> None:
         """Report."""
         cpu = time.process_time() - self.cpu
-        answer({"step_s": time.perf_counter() - self.began, "cpu_s": cpu, "new_tokens": self.tokens})
+        answer({"step_s": now() - self.began, "cpu_s": cpu, "new_tokens": self.tokens})
 
 
 turns = Turns()
@@ -61,10 +63,11 @@ with tempfile.TemporaryDirectory() as output:
         reward_funcs=score,
         args=GRPOConfig(
             output_dir=output,
-            use_cpu=True,
+            use_cpu=args.device == "cpu",
             bf16=args.dtype == "bfloat16",
             fp16=False,
-            per_device_train_batch_size=PROMPTS * GROUP,
+            per_device_train_batch_size=at_once,
+            gradient_accumulation_steps=PROMPTS * GROUP // at_once,
             num_generations=GROUP,
             max_completion_length=new,
             max_steps=args.steps,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -54,13 +54,14 @@ class Prepared:
     """By model: parameters, seconds, error rates."""
 
 
-def prepare(directory: Path, seed: int, cache_dir: Path) -> Prepared:
+def prepare(directory: Path, seed: int, cache_dir: Path, effort: float = 1.0) -> Prepared:
     """Write models, data and the tasks file under ``directory``.
 
     Args:
         directory: becomes ``actor/``, ``reward_model/``, ``safety_classifier/``, ``data/``, ``tasks.yaml``.
         seed: of the rows.
         cache_dir: where trained models are kept for the next call.
+        effort: share of the models' training, in [0.05, 1].
     """
     directory, cache_dir = directory.resolve(), cache_dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -75,8 +76,8 @@ def prepare(directory: Path, seed: int, cache_dir: Path) -> Prepared:
     # The judges train in a second process while this one warms up the actor. Not by `multiprocessing`: its
     # fresh interpreter would run the caller's main module again.
     command = [sys.executable, str(Path(__file__).resolve()), str(directory), str(cache_dir)]
-    with subprocess.Popen(command) as judges:
-        figures = {"actor": _make_actor(directory, cache_dir)}
+    with subprocess.Popen([*command, str(effort)]) as judges:
+        figures = {"actor": _make_actor(directory, cache_dir, effort)}
     if judges.returncode:
         raise RuntimeError(
             f"training the judges failed with exit code {judges.returncode}; its error is above"
@@ -86,15 +87,20 @@ def prepare(directory: Path, seed: int, cache_dir: Path) -> Prepared:
     return Prepared(directory=directory, actor=directory / "actor", tasks_file=tasks_file, figures=figures)
 
 
-def _make_actor(directory: Path, cache_dir: Path) -> dict[str, Any]:
+def _make_actor(directory: Path, cache_dir: Path, effort: float) -> dict[str, Any]:
     _make_quiet_and_repeatable()
-    return save_actor(directory / "actor", ACTOR, cache_dir=cache_dir)
+    settings = replace(ACTOR, steps=round(effort * ACTOR.steps))
+    return save_actor(directory / "actor", settings, cache_dir=cache_dir)
 
 
-def _make_judges(directory: Path, cache_dir: Path) -> None:
+def _make_judges(directory: Path, cache_dir: Path, effort: float) -> None:
     _make_quiet_and_repeatable()
-    save_reward_model(directory / "reward_model", REWARD_MODEL, cache_dir=cache_dir)
-    save_safety_classifier(directory / "safety_classifier", SAFETY_CLASSIFIER, cache_dir=cache_dir)
+    reward_model, classifier = (
+        replace(settings, num_examples=round(effort * settings.num_examples))
+        for settings in (REWARD_MODEL, SAFETY_CLASSIFIER)
+    )
+    save_reward_model(directory / "reward_model", reward_model, cache_dir=cache_dir)
+    save_safety_classifier(directory / "safety_classifier", classifier, cache_dir=cache_dir)
 
 
 def _make_quiet_and_repeatable() -> None:
@@ -107,4 +113,4 @@ def _make_quiet_and_repeatable() -> None:
 
 
 if __name__ == "__main__":
-    _make_judges(Path(sys.argv[1]), Path(sys.argv[2]))
+    _make_judges(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     began = time.perf_counter()
     try:
-        prepared = prepare(options.directory / "prepared", options.seed, options.directory / "cache")
+        prepared = prepare(
+            options.directory / "prepared", options.seed, options.directory / "cache", options.effort
+        )
         _print_prepared(prepared, time.perf_counter() - began)
         trainer, exit_code = _train(_configuration(options, prepared))
     except MultitaskRLError as error:
@@ -69,7 +71,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-steps", type=int, default=0, help="training steps (default: the configuration's)"
     )
+    parser.add_argument(
+        "--effort", type=_share, default=1.0, help="share of the preparation's training: quicker and worse"
+    )
     return parser.parse_args(arguments)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0.05, 1]")
+    return value
 
 
 def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:

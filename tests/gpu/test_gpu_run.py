@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "sides"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from run_builders import run_config, train, write_run
+from workload import make_actor
 
-from multitask_rl.config.run import ModelConfig
+from multitask_rl.config.run import ModelConfig, RolloutConfig
+
+ONE_TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,16 +23,55 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "largest_gap"), [("float32", 1e-3), ("bfloat16", 0.2)])
-def test_engine_and_trainer_agree_on_the_device(tmp_path, dtype, largest_gap):
+@pytest.mark.parametrize(
+    ("settings", "largest_gap"),
+    [
+        ({"dtype": "float32"}, 1e-3),
+        ({"dtype": "bfloat16"}, 0.2),
+        ({"dtype": "float32", "autocast": True}, 0.2),
+        ({"dtype": "float32", "activation_offload": True}, 1e-3),
+    ],
+)
+def test_engine_and_trainer_agree_on_the_device(tmp_path, settings, largest_gap):
     write_run(tmp_path)
-    model = ModelConfig(name_or_path=str(tmp_path / "actor"), dtype=dtype)
+    model = ModelConfig(name_or_path=str(tmp_path / "actor"), **settings)
     trainer = train(run_config(tmp_path, "out", 3, model=model))
     assert trainer.actor.device.type == "cuda"
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of_steps(tmp_path)
     gaps = [row["task/copy/mismatch_max"] for row in rows if "task/copy/mismatch_max" in row]
     assert gaps
     assert max(gaps) < largest_gap
+    assert all(row["memory/peak_mb"] > 0 for row in rows)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("sleep_level", [0, 1, 2])
+def test_vllm_on_the_device_follows_the_actor(tmp_path, sleep_level):
+    if not pytest.importorskip("vllm.platforms").current_platform.is_cuda():
+        pytest.skip("this build of vLLM is not for CUDA")
+    write_run(tmp_path, ONE_TASK)
+    make_actor(tmp_path / "wide_actor", "0.8M", 0)  # heads as wide as vLLM's kernels want them
+    engine = {"dtype": "float32", "gpu_memory_utilization": 0.1, "sleep_level": sleep_level}
+    trainer = train(
+        run_config(
+            tmp_path,
+            "out",
+            3,
+            model=ModelConfig(name_or_path=str(tmp_path / "wide_actor"), dtype="float32"),
+            rollout=RolloutConfig(engine="vllm", max_new_tokens=4, engine_config=engine),
+        )
+    )
+    assert trainer.actor.device.type == "cuda"
+    rows = rows_of_steps(tmp_path)
+    gaps = [row["task/copy/mismatch_max"] for row in rows if "task/copy/mismatch_max" in row]
+    assert len(gaps) > 1
+    # were the engine one update behind, the gap at this learning rate would be a hundred times larger
+    assert max(gaps) < 1e-3
+
+
+def rows_of_steps(directory):
+    rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/learning_rate" in row]
 
 
 def test_a_resumed_run_on_the_device_continues(tmp_path):

@@ -1,4 +1,4 @@
-"""The demo, two steps of it: what ``make demo`` prepares, runs and writes."""
+"""The demo, a tenth of its preparation and two steps: what ``make demo`` prepares, runs and writes."""
 
 import json
 import math
@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SHORT = ["--max-steps", "2", "--effort", "0.1"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_prepares_trains_and_writes_its_summary(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/demo/run.py", "--directory", tmp_path, "--max-steps", "2"],
+        [sys.executable, ROOT / "examples/demo/run.py", "--directory", tmp_path, *SHORT],
         capture_output=True,
         text=True,
         timeout=580,

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from run_builders import lines, run_config, train, write_run
 
-from multitask_rl.config.run import ModelConfig, RayConfig, RolloutConfig, ScoringConfig
+from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError
 from multitask_rl.executor import group
@@ -263,14 +262,3 @@ def test_more_actors_than_the_cluster_holds_are_refused_not_awaited(
     monkeypatch.setattr(group, "_ROOM_WITHIN_S", 3.0)
     with pytest.raises(ConfigError, match=r"no room for 3 x reward pool: 3 CPU asked for, 2 free of 2"):
         RayScorer(partial(LengthPool, ""), num_pools=3)
-
-
-def test_a_whole_run_gives_the_same_rollouts_and_evaluations_as_a_local_one(
-    cluster: None, tmp_path: Path
-) -> None:
-    write_run(tmp_path)
-    train(run_config(tmp_path, "local", 2))
-    ray_config = RayConfig(num_engines=1, num_reward_pools=1)
-    train(run_config(tmp_path, "ray", 2, executor="ray", ray=ray_config))
-    for name in ("rollouts.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "ray", name) == lines(tmp_path / "local", name)

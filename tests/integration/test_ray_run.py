@@ -29,4 +29,5 @@ def test_a_run_on_ray_equals_the_run_in_process(tmp_path):
     finally:
         ray.shutdown()
     assert weights_hash(remote) == weights_hash(local)
-    assert lines(tmp_path / "ray", "rollouts.jsonl") == lines(tmp_path / "local", "rollouts.jsonl")
+    for name in ("rollouts.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "ray", name) == lines(tmp_path / "local", name)

@@ -43,6 +43,7 @@ CLAIM = Claim(
     arms=(Arm(name="a", settings={"level": 0.0}), Arm(name="b", settings={"level": 0.5})),
     run=_measure,
     render=lambda arms: f"{difference(arms, 'a', 'b', 'level').delta:+.2f}",
+    runs_per_process=None,  # a fresh process imports torch
 )
 
 

@@ -109,11 +109,10 @@ def test_benchmarks_have_no_rows_to_train_on(name, split, tmp_path):
 
 @pytest.mark.realdata
 @pytest.mark.parametrize("name", NAMES)
-def test_gold_answers_of_real_rows_score_full_and_silence_scores_zero(name):
+def test_silence_scores_zero_on_real_rows(name):
     task = real_task(name)
     rows = all_rows(task, SAMPLE)
     assert len(rows) == SAMPLE
-    _check_gold(task, rows)
     if any(item["weight"] and item["plugin"] != "rm_hf" for item in task.settings()["rewards"]):
         assert set(full_scores(task, rows, lambda row: "")) == {0.0}
 
@@ -121,7 +120,7 @@ def test_gold_answers_of_real_rows_score_full_and_silence_scores_zero(name):
 @pytest.mark.realdata
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_every_real_row_validates_against_its_own_task_and_reward(name):
+def test_gold_answers_of_all_real_rows_score_full(name):
     task = real_task(name)
     rows = all_rows(task)
     assert len({row["id"] for row in rows}) == len(rows)
