@@ -17,8 +17,10 @@ ALONE = (
     "unit/test_cli",
     # several processes of their own, or all cores
     "gpu/",
+    "integration/test_learner_ranks",
     "integration/test_ray_",
     "integration/test_vllm_",
+    "unit/training/test_ranks",
 )
 """How the paths of their files begin, from this folder."""
 
