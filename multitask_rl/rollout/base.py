@@ -6,7 +6,7 @@ seed, so that one call may mix tasks freely.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,7 +109,9 @@ Ended = tuple[int, int, Generation]
 """Index of the request, index of the sample in it, what was generated."""
 
 
-def stream(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+def stream(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest]
+) -> Generator[list[Ended], None, None]:
     """Yield samples as they end; all at once from an engine without ``generate_stream``.
 
     ``generate_stream(requests)`` yields the samples of ``generate(requests)``, each once, in any order.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,9 +35,10 @@ from multitask_rl.records import (
     Scored,
     Verdict,
 )
-from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.base import Ended, GenerationRequest, Watch, collect
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.testing.engine import assert_engine_contract
 from multitask_rl.training.actor import Actor
 
 pytestmark = [
@@ -104,6 +107,8 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
         actor, config, seed=0, output_dir=tmp_path
     )
     try:
+        assert remote.can_watch
+        assert_engine_contract(remote, actor.model, actor.tokenizer)
         first = local.generate(REQUESTS)
         assert _ids(remote.generate(REQUESTS)) == _ids(first)
         assert remote.generate([]) == []
@@ -122,8 +127,7 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
             for a, b in zip(mine, theirs, strict=True):
                 assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-4)
 
-        _kill(remote, 1)
-        assert _ids(remote.generate(REQUESTS)) == _ids(second), "a dead replica comes back with these weights"
+        _check_stream(remote, second)
         actor.model.load_state_dict(before)
 
         with pytest.raises(EngineError, match="empty prompt"):
@@ -133,6 +137,42 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
         remote.close()
     with pytest.raises(EngineError, match="closed"):
         remote.generate(REQUESTS)
+
+
+def _check_stream(remote: RayEngine, expected: Sequence[Sequence[Any]]) -> None:
+    """Samples come as they end; when a replica dies, only what had not ended is sampled again."""
+    assert remote._group is not None
+    before = remote._group._actors[1]
+    found: list[Ended] = []
+    monitor = _Killing(remote, found)
+    watch = Watch(monitor=monitor, every=5)
+    watched = [replace(request, watch=watch) for request in REQUESTS]
+    watched[0] = replace(watched[0], sampling=replace(watched[0].sampling, max_new_tokens=1))
+    for part in remote.generate_stream(watched):
+        found.extend(part)
+    assert remote._group._actors[1] is not before, "it died, and was started again"
+    assert monitor.num_found[-1] > 0, "samples were handed on before the last look at others"
+    assert len(found) == 20, "each once"
+    ids = _ids(collect(REQUESTS, [found]))
+    assert ids[1:] == _ids(expected)[1:], "with the newest weights"
+    assert ids[0] == [generation.response_ids[:1] for generation in expected[0]]
+
+
+class _Killing:
+    """A monitor that cannot travel, kills a replica at its first look and objects to nothing."""
+
+    def __init__(self, engine: RayEngine, found: list[Ended]) -> None:
+        self._engine = engine
+        self._found = found
+        self._lock = threading.Lock()
+        self.num_found: list[int] = []
+
+    def check(self, partial: Sequence[tuple[int, list[int]]]) -> list[bool]:
+        with self._lock:
+            if not self.num_found:
+                _kill(self._engine, 1)
+            self.num_found.append(len(self._found))
+        return [False] * len(partial)
 
 
 def _kill(engine: RayEngine, index: int) -> None:
