@@ -80,7 +80,8 @@ class RolloutEngine(Protocol):
     """Generates, and follows the actor's weights.
 
     An engine whose samples end at different times may also have ``generate_stream`` (see ``stream``): rewards
-    then begin while the rest is generated.
+    then begin while the rest is generated. It may also have ``admit(requests)``, which adds requests to the
+    stream that is open, between two of its parts: they count on from its last and come out of it.
     """
 
     shares_weights: bool

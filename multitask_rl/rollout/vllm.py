@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, coll
 from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.rollout.handover import save_for_engine
 from multitask_rl.rollout.vllm_start import num_workers_elsewhere, start_vllm
-from multitask_rl.rollout.vllm_stream import decode, eager_on_cpu
+from multitask_rl.rollout.vllm_stream import Decoding, eager_on_cpu
 from multitask_rl.rollout.vllm_weights import WeightLoader
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class VLLMEngine:
         self._unusable = ""
         self._grammars: Grammars | None = None
         self._asleep: set[str] = set()
+        self._open: _Open | None = None
         self._has_weights = True
         self._max_model_len = int(self._llm.llm_engine.model_config.max_model_len)
         size = int(self._llm.llm_engine.model_config.get_vocab_size())
@@ -145,33 +146,47 @@ class VLLMEngine:
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield the samples that ended in each of vLLM's steps (see ``rollout.base.stream``)."""
-        for index, request in enumerate(requests):
-            if not request.prompt_ids:
-                raise EngineError(f"request {index} has an empty prompt; give it at least one token")
         self._check_usable()
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise EngineError("vLLM is at work on another call; finish that one, or close its stream, first")
         self.num_prompt_tokens = self.num_cached_tokens = 0
-        fitting = [i for i, r in enumerate(requests) if len(r.prompt_ids) < self._max_model_len]
-        nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
-        too_long = set(range(len(requests))).difference(fitting)
-        if too_long:
-            yield [(i, j, nothing) for i in sorted(too_long) for j in range(len(requests[i].seeds))]
-        if fitting:
-            self._check_weights()
-            if self._llm.llm_engine.has_unfinished_requests():
-                raise EngineError(
-                    "vLLM is at work on another call; finish that one, or close its stream, first"
-                )
-            try:
-                self._wake(["weights", "kv_cache"])
-                for generated, outputs in decode(self._llm, requests, fitting, self._sampling):
+        decoding = Decoding(self._llm, self._sampling)
+        self._open = open_ = _Open(decoding)
+        try:
+            self.admit(requests)
+            # who is handed samples may admit more before asking for the next
+            while open_.ended or self._llm.llm_engine.has_unfinished_requests():
+                if open_.ended:
+                    ended, open_.ended = open_.ended, []
+                    yield ended
+                for generated, outputs in decoding.run():
                     self.num_prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
                     self.num_cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                     yield generated
-            except BaseException as error:
-                self._abort()
-                if not isinstance(error, Exception) or isinstance(error, MultitaskRLError):
-                    raise
-                raise self._failed(error) from error
+        except BaseException as error:
+            self._abort()
+            if not isinstance(error, Exception) or isinstance(error, MultitaskRLError):
+                raise
+            raise self._failed(error) from error
+        finally:
+            if self._open is open_:
+                self._open = None
+
+    def admit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Add requests to the stream that is open (see ``rollout.base.admit``)."""
+        if self._open is None:
+            raise EngineError("no stream is open that requests could join; call generate_stream")
+        for request in requests:
+            index, self._open.num_requests = self._open.num_requests, self._open.num_requests + 1
+            if not request.prompt_ids:
+                raise EngineError(f"request {index} has an empty prompt; give it at least one token")
+            if len(request.prompt_ids) >= self._max_model_len:
+                nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
+                self._open.ended += [(index, sample, nothing) for sample in range(len(request.seeds))]
+                continue
+            self._check_weights()
+            self._wake(["weights", "kv_cache"])
+            self._open.decoding.add(index, request)
 
     def _sampling(self, params: SamplingParams, seed: int) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -315,6 +330,16 @@ class VLLMEngine:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             self._loader.close()
+
+
+@dataclass(slots=True)
+class _Open:
+    """The stream that is open."""
+
+    decoding: Decoding
+    num_requests: int = 0
+    ended: list[Ended] = field(default_factory=list)
+    """What ended before it began: prompts that leave no room."""
 
 
 def _saved_shapes(directory: Path) -> dict[str, torch.Size]:

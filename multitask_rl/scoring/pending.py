@@ -6,9 +6,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from multitask_rl.records import Rollout
 from multitask_rl.scoring.items import Item
@@ -46,6 +46,10 @@ class Pending(Protocol[T]):
 
     def is_done(self, index: int) -> bool:
         """Whether everything about a rollout is known."""
+        ...
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """Return the answers about a rollout by name, if all are there, without collecting them."""
         ...
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
@@ -96,6 +100,10 @@ class Answering(Generic[T]):
     def is_done(self, index: int) -> bool:
         """See ``Pending``."""
         return self._asking.is_done(index)
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """See ``Pending``."""
+        return self._asking.known(index)
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
         """See ``Pending``; every 10 s the log says for whom."""
@@ -187,6 +195,10 @@ class Deferred(Generic[T]):
     def is_done(self, index: int) -> bool:
         """See ``Pending``."""
         return self._future.done()
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """Return None: everything is known at once, when it is collected."""
+        return None
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
         """See ``Pending``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,13 @@ def test_a_call_beside_an_open_stream_is_refused(engine: VLLMEngine) -> None:
     first = next(parts)
     with pytest.raises(EngineError, match="at work on another call"):
         engine.generate(requests)
+    full = GenerationRequest(prompt_ids=[5] * 128, sampling=SamplingParams(), seeds=[0])
+    engine.admit([full, replace(full, prompt_ids=[5])])
+    assert {place for part in parts for place in ((i, j) for i, j, _ in part)} == {(1, 0), (2, 0), (3, 0)}
+    with pytest.raises(EngineError, match="no stream is open"):
+        engine.admit([full])
+    parts = engine.generate_stream(requests)
+    first = next(parts)
     parts.close()
     assert [g for _, _, g in first] == expected[0], "the short one came first"
     assert engine.generate(requests) == expected
