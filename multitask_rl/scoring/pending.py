@@ -169,6 +169,8 @@ class Deferred(Generic[T]):
         self._order: list[int] = []
         self._future: Future[list[T]] = Future()
         self._span = (0.0, 0.0)
+        self.began = 0.0
+        """When the first question was asked, where that is before the call."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """See ``Pending``."""
@@ -183,7 +185,7 @@ class Deferred(Generic[T]):
             self._background.submit(self._run)
 
     def _run(self) -> None:
-        began = time.monotonic()
+        began = self.began or time.monotonic()
         try:
             answers = self._call([self._rollouts[i] for i in self._order])
             self._span = (began, time.monotonic())

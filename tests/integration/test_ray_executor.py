@@ -175,11 +175,11 @@ class _Killing:
         return [False] * len(partial)
 
 
-def _kill(engine: RayEngine, index: int) -> None:
+def _kill(owner: RayEngine | RayScorer, index: int) -> None:
     import ray
 
-    assert engine._group is not None
-    ray.kill(engine._group._actors[index])
+    assert owner._group is not None
+    ray.kill(owner._group._actors[index])
 
 
 def _ids(results: Sequence[Sequence[Any]]) -> list[list[list[int]]]:
@@ -263,7 +263,9 @@ def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path)
 
 def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "length.py").write_text(
+        "from pathlib import Path\n\n\n"
         "def length(response, **row):\n"
+        "    Path(__file__).with_name('seen').touch()\n"
         "    if response == 'odd':\n"
         "        raise ValueError('not for me')\n"
         "    return len(response) / 10\n"
@@ -283,6 +285,27 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
         assert [(r.reward, r.breakdown, r.failure) for r in scored] == [
             (r.reward, r.breakdown, r.failure) for r in expected
         ]
+        (tmp_path / "seen").unlink()
+        for i, rollout in enumerate(rollouts):
+            rollout.prompt.position = i
+            rollout.response += "."
+        pending = remote.begin_scoring()
+        pending.add(rollouts[4:])
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "seen").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "seen").exists(), "rewards begin before the round is sealed"
+        _kill(remote, 1)
+        pending.add(rollouts[:4])
+        order = [7, 8, 9, 10, *range(7)]
+        pending.seal(order)
+        pending.wait()
+        again = pending.results(order)
+        assert all(record.rollout is rollout for record, rollout in zip(again, rollouts, strict=True))
+        assert [(r.reward, r.breakdown, r.failure) for r in again] == [
+            (r.reward, r.breakdown, r.failure) for r in local.score(rollouts)
+        ]
+        assert [r.reward for r in again[:3]] == pytest.approx([0.2, 0.8, 1.4])
         assert scored[-1].failure is not None
         assert scored[-1].failure.kind is FailureKind.grader
         assert set(remote.metrics()) == set(local.metrics())
