@@ -11,9 +11,10 @@ from typing import Any
 
 from multitask_rl.flow import DataFlow
 from multitask_rl.records import Score, Scored, TaskEvaluation, Verdict
+from multitask_rl.retries import ConstraintStage
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.satisfaction import constraint_metrics
-from multitask_rl.stages import ConstraintStage, RewardStage, RolloutStage, Scorer
+from multitask_rl.stages import RewardStage, RolloutStage, Scorer
 from multitask_rl.streaming import FLAGGED
 from multitask_rl.task_run import TaskRun, render_rows
 from multitask_rl.training.actor import Actor

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import Prompt, Scored
 from multitask_rl.refill import Refill
+from multitask_rl.retries import ConstraintStage
 from multitask_rl.reward_batch import RewardBatch
 from multitask_rl.rollout.base import RolloutEngine, release_memory
-from multitask_rl.stages import ConstraintStage, RewardStage, RolloutStage
+from multitask_rl.stages import RewardStage, RolloutStage
 from multitask_rl.step_metrics import by_group
 from multitask_rl.task_run import draw_prompts
 from multitask_rl.tracking.timeline import Span, Timeline, intersect, subtract

@@ -228,12 +228,11 @@ def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
     """Refuse constraints that look at partial responses where nobody can show them any."""
     if not any(c.stream_every for c in spec.constraints):
         return
-    engine, executor = plan.config.rollout.engine, plan.config.executor
-    if executor != "local" or not getattr(plan.engine_class, "can_watch", False):
+    if not getattr(plan.engine_class, "can_watch", False):
         raise ConfigError(
             f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: stream_every needs an engine that can "
-            f"be watched while it generates: rollout.engine=hf or vllm with executor=local, not {engine!r} "
-            f"with {executor!r}; leave stream_every out to judge whole responses"
+            f"be watched while it generates: rollout.engine=hf or vllm, not {plan.config.rollout.engine!r}; "
+            "leave stream_every out to judge whole responses"
         )
 
 

@@ -1,10 +1,10 @@
-"""The built-in nodes of the flow: prompts -> rollout -> constraints -> rewards -> advantages."""
+"""Nodes of the flow: prompts -> rollout -> constraints (``retries.py``) -> rewards -> advantages."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from multitask_rl.flow import Stage, in_order
@@ -17,7 +17,7 @@ from multitask_rl.streaming import Judging, StreamJudge
 from multitask_rl.task_run import TaskRun
 from multitask_rl.training.credit import CreditAssigner, CreditedSample
 
-__all__ = ["AdvantageStage", "ConstraintStage", "RewardStage", "RolloutStage", "Scorer"]
+__all__ = ["AdvantageStage", "RewardStage", "RolloutStage", "Scorer"]
 
 
 class Scorer(Judging, Protocol):
@@ -30,6 +30,21 @@ class Scorer(Judging, Protocol):
     def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
         """Return an open round of constraints: verdicts by constraint name per rollout added."""
         ...
+
+
+@dataclass(slots=True)
+class _Call:
+    """What the engine was asked for since it began; positions are those of ``slots``."""
+
+    judge: StreamJudge | None
+    slots: list[Rollout] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    owners: list[list[int]] = field(default_factory=list)
+    """By request: whose its samples are."""
+
+    def verdicts(self, position: int) -> Mapping[str, Verdict | Failure]:
+        """Return what ended the response, if a streaming constraint did."""
+        return {} if self.judge is None else self.judge.verdicts.get(self.seeds[position], {})
 
 
 class RolloutStage(Stage):
@@ -60,54 +75,80 @@ class RolloutStage(Stage):
         self._purpose = purpose
         self._group_size = group_size
         self._temperature = temperature
+        self._call: _Call | None = None
+        self._joined: list[Rollout] = []
         self.spans: list[Span] = []
         """When the engine was at work, since the caller last cleared it."""
 
     def process(self, items: list[Prompt]) -> list[Rollout]:
         """Return ``group_size`` rollouts per prompt, in order."""
-        return self.sample(self._slots(items))
+        return sorted(in_order(self.stream([items])), key=lambda rollout: rollout.order)
 
     def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
-        """Yield rollouts as the engine ends them."""
-        for ended in self._run(self._slots(in_order(parts))):
+        """Yield rollouts as the engine ends them; those that joined later wait for ``take_joined``."""
+        slots = self._slots(in_order(parts))
+        for ended in self._run(slots):
+            self._joined += [rollout for k, rollout in ended if k >= len(slots)]
+            yield [rollout for k, rollout in ended if k < len(slots)]
+
+    def sample(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
+        """Fill empty rollouts (prompt, sample, attempt, sampling), and those that join, as they end."""
+        for ended in self._run(slots):
             yield [rollout for _, rollout in ended]
 
-    def sample(self, slots: Sequence[Rollout]) -> list[Rollout]:
-        """Fill empty rollouts (prompt, sample, attempt, sampling) with what the engine generates."""
-        found = {index: rollout for ended in self._run(slots) for index, rollout in ended}
-        return [found[index] for index in range(len(slots))]
+    @property
+    def can_join(self) -> bool:
+        """Whether the engine is at work and takes more beside it."""
+        return self._call is not None and hasattr(self.engine, "admit")
+
+    def join(self, slots: Sequence[Rollout]) -> None:
+        """Have the engine fill empty rollouts beside what it is at; only while ``can_join``."""
+        assert self._call is not None, "the engine is not at work"
+        self.engine.admit(self._requests(self._call, slots))  # type: ignore[attr-defined]
+
+    def take_joined(self) -> list[Rollout]:
+        """Return the rollouts that joined a ``stream`` and have ended since the last call."""
+        joined, self._joined = self._joined, []
+        return joined
 
     def _run(self, slots: Sequence[Rollout]) -> Iterator[list[tuple[int, Rollout]]]:
         """Yield index of the slot and filled rollout as they end."""
+        call = _Call(StreamJudge(self._scorer, self._text) if self._scorer is not None else None)
+        requests = self._requests(call, slots)
+        self._call = call
+        began = time.monotonic()
+        try:
+            for ended in stream(self.engine, requests):
+                places = [(call.owners[i][j], generation) for i, j, generation in ended]
+                yield [(k, self._fill(call.slots[k], g, call.verdicts(k))) for k, g in places]
+        finally:
+            self._call = None
+            self.spans.append((began, time.monotonic()))
+
+    def _requests(self, call: _Call, slots: Sequence[Rollout]) -> list[GenerationRequest]:
+        """Note the slots in ``call``; return what the engine is asked for them, a request per group."""
         requests: list[GenerationRequest] = []
-        owners: list[list[int]] = []
-        seeds: list[int] = []
-        judge = StreamJudge(self._scorer, self._text) if self._scorer is not None else None
-        for index, slot in enumerate(slots):
+        for slot in slots:
             seed = derive_seed(
                 self._seed, self._purpose, slot.task, slot.prompt.draw, slot.sample, slot.attempt
             )
-            seeds.append(seed)
-            watch = judge.watch(seed, slot, self._runs[slot.task].spec) if judge is not None else None
+            watch = None
+            if call.judge is not None:
+                watch = call.judge.watch(seed, slot, self._runs[slot.task].spec)
             previous = requests[-1] if requests else None
             if previous is not None and previous.prompt_ids is slot.prompt.prompt_ids:
                 requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
-                owners[-1].append(index)
+                call.owners[-1].append(len(call.slots))
             else:
                 requests.append(
                     GenerationRequest(
                         prompt_ids=slot.prompt.prompt_ids, sampling=slot.sampling, seeds=[seed], watch=watch
                     )
                 )
-                owners.append([index])
-        found = judge.verdicts if judge is not None else {}
-        began = time.monotonic()
-        try:
-            for ended in stream(self.engine, requests):
-                places = [(owners[i][j], generation) for i, j, generation in ended]
-                yield [(k, self._fill(slots[k], g, found.get(seeds[k], {}))) for k, g in places]
-        finally:
-            self.spans.append((began, time.monotonic()))
+                call.owners.append([len(call.slots)])
+            call.slots.append(slot)
+            call.seeds.append(seed)
+        return requests
 
     def _slots(self, prompts: list[Prompt]) -> list[Rollout]:
         for position, prompt in enumerate(prompts):
@@ -140,97 +181,6 @@ class RolloutStage(Stage):
             response=self._text(slot, generation.response_ids),
             policy_version=self.engine.policy_version,
             verdicts=dict(verdicts),
-        )
-
-
-class ConstraintStage(Stage):
-    """Asks each task's constraints; where one of mode ``reject`` refuses, the slot is sampled again.
-
-    Refused responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
-    them out silently would bias the estimate (see ``algorithms/constrained_decoding.py``).
-    """
-
-    name = "constraints"
-    consumes = Rollout
-    produces = Rollout
-
-    def __init__(self, scorer: Scorer, rollout: RolloutStage, runs: Mapping[str, TaskRun]) -> None:
-        self._scorer = scorer
-        self._rollout = rollout
-        self._runs = runs
-        self.spans: list[Span] = []
-        """When verdicts were waited for, since the caller last cleared it."""
-
-    def process(self, items: list[Rollout]) -> list[Rollout]:
-        """Return the rollouts with verdicts, attempts of one slot side by side."""
-        attempts: dict[tuple[str, int], list[Rollout]] = {}
-        for rollout in (r for part in self.stream([items]) for r in part):
-            attempts.setdefault((rollout.group_id, rollout.sample), []).append(rollout)
-        return [a for r in items for a in attempts[(r.group_id, r.sample)]]
-
-    def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
-        """Yield rollouts without constraints as they come, the others when they are judged.
-
-        Slots are sampled again together, after the batch: the engine is busy before, and one call is faster
-        than many.
-        """
-        judging = self._scorer.begin_judging()
-        pending: list[Rollout] = []
-        for part in parts:
-            own = [r for r in part if self._runs[r.task].spec.judged]
-            if len(own) < len(part):
-                yield [r for r in part if not self._runs[r.task].spec.judged]
-            if own:
-                judging.add(own)
-                pending += own
-        while pending:
-            judged = self._judge(judging, pending)
-            yield judged
-            following = [self._next_attempt(r) for r in judged if r.rejected]
-            again = [slot for slot in following if slot is not None]
-            pending = self._rollout.sample(again) if again else []
-            if pending:
-                judging = self._scorer.begin_judging()
-                judging.add(pending)
-
-    def _judge(
-        self, judging: Pending[dict[str, Verdict | Failure]], rollouts: list[Rollout]
-    ) -> list[Rollout]:
-        """Return ``rollouts``, all that ``judging`` was asked about, with their verdicts and in order."""
-        began = time.monotonic()
-        order = sorted(range(len(rollouts)), key=lambda index: rollouts[index].order)
-        judging.seal(order)
-        judging.wait()
-        self.spans.append((began, time.monotonic()))
-        judged = []
-        for index, judged_whole in zip(order, judging.results(order), strict=True):
-            rollout = rollouts[index]
-            # what ended a response stands, though a judge that draws might now think better of it
-            verdicts = {**judged_whole, **rollout.verdicts}
-            rejecting = {
-                c.name or c.plugin for c in self._runs[rollout.task].spec.judged if c.mode == "reject"
-            }
-            failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
-            refused = any(
-                isinstance(v, Verdict) and v.violated for name, v in verdicts.items() if name in rejecting
-            )
-            judged.append(
-                replace(rollout, verdicts=verdicts, rejected=refused, failure=rollout.failure or failed)
-            )
-        return judged
-
-    def _next_attempt(self, rollout: Rollout) -> Rollout | None:
-        """Return the empty slot of the next attempt; None if they ran out, or it would be the same again.
-
-        A greedy response would repeat itself: the attempts after it are sampled as in training.
-        """
-        run = self._runs[rollout.task]
-        most = max(c.max_attempts for c in run.spec.constraints if c.mode == "reject")
-        sampling = rollout.sampling if rollout.sampling.temperature > 0 else run.sampling
-        if rollout.attempt + 1 >= most or sampling.temperature == 0:
-            return None
-        return Rollout(
-            prompt=rollout.prompt, sample=rollout.sample, attempt=rollout.attempt + 1, sampling=sampling
         )
 
 

@@ -60,17 +60,11 @@ def ours() -> None:
 
     renew(1)  # watched
     renew(2)  # proven
-    plan = own._loader._plan
+    (plan,) = own._llm.collective_rpc(lambda worker: worker._taken_plan)
 
     def copy() -> None:
         for name, tensor in weights.items():
             copied[name].copy_(tensor)
-
-    def pack() -> None:
-        for layer, plain in plan.packed:
-            if plain is not None:
-                layer.weight = plain
-            layer.quant_method.process_weights_after_loading(layer)
 
     def step(number: int) -> dict[str, float]:
         mine = items[number * PROMPTS : (number + 1) * PROMPTS]
@@ -85,7 +79,7 @@ def ours() -> None:
         measured = _timed(lambda: own.generate(requests))
         new = sum(len(g.response_ids) for group in measured.pop("result") for g in group)
         shares = own.num_cached_tokens / own.num_prompt_tokens
-        for name, act in (("update", lambda: renew_timed(number)), ("copy", copy), ("pack", pack)):
+        for name, act in (("update", lambda: renew_timed(number)), ("copy", copy), ("pack", plan.pack)):
             took = _timed(act)
             measured |= {f"{name}_ms": 1e3 * took["step_s"], f"{name}_cpu_ms": 1e3 * took["cpu_s"]}
         measured["is_by_plan"] = float(own._loader.is_proven)

@@ -1,20 +1,30 @@
 """Engine replicas as Ray actors behind ``RolloutEngine``.
 
-Samples carry their own seeds, so where one is drawn changes nothing. A replica that dies is started again
-once, with the newest weights, and its share is repeated.
+Samples carry their own seeds, so where one is drawn changes nothing. They are handed on as they end,
+whichever replica they come from. A replica that dies is started again once, with the newest weights, and what
+had not ended there is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
-from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
+from multitask_rl.executor.replica import Look, Replica, without_monitors
+from multitask_rl.rollout.base import (
+    Ended,
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    collect,
+    most_tokens,
+)
+from multitask_rl.training.balance import share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,36 +74,14 @@ class RayEngineFactory:
             config,
             seed,
             "cuda" if self.num_gpus else "cpu",
+            actor.config.autocast,
         )
         engine = RayEngine(
             make, num_replicas=self.num_replicas, num_cpus=self.num_cpus, num_gpus=self.num_gpus
         )
+        engine.can_watch = bool(getattr(self.engine, "can_watch", False))
         engine.update_weights(actor.state_dict(), actor.policy_version)
         return engine
-
-
-class _Replica:
-    """An engine in a process of its own, with the copy of the actor it was built from."""
-
-    def __init__(self, engine: RolloutEngine, actor: Actor) -> None:
-        self._engine = engine
-        # an engine that samples from the actor's own tensors follows the copy; another needs it no more
-        self._model: Any = actor.model if engine.shares_weights else None
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        return self._engine.generate(requests)
-
-    def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        if self._model is None:
-            self._engine.update_weights(weights, policy_version)
-            return
-        import torch
-
-        own = self._model.state_dict()
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
-        self._engine.update_weights({}, policy_version)
 
 
 def _make_replica(
@@ -103,8 +91,9 @@ def _make_replica(
     config: RolloutConfig,
     seed: int,
     device: str,
+    autocast: bool,
     index: int,
-) -> _Replica:
+) -> Replica:
     from transformers import AutoModelForCausalLM
 
     from multitask_rl.config.run import ModelConfig
@@ -112,16 +101,16 @@ def _make_replica(
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", attn_implementation="sdpa")
     model.to(device).eval()
-    actor = Actor(model, tokenizer, ModelConfig(name_or_path=directory))
+    actor = Actor(model, tokenizer, ModelConfig(name_or_path=directory, autocast=autocast))
     output_dir = Path(directory) / f"replica-{index}"
-    return _Replica(engine.build(actor, config, seed=seed, output_dir=output_dir), actor)
+    return Replica(engine.build(actor, config, seed=seed, output_dir=output_dir), actor)
 
 
 class RayEngine:
     """``RolloutEngine`` over replicas in Ray actors.
 
     Args:
-        make: builds replica ``index`` in its actor; anything with ``generate`` and ``update_weights``.
+        make: builds replica ``index`` in its actor; a ``Replica``, or what has its methods.
         num_replicas: how many.
         num_cpus: per replica.
         num_gpus: per replica.
@@ -136,6 +125,8 @@ class RayEngine:
         self, make: Callable[[int], Any], *, num_replicas: int, num_cpus: float = 1.0, num_gpus: float = 0.0
     ) -> None:
         self.policy_version = 0
+        self.can_watch = True
+        """Requests may carry a ``Watch``; the replicas' engine decides."""
         self._weights: Any = None
         self._group: ActorGroup | None = ActorGroup(
             "rollout replica", make, num_replicas, num_cpus=num_cpus, num_gpus=num_gpus
@@ -148,21 +139,29 @@ class RayEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
+        return collect(requests, self.generate_stream(requests))
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        """Yield samples as they end, from all replicas (see ``rollout.base.stream``)."""
         group = self._open()
-        shares = _share_out([_cost(request) for request in requests], len(group))
-        work = {index: ([requests[i] for i in share],) for index, share in enumerate(shares) if share}
-        results, dead = group.call("generate", work)
-        if dead:
-            self._revive(group, dead)
-            again, still_dead = group.call("generate", {index: work[index] for index in dead})
-            if still_dead:
-                raise EngineError(f"rollout replica {still_dead[0]} died twice on the same requests")
-            results.update(again)
-        ordered: list[list[Generation]] = [[] for _ in requests]
-        for index, generations in results.items():
-            for position, group_of_request in zip(shares[index], generations, strict=True):
-                ordered[position] = group_of_request
-        return ordered
+        call = _Call(group, requests)
+        died: set[int] = set()
+        try:
+            for index in call.shares:
+                call.begin(index)
+            while call.under_way:
+                index, happened = call.next()
+                if happened is None:
+                    if index in died:
+                        raise EngineError(f"rollout replica {index} died twice on the same requests")
+                    died.add(index)
+                    self._revive(group, [index])
+                    call.begin(index)
+                elif happened:
+                    yield happened
+        finally:
+            if self._group is group:
+                call.stop()
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Send ``weights`` to every replica through the object store, once."""
@@ -193,21 +192,57 @@ class RayEngine:
             self._group = None
 
 
-def _cost(request: GenerationRequest) -> int:
-    """Return the tokens a request may take."""
-    return len(request.seeds) * (len(request.prompt_ids) + request.sampling.max_new_tokens)
+class _Call:
+    """What one call asked of the replicas, and what of it has ended."""
 
+    def __init__(self, group: ActorGroup, requests: Sequence[GenerationRequest]) -> None:
+        self._group = group
+        self._requests, self._monitors = without_monitors(requests)
+        self._open = [dict.fromkeys(range(len(request.seeds))) for request in requests]
+        """Per request the samples that have not ended, in order."""
+        shares = share_out([most_tokens(request) for request in requests], len(group))
+        self.shares = {index: share for index, share in enumerate(shares) if share}
+        """Requests by replica."""
+        self._given: dict[int, list[tuple[int, list[int]]]] = {}
+        """By replica: requests as it counts them, with the samples asked for."""
+        self.under_way: dict[Any, int] = {}
+        """Calls that have not returned, with the replica they went to."""
 
-def _share_out(costs: Sequence[int], number: int) -> list[list[int]]:
-    """Return ``number`` lists of positions of about equal cost: the dearest first, each to the least loaded.
+    def begin(self, index: int) -> None:
+        """Give a replica what has not ended of its share."""
+        given = [(i, list(self._open[i])) for i in self.shares[index] if self._open[i]]
+        self._given[index] = given
+        asked = [
+            replace(self._requests[i], seeds=[self._requests[i].seeds[j] for j in js]) for i, js in given
+        ]
+        self._group.submit(index, "begin", asked)
+        self._advance(index, None)
 
-    >>> _share_out([5, 1, 4, 2], 2)
-    [[0, 1], [2, 3]]
-    """
-    shares: list[list[int]] = [[] for _ in range(number)]
-    loads = [0] * number
-    for position in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        index = loads.index(min(loads))
-        shares[index].append(position)
-        loads[index] += costs[position]
-    return [sorted(share) for share in shares]
+    def _advance(self, index: int, answer: Sequence[bool] | None) -> None:
+        self.under_way[self._group.submit(index, "advance", answer)] = index
+
+    def next(self) -> tuple[int, list[Ended] | None]:
+        """Wait for one replica; return it with what ended there, None if it died."""
+        reference, result = self._group.first(self.under_way)
+        index = self.under_way.pop(reference)
+        if result is None:
+            return index, None
+        events, is_all = result
+        answer = None
+        ended: list[Ended] = []
+        for event in events:
+            if isinstance(event, Look):  # the last one: the replica waits
+                answer = self._monitors[event.monitor].check(event.partial)
+                continue
+            for request, sample, generation in event:
+                i, samples = self._given[index][request]
+                del self._open[i][samples[sample]]
+                ended.append((i, samples[sample], generation))
+        if not is_all:
+            self._advance(index, answer)
+        return index, ended
+
+    def stop(self) -> None:
+        """Have the replicas give up what is under way."""
+        if self.under_way:
+            self._group.call("stop", dict.fromkeys(self.under_way.values(), ()))

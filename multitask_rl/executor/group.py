@@ -88,8 +88,8 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
         for kind, number in missing.items()
     )
     raise ConfigError(
-        f"the Ray cluster has no room for {what}: {details}. Lower ray.num_engines, ray.gpus_per_engine or "
-        "ray.num_reward_pools, stop what else runs there, or add nodes before the run."
+        f"the Ray cluster has no room for {what}: {details}. Lower ray.num_engines, ray.gpus_per_engine, "
+        "ray.num_reward_pools or parallel.num_ranks, stop what else runs there, or add nodes before the run."
     )
 
 
@@ -166,6 +166,33 @@ class ActorGroup:
                 seconds = time.monotonic() - began
                 _LOG.warning("waiting for %s %s in %s for %.0f s", self.name, waiting, method, seconds)
         return results, sorted(dead)
+
+    def submit(self, index: int, method: str, *arguments: Any) -> Any:
+        """Call ``method`` on the actor ``index``; return a reference for ``first``."""
+        return self._actors[index].call.remote(method, *arguments)
+
+    def first(self, calls: Mapping[Any, int]) -> tuple[Any, Any]:
+        """Wait for one of ``calls`` (references, with who was called); return it and what it returned.
+
+        Returns:
+            The reference, and None in place of the result if the actor died.
+
+        Raises:
+            MultitaskRLError: what the method raised, with its type.
+        """
+        import ray
+
+        began = time.monotonic()
+        while not (done := ray.wait(list(calls), num_returns=1, timeout=_REPORT_EVERY_S)[0]):
+            waiting = ", ".join(str(index) for index in sorted(calls.values()))
+            _LOG.warning("waiting for %s %s for %.0f s", self.name, waiting, time.monotonic() - began)
+        try:
+            return done[0], ray.get(done[0])
+        except ray.exceptions.RayActorError as error:
+            _LOG.warning("%s %d died: %s", self.name, calls[done[0]], error)
+            return done[0], None
+        except ray.exceptions.RayTaskError as error:
+            raise _original(error) from error
 
     def close(self) -> None:
         """Kill the actors; the last group also stops a cluster that was started here."""

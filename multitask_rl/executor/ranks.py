@@ -7,7 +7,7 @@ import logging
 import signal
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from multitask_rl.executor.group import ActorGroup
@@ -17,6 +17,7 @@ __all__ = ["LocalRank", "RayRanks"]
 logger = logging.getLogger(__name__)
 
 _BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from multitask_rl.training import replica; "
+_END_WITHIN_S = 5.0
 
 
 class LocalRank:
@@ -73,6 +74,7 @@ class RayRanks:
             "learner rank", _make_rank, num_helpers, num_cpus=num_cpus, num_gpus=num_gpus
         )
         self._threads = ThreadPoolExecutor(num_helpers, thread_name_prefix="learner-rank")
+        self._calls: list[Future[Any]] = []
         self._num_open = num_helpers
 
     @property
@@ -85,12 +87,14 @@ class RayRanks:
     def __call__(self, where: dict[str, Any]) -> _RayRank:
         """Start the rank ``where["rank"]``."""
         index = where["rank"] - 1
-        return _RayRank(self, self._threads.submit(self._group.call, "serve", {index: (where,)}))
+        self._calls.append(self._threads.submit(self._group.call, "serve", {index: (where,)}))
+        return _RayRank(self, self._calls[-1])
 
     def leave(self) -> None:
         """A rank is done with; the last one stops the actors."""
         self._num_open -= 1
         if self._num_open == 0:
+            wait(self._calls, _END_WITHIN_S)  # they end by themselves once their connection is closed
             self._group.close()
             self._threads.shutdown(wait=False)
 

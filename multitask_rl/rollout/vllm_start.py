@@ -1,4 +1,7 @@
-"""Starts vLLM: in this process, with what its CPU build needs, and without touching the random streams."""
+"""Starts vLLM: in this process, with what its CPU build needs, and without touching the random streams.
+
+Under tensor parallelism the scheduler stays in this process and every rank is a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,30 @@ from multitask_rl.errors import ConfigError
 if TYPE_CHECKING:
     from multitask_rl.rollout.vllm import VLLMEngine
 
-__all__ = ["start_vllm"]
+__all__ = ["num_workers_elsewhere", "start_vllm"]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in process: weights by reference, start in 3 s instead of 16
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the process and its cores
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process that has computed with OpenMP hangs
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # ranks that wait for each other end by signal alone
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _CPU_CACHE_BYTES = 256 * 2**20
 
 
+def num_workers_elsewhere(config: VLLMEngine.Config) -> int:
+    """Return how many workers of a started engine are processes of their own; 0 = its only one is here."""
+    in_process = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    return 0 if in_process and config.tensor_parallel_size == 1 else config.tensor_parallel_size
+
+
 def start_vllm(model_dir: str, config: VLLMEngine.Config, seed: int) -> Any:
     """Return the ``LLM``; the process's random streams are as they were."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with _kept_random_state():
+    with _kept_random_state(), _shared_threads(config.tensor_parallel_size):
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -53,7 +64,9 @@ def start_vllm(model_dir: str, config: VLLMEngine.Config, seed: int) -> Any:
         if cache_bytes:
             arguments["kv_cache_memory_bytes"] = cache_bytes
         try:
-            return LLM(
+            if config.tensor_parallel_size != 1:
+                _check_ranks(model_dir, config.tensor_parallel_size, on_cpu)
+            llm = LLM(
                 model=model_dir,
                 dtype=_saved_dtype(model_dir) if config.dtype == "auto" else config.dtype,
                 seed=seed % 2**31,
@@ -65,13 +78,50 @@ def start_vllm(model_dir: str, config: VLLMEngine.Config, seed: int) -> Any:
                 # the trainer's library for every grammar; its mask is put on before the log-probabilities
                 structured_outputs_config={"backend": "guidance"},
                 enable_prefix_caching=True,
+                worker_extension_cls="multitask_rl.rollout.vllm_worker.WeightReceiver",
                 **arguments,
             )
+            if on_cpu and num_workers_elsewhere(config):
+                llm.collective_rpc("stay_eager")
+            return llm
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"vLLM does not start on {model_dir} with rollout.engine_config = {config}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _check_ranks(model_dir: str, size: int, on_cpu: bool) -> None:
+    """Raise a ConfigError where vLLM would wait, or name the number and not the key."""
+    from transformers import AutoConfig
+
+    key = f"rollout.engine_config.tensor_parallel_size is {size}"
+    heads = getattr(AutoConfig.from_pretrained(model_dir).get_text_config(), "num_attention_heads", size)
+    if size < 1 or heads % size:
+        allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(f"{key}, and the model has {heads} attention heads; allowed: {allowed}")
+    devices = len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
+    if size > devices:
+        what = "cores" if on_cpu else "CUDA devices (under executor=ray: ray.gpus_per_engine)"
+        raise ConfigError(f"{key}, and this process may use {devices} {what}; lower it to that or less")
+
+
+@contextlib.contextmanager
+def _shared_threads(num_ranks: int) -> Iterator[None]:
+    """Give ranks a share of this process's threads each, and leave this process its own."""
+    before, threads = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
+    if num_ranks > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_ranks))
+    try:
+        yield
+    finally:
+        if num_ranks > 1:
+            os.environ.pop("OMP_NUM_THREADS")
+            if before is not None:
+                os.environ["OMP_NUM_THREADS"] = before
+        torch.set_num_threads(threads)  # vLLM takes all but one
 
 
 def _saved_dtype(model_dir: str) -> str:

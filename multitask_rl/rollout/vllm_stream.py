@@ -1,7 +1,8 @@
 """Samples of a call, one vLLM step at a time: each is handed on when it ends, and may be ended before.
 
 ``LLM.generate`` returns when the last sample has ended. Here the first rewards are computed while the rest is
-decoded (continuous batching as ever), and monitors see responses that are not finished.
+decoded (continuous batching as ever), monitors see responses that are not finished, and what is to be sampled
+again joins the batch that is running.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, look
 
-__all__ = ["decode", "eager_on_cpu"]
+__all__ = ["Decoding", "eager_on_cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,56 +32,50 @@ class _Row:
     """Its name inside vLLM."""
 
 
-def decode(
-    llm: Any,
-    requests: Sequence[GenerationRequest],
-    which: Sequence[int],
-    sampling: Callable[[SamplingParams, int], Any],
-) -> Iterator[tuple[list[Ended], list[Any]]]:
-    """Queue the samples of the requests ``which``; yield those that ended in a step, with vLLM's outputs.
+class Decoding:
+    """The samples of a call under way; more may be added while it runs.
 
     Args:
         llm: the ``LLM``.
-        requests: of the call.
-        which: their indices.
         sampling: vLLM's parameters of ours and a seed.
     """
-    engine = llm.llm_engine
-    rows = {
-        name: row for index in which for name, row in _queue(llm, index, requests[index], sampling).items()
-    }
-    while engine.has_unfinished_requests():
-        with eager_on_cpu():
-            outputs = engine.step()
-        ended = [output for output in outputs if output.finished]
-        generated = [_generation(output) for output in ended]
-        due = [o for o in outputs if not o.finished and _is_due(rows[o.request_id].watch, o)]
-        flagged = _flagged(due, rows) if due else []
-        if flagged:
-            engine.abort_request([rows[output.request_id].inner for output in flagged], internal=True)
-            ended += flagged
-            generated += [replace(_generation(output), finish_reason="flagged") for output in flagged]
-        if ended:
-            places = [rows[output.request_id] for output in ended]
-            yield [(r.request, r.sample, g) for r, g in zip(places, generated, strict=True)], ended
 
+    def __init__(self, llm: Any, sampling: Callable[[SamplingParams, int], Any]) -> None:
+        self._llm = llm
+        self._sampling = sampling
+        self._rows: dict[str, _Row] = {}
 
-def _queue(
-    llm: Any, index: int, request: GenerationRequest, sampling: Callable[[SamplingParams, int], Any]
-) -> dict[str, _Row]:
-    """Hand vLLM the samples of one request; return them by the name their outputs carry."""
-    from vllm.sampling_params import RequestOutputKind
+    def add(self, index: int, request: GenerationRequest) -> None:
+        """Hand vLLM the samples of request ``index``; it admits them to its batch at the next step."""
+        from vllm.sampling_params import RequestOutputKind
 
-    prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-    kind = RequestOutputKind.CUMULATIVE if request.watch else RequestOutputKind.FINAL_ONLY
-    rows = {}
-    for sample, seed in enumerate(request.seeds):
-        params = sampling(request.sampling, seed)
-        params.output_kind = kind
-        name = str(next(llm.request_counter))
-        inner = llm.llm_engine.add_request(name, prompt, params)
-        rows[name] = _Row(index, sample, seed, request.watch, inner)
-    return rows
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        kind = RequestOutputKind.CUMULATIVE if request.watch else RequestOutputKind.FINAL_ONLY
+        for sample, seed in enumerate(request.seeds):
+            params = self._sampling(request.sampling, seed)
+            params.output_kind = kind
+            name = str(next(self._llm.request_counter))
+            inner = self._llm.llm_engine.add_request(name, prompt, params)
+            # by the name that its outputs carry
+            self._rows[name] = _Row(index, sample, seed, request.watch, inner)
+
+    def run(self) -> Iterator[tuple[list[Ended], list[Any]]]:
+        """Yield the samples that ended in a step, with vLLM's outputs, until none is left."""
+        engine, rows = self._llm.llm_engine, self._rows
+        while engine.has_unfinished_requests():
+            with eager_on_cpu():
+                outputs = engine.step()
+            ended = [output for output in outputs if output.finished]
+            generated = [_generation(output) for output in ended]
+            due = [o for o in outputs if not o.finished and _is_due(rows[o.request_id].watch, o)]
+            flagged = _flagged(due, rows) if due else []
+            if flagged:
+                engine.abort_request([rows[output.request_id].inner for output in flagged], internal=True)
+                ended += flagged
+                generated += [replace(_generation(output), finish_reason="flagged") for output in flagged]
+            if ended:
+                places = [rows.pop(output.request_id) for output in ended]
+                yield [(r.request, r.sample, g) for r, g in zip(places, generated, strict=True)], ended
 
 
 def _is_due(watch: Watch | None, output: Any) -> bool:

@@ -6,9 +6,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from multitask_rl.records import Rollout
 from multitask_rl.scoring.items import Item
@@ -46,6 +46,10 @@ class Pending(Protocol[T]):
 
     def is_done(self, index: int) -> bool:
         """Whether everything about a rollout is known."""
+        ...
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """Return the answers about a rollout by name, if all are there, without collecting them."""
         ...
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
@@ -96,6 +100,10 @@ class Answering(Generic[T]):
     def is_done(self, index: int) -> bool:
         """See ``Pending``."""
         return self._asking.is_done(index)
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """See ``Pending``."""
+        return self._asking.known(index)
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
         """See ``Pending``; every 10 s the log says for whom."""
@@ -161,6 +169,8 @@ class Deferred(Generic[T]):
         self._order: list[int] = []
         self._future: Future[list[T]] = Future()
         self._span = (0.0, 0.0)
+        self.began = 0.0
+        """When the first question was asked, where that is before the call."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """See ``Pending``."""
@@ -175,7 +185,7 @@ class Deferred(Generic[T]):
             self._background.submit(self._run)
 
     def _run(self) -> None:
-        began = time.monotonic()
+        began = self.began or time.monotonic()
         try:
             answers = self._call([self._rollouts[i] for i in self._order])
             self._span = (began, time.monotonic())
@@ -187,6 +197,10 @@ class Deferred(Generic[T]):
     def is_done(self, index: int) -> bool:
         """See ``Pending``."""
         return self._future.done()
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """Return None: everything is known at once, when it is collected."""
+        return None
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
         """See ``Pending``."""

@@ -96,6 +96,15 @@ class Round:
         """Whether every question about a rollout is answered."""
         return all(item.result is not None for _, item in self.asked[index])
 
+    def known(self, index: int) -> dict[str, Result] | None:
+        """Return the answers about a rollout by name; None while one is open."""
+        found = {judge.name: result for judge, result in self.hits[index]}
+        for judge, item in self.asked[index]:
+            if item.result is None:
+                return None
+            found[judge.name] = item.result
+        return found
+
     def remember(self) -> None:
         """Put what was found out into the cache; failures are not kept."""
         for key, item in list(self._keys.items()):

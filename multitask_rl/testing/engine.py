@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import (
+    Ended,
     Generation,
     GenerationRequest,
     RolloutEngine,
@@ -69,6 +70,8 @@ def assert_engine_contract(
     _check_update(engine, model, requests, results, tolerance)
     assert engine.generate([]) == [], "no request, no result"
     _check_stream(engine, requests)
+    if hasattr(engine, "admit"):
+        _check_admission(engine, requests)
     if getattr(engine, "can_watch", False):
         _check_watch(engine, requests, engine.generate(requests))
 
@@ -160,6 +163,20 @@ def _check_stream(engine: RolloutEngine, requests: Sequence[GenerationRequest]) 
     next(unfinished)
     del unfinished
     assert _ids(engine.generate(requests)) == _ids(expected), "a stream given up leaves nothing behind"
+
+
+def _check_admission(engine: Any, requests: Sequence[GenerationRequest]) -> None:
+    """Requests that join a stream give what they give alone, and leave those they join alone."""
+    expected = engine.generate(requests)
+    hurried = replace(requests[0], sampling=replace(requests[0].sampling, max_new_tokens=1))
+    found: list[list[Ended]] = []
+    for part in engine.generate_stream([hurried, requests[1]]):
+        if not found:
+            engine.admit(requests[2:])
+        found.append(part)
+    groups = collect([hurried, *requests[1:]], found)
+    assert _ids(groups)[1:] == _ids(expected)[1:], "who joins changes nothing"
+    assert sum(len(part) for part in found) == sum(len(request.seeds) for request in requests)
 
 
 class _EndsOddSeeds:

@@ -17,7 +17,7 @@ import torch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import TrainSample
-from multitask_rl.rollout.base import Ended, GenerationRequest
+from multitask_rl.rollout.base import Ended, GenerationRequest, most_tokens
 from multitask_rl.training.balance import deal, share_out
 from multitask_rl.training.context_parallel import check_model
 from multitask_rl.training.credit import Before, look_before
@@ -159,7 +159,7 @@ class LearnerTeam:
         """
         self._synchronise()
         free = [i for i, request in enumerate(requests) if request.watch is None]
-        shares = share_out([_cost(requests[i]) for i in free], self._size)
+        shares = share_out([most_tokens(requests[i]) for i in free], self._size)
         indices = [[free[position] for position in share] for share in shares]
         indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
         busy = {rank for rank in range(1, self._size) if indices[rank]}
@@ -282,11 +282,6 @@ class LearnerTeam:
         """End the other ranks. Idempotent."""
         self._lines.close()
         self._learner.team = None
-
-
-def _cost(request: GenerationRequest) -> int:
-    """Return the tokens a request may take."""
-    return len(request.prompt_ids) + len(request.seeds) * request.sampling.max_new_tokens
 
 
 def _ended(message: tuple[int, str, Any], indices: Sequence[Sequence[int]], busy: set[int]) -> list[Ended]:

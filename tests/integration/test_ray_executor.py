@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +17,18 @@ from typing import Any
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
+
+from model_builders import build_actor, sample_scored
+from test_learner import Bench, relative_difference
+from test_ranks import TeamBench
+
 from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError
 from multitask_rl.executor import group
 from multitask_rl.executor.engine import RayEngine, RayEngineFactory
+from multitask_rl.executor.ranks import RayRanks
 from multitask_rl.executor.scorer import RayScorer
 from multitask_rl.records import (
     Event,
@@ -32,9 +41,10 @@ from multitask_rl.records import (
     Scored,
     Verdict,
 )
-from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.base import Ended, GenerationRequest, Watch, collect
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.testing.engine import assert_engine_contract
 from multitask_rl.training.actor import Actor
 
 pytestmark = [
@@ -103,6 +113,8 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
         actor, config, seed=0, output_dir=tmp_path
     )
     try:
+        assert remote.can_watch
+        assert_engine_contract(remote, actor.model, actor.tokenizer)
         first = local.generate(REQUESTS)
         assert _ids(remote.generate(REQUESTS)) == _ids(first)
         assert remote.generate([]) == []
@@ -121,8 +133,7 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
             for a, b in zip(mine, theirs, strict=True):
                 assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-4)
 
-        _kill(remote, 1)
-        assert _ids(remote.generate(REQUESTS)) == _ids(second), "a dead replica comes back with these weights"
+        _check_stream(remote, second)
         actor.model.load_state_dict(before)
 
         with pytest.raises(EngineError, match="empty prompt"):
@@ -134,11 +145,47 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
         remote.generate(REQUESTS)
 
 
-def _kill(engine: RayEngine, index: int) -> None:
+def _check_stream(remote: RayEngine, expected: Sequence[Sequence[Any]]) -> None:
+    """Samples come as they end; when a replica dies, only what had not ended is sampled again."""
+    assert remote._group is not None
+    before = remote._group._actors[1]
+    found: list[Ended] = []
+    monitor = _Killing(remote, found)
+    watch = Watch(monitor=monitor, every=5)
+    watched = [replace(request, watch=watch) for request in REQUESTS]
+    watched[0] = replace(watched[0], sampling=replace(watched[0].sampling, max_new_tokens=1))
+    for part in remote.generate_stream(watched):
+        found.extend(part)
+    assert remote._group._actors[1] is not before, "it died, and was started again"
+    assert monitor.num_found[-1] > 0, "samples were handed on before the last look at others"
+    assert len(found) == 20, "each once"
+    ids = _ids(collect(REQUESTS, [found]))
+    assert ids[1:] == _ids(expected)[1:], "with the newest weights"
+    assert ids[0] == [generation.response_ids[:1] for generation in expected[0]]
+
+
+class _Killing:
+    """A monitor that cannot travel, kills a replica at its first look and objects to nothing."""
+
+    def __init__(self, engine: RayEngine, found: list[Ended]) -> None:
+        self._engine = engine
+        self._found = found
+        self._lock = threading.Lock()
+        self.num_found: list[int] = []
+
+    def check(self, partial: Sequence[tuple[int, list[int]]]) -> list[bool]:
+        with self._lock:
+            if not self.num_found:
+                _kill(self._engine, 1)
+            self.num_found.append(len(self._found))
+        return [False] * len(partial)
+
+
+def _kill(owner: RayEngine | RayScorer, index: int) -> None:
     import ray
 
-    assert engine._group is not None
-    ray.kill(engine._group._actors[index])
+    assert owner._group is not None
+    ray.kill(owner._group._actors[index])
 
 
 def _ids(results: Sequence[Sequence[Any]]) -> list[list[list[int]]]:
@@ -197,6 +244,19 @@ def _rollouts(responses: Sequence[str]) -> list[Rollout]:
     ]
 
 
+def test_learner_ranks_in_actors_learn_what_one_process_learns(cluster: None) -> None:
+    scored = sample_scored(build_actor())
+    alone = Bench()
+    ranks = RayRanks(1)
+    team = TeamBench(num_ranks=2, launch=ranks, host=ranks.host)
+    try:
+        alone.update(scored)
+        team.update(scored)
+        assert relative_difference(team.gradient, alone.gradient) < 1e-5
+    finally:
+        team.team.close()
+
+
 def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path) -> None:
     pool = RayScorer(partial(LengthPool, str(tmp_path / "grave")), num_pools=2)
     try:
@@ -222,7 +282,9 @@ def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path)
 
 def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "length.py").write_text(
+        "from pathlib import Path\n\n\n"
         "def length(response, **row):\n"
+        "    Path(__file__).with_name('seen').touch()\n"
         "    if response == 'odd':\n"
         "        raise ValueError('not for me')\n"
         "    return len(response) / 10\n"
@@ -242,6 +304,27 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
         assert [(r.reward, r.breakdown, r.failure) for r in scored] == [
             (r.reward, r.breakdown, r.failure) for r in expected
         ]
+        (tmp_path / "seen").unlink()
+        for i, rollout in enumerate(rollouts):
+            rollout.prompt.position = i
+            rollout.response += "."
+        pending = remote.begin_scoring()
+        pending.add(rollouts[4:])
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "seen").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "seen").exists(), "rewards begin before the round is sealed"
+        _kill(remote, 1)
+        pending.add(rollouts[:4])
+        order = [7, 8, 9, 10, *range(7)]
+        pending.seal(order)
+        pending.wait()
+        again = pending.results(order)
+        assert all(record.rollout is rollout for record, rollout in zip(again, rollouts, strict=True))
+        assert [(r.reward, r.breakdown, r.failure) for r in again] == [
+            (r.reward, r.breakdown, r.failure) for r in local.score(rollouts)
+        ]
+        assert [r.reward for r in again[:3]] == pytest.approx([0.2, 0.8, 1.4])
         assert scored[-1].failure is not None
         assert scored[-1].failure.kind is FailureKind.grader
         assert set(remote.metrics()) == set(local.metrics())

@@ -7,6 +7,7 @@ from run_builders import lines, run_config, train, weights_hash, write_run
 
 from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.task_run import render_rows
 from multitask_rl.trainer import Trainer
 
@@ -209,9 +210,10 @@ def test_retries_that_could_only_repeat_are_not_made(tmp_path):
     assert {row["attempt"] for row in rows} == {0}
 
 
-@pytest.mark.parametrize("changes", [{}, {"rollout": RolloutConfig(engine="vllm")}])
-def test_an_engine_that_cannot_be_watched_is_refused_before_a_model_loads(tmp_path, changes):
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_an_engine_that_cannot_be_watched_is_refused_before_a_model_loads(tmp_path, executor, monkeypatch):
     write(tmp_path)
     (tmp_path / "actor" / "config.json").unlink()
+    monkeypatch.setattr(HFEngine, "can_watch", False)
     with pytest.raises(ConfigError, match=r"tasks\.held\.constraints: stream_every needs .*engine=hf"):
-        Trainer.from_config(config(tmp_path, "out", 1, executor="ray", **changes))
+        Trainer.from_config(config(tmp_path, "out", 1, executor=executor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm_builders import EOS, small_model, small_tokenizer
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
 from multitask_rl.records import SamplingParams
@@ -28,54 +30,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
-EOS = 1
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = "abcdefghijklmnopqrstuvwxyz .,!?\n0123456789+-*/="
-    vocabulary = {"<pad>": 0, "<eos>": EOS, "<unk>": 2, **{c: i + 3 for i, c in enumerate(characters)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
-
-
-def _model(tie: bool) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=len(_tokenizer()),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=128,
-            eos_token_id=EOS,
-            pad_token_id=0,
-            tie_word_embeddings=tie,
-            initializer_range=0.15,
-        )
-        return Qwen2ForCausalLM(config).eval()
-
 
 @pytest.fixture(scope="module")
 def tied() -> Any:
-    return _model(tie=True)
+    return small_model(tie=True)
 
 
 @pytest.fixture(scope="module")
 def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     directory = tmp_path_factory.mktemp("model")
     tied.save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    small_tokenizer().save_pretrained(directory)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     engine = VLLMEngine(
         directory, config={"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}, seed=2**40
@@ -91,12 +56,12 @@ def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM
 
 
 def test_vllm_engine_keeps_the_contract(engine: VLLMEngine, tied: Any) -> None:
-    assert_engine_contract(engine, tied, _tokenizer())
+    assert_engine_contract(engine, tied, small_tokenizer())
 
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_hf_engine_keeps_the_same_contract(tie: bool) -> None:
-    model, tokenizer = _model(tie), _tokenizer()
+    model, tokenizer = small_model(tie), small_tokenizer()
     hf = HFEngine(
         model,
         eos_token_ids=[EOS],
@@ -110,12 +75,12 @@ def test_probe_tells_the_right_weights_from_others(engine: VLLMEngine, tied: Any
     ids = [4, 9, 12, 7, 30, 22]
     assert engine.verify(tied, ids, tolerance=1e-4) <= 1e-4
     with pytest.raises(EngineError, match="holds other weights"):
-        engine.verify(_model(tie=False), ids, tolerance=1e-4)
+        engine.verify(small_model(tie=False), ids, tolerance=1e-4)
 
 
 def test_updates_by_copies_alone_give_what_a_reload_gives(engine: VLLMEngine, tied: Any) -> None:
     ids = [4, 9, 12, 7, 30, 22]
-    start, other = tied.state_dict(), _model(tie=True)
+    start, other = tied.state_dict(), small_model(tie=True)
     with torch.no_grad():
         for number, parameter in enumerate(other.parameters()):
             parameter.mul_(1.1 + 0.01 * number)
@@ -141,14 +106,14 @@ def test_a_groups_prompt_is_computed_once(engine: VLLMEngine) -> None:
         GenerationRequest(prompt_ids=prompt, sampling=sampling[number % 2], seeds=list(range(size)))
         for number, (prompt, size) in enumerate(zip(prompts, (8, 4, 1), strict=True))
     ]
-    engine.update_weights(_model(tie=True).state_dict(), 200)
+    engine.update_weights(small_model(tie=True).state_dict(), 200)
     assert [len(group) for group in engine.generate(requests)] == [8, 4, 1]
     assert engine.num_prompt_tokens == 97 * 13
     # whole blocks of 16 (CUDA) or 32 tokens are shared by all but the first of each group: 96 of 97
     assert engine.num_cached_tokens == 96 * (7 + 3)
     engine.generate(requests)
     assert engine.num_cached_tokens == 96 * 13, "and by the next call, under the same weights"
-    engine.update_weights(_model(tie=True).state_dict(), 201)
+    engine.update_weights(small_model(tie=True).state_dict(), 201)
     engine.generate(requests[:1])
     assert engine.num_cached_tokens == 96 * 7, "new weights, new keys and values"
 
@@ -188,6 +153,13 @@ def test_a_call_beside_an_open_stream_is_refused(engine: VLLMEngine) -> None:
     first = next(parts)
     with pytest.raises(EngineError, match="at work on another call"):
         engine.generate(requests)
+    full = GenerationRequest(prompt_ids=[5] * 128, sampling=SamplingParams(), seeds=[0])
+    engine.admit([full, replace(full, prompt_ids=[5])])
+    assert {place for part in parts for place in ((i, j) for i, j, _ in part)} == {(1, 0), (2, 0), (3, 0)}
+    with pytest.raises(EngineError, match="no stream is open"):
+        engine.admit([full])
+    parts = engine.generate_stream(requests)
+    first = next(parts)
     parts.close()
     assert [g for _, _, g in first] == expected[0], "the short one came first"
     assert engine.generate(requests) == expected

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 class TeamBench(Bench):
     """The same with other ranks; ``helpers`` are their processes."""
 
-    def __init__(self, *, num_ranks, context=1, checkpointing=False, **kwargs):
+    def __init__(self, *, num_ranks, context=1, checkpointing=False, launch=None, host="127.0.0.1", **kwargs):
         super().__init__(**kwargs)
         if checkpointing:
             self.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -40,9 +40,10 @@ class TeamBench(Bench):
         self.team = LearnerTeam(
             self.learner,
             self.config,
-            self._launch,
+            launch or self._launch,
             devices=[("cpu", "cpu")] * num_ranks,
             context=context,
+            host=host,
             num_threads=1,
         )
         self.credit = CreditAssigner(self.learner.runner, self.tasks, many_updates=many, look=self.team.look)
