@@ -22,7 +22,7 @@ from multitask_rl.rollout.shared_attention import (
     SharedPromptCache,
     attention_over_shared_prompts,
 )
-from multitask_rl.rollout.wide_attention import WIDE
+from multitask_rl.rollout.wide_attention import WIDE, compiles_shapes
 
 __all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_share_prompts"]
 
@@ -76,7 +76,7 @@ class SharedDecoder:
         self._cache = SharedPromptCache(grid, [list(layer) for layer in zip(*states, strict=True)])
         self._position = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
         self._model = model
-        self._dtype = next(model.parameters()).dtype
+        self._fills_up = compiles_shapes(model, autocast=torch.is_autocast_enabled(device.type))
         self.logits = torch.cat(logits)[grid.slots]
 
     def keep(self, rows: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class SharedDecoder:
     def advance(self, tokens: Tensor) -> None:
         """Append ``tokens`` [B] and compute the next logits."""
         rows = len(tokens)
-        empty = round_rows(rows) - rows if self._compiles_shapes() else 0
+        empty = round_rows(rows) - rows if self._fills_up else 0
         out = self._model(
             input_ids=pad(tokens, (0, empty)).unsqueeze(-1),
             position_ids=pad(self._position, (0, 0, 0, empty)),
@@ -97,11 +97,6 @@ class SharedDecoder:
         )
         self._position = self._position + 1
         self.logits = out.logits[:rows, -1]
-
-    def _compiles_shapes(self) -> bool:
-        """Whether products of a new shape cost a compilation: those in bfloat16 on a CPU (oneDNN)."""
-        device = self._position.device.type
-        return device == "cpu" and (torch.is_autocast_enabled(device) or self._dtype == torch.bfloat16)
 
 
 def round_rows(rows: int) -> int:

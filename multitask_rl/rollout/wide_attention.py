@@ -17,13 +17,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["LONGEST", "WIDE", "attend_wide", "is_wide", "use_wide_attention"]
+__all__ = ["LONGEST", "WIDE", "attend_wide", "compiles_shapes", "is_wide", "use_wide_attention"]
 
 WIDE = "multitask_rl_wide"
 """Name of ``attend_wide`` in ``transformers``' attention interface."""
 
 LONGEST = 512
 """Keys per row up to which float32 pays: beyond, the bytes read cost more than the compilation."""
+
+
+def compiles_shapes(model: Any, *, autocast: bool) -> bool:
+    """Whether products of a new shape cost a compilation: those in bfloat16 on a CPU (oneDNN)."""
+    weight = next(model.parameters())
+    return bool(weight.device.type == "cpu" and (autocast or weight.dtype == torch.bfloat16))
 
 
 def is_wide(device: torch.device, keys: int) -> bool:

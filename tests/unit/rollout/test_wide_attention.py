@@ -145,3 +145,35 @@ def test_engine_and_trainer_are_closer_than_with_attention_in_bfloat16_on_one_si
     together = gap(model)
     assert together < 0.005
     assert together <= apart
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_rows_that_end_are_handed_on_every_few_tokens_under_autocast_and_all_come(autocast):
+    model = build("qwen2.Qwen2")
+    engine = HFEngine(model, eos_token_ids=range(3, 12), pad_token_id=0, autocast=autocast)
+    sampling = SamplingParams(max_new_tokens=40)
+    requests = [GenerationRequest(prompt_ids=[20, 21], sampling=sampling, seeds=list(range(32)))]
+    handed = list(engine.generate_stream(requests))
+    lengths = [{len(generation.response_ids) for _, _, generation in part} for part in handed]
+    assert sorted(sample for part in handed for _, sample, _ in part) == list(range(32))
+    if autocast:
+        whole = [range(8 * n + 1, 8 * n + 9) for n in range(5)]
+        assert all(any(own <= set(span) for span in whole) for own in lengths)
+        assert len(lengths) < len(set().union(*lengths))
+    else:
+        assert all(len(own) == 1 for own in lengths)
+
+
+def test_weights_that_changed_between_two_generations_are_the_ones_sampled_from():
+    model = build("qwen2.Qwen2")
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0, autocast=True)
+    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
+    requests = [GenerationRequest(prompt_ids=[3, 4, 5], sampling=greedy, seeds=[0])]
+    engine.generate(requests)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    ((found,),) = engine.generate(requests)
+    fresh = build("qwen2.Qwen2")
+    fresh.load_state_dict(model.state_dict())
+    ((expected,),) = HFEngine(fresh, eos_token_ids=[1], pad_token_id=0, autocast=True).generate(requests)
+    assert found == expected
