@@ -257,10 +257,13 @@ class AdvantageStage(Stage):
 
     def process(self, items: list[Scored]) -> list[CreditedSample]:
         """Leave failures out, let each task's algorithm select and credit its own."""
+        by_task: dict[str, list[Scored]] = {name: [] for name in self._runs}
+        for scored in items:
+            if is_trainable(self._runs[scored.rollout.task], scored):
+                by_task[scored.rollout.task].append(scored)
         samples: list[TrainSample] = []
-        for name, run in self._runs.items():
-            own = [s for s in items if s.rollout.task == name and is_trainable(run, s)]
-            samples.extend(run.algorithm.select(own))
+        for name, own in by_task.items():
+            samples.extend(self._runs[name].algorithm.select(own))
         credited, self.metrics = self._credit.credit(samples)
         return credited
 

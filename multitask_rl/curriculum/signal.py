@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from multitask_rl.records import TaskStats
@@ -125,7 +125,7 @@ class TaskTrace:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields, JSON-able (a range not yet seen is None)."""
-        state = asdict(self)
+        state = {f.name: getattr(self, f.name) for f in fields(self)}
         if not self.steps:
             state["low"] = state["high"] = None
         return state

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from multitask_rl.rollout.prefill import prefill
@@ -21,6 +22,7 @@ from multitask_rl.rollout.shared_attention import (
     SharedPromptCache,
     attention_over_shared_prompts,
 )
+from multitask_rl.rollout.wide_attention import WIDE, compiles_shapes
 
 __all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_share_prompts"]
 
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 BUCKET_SLACK = 16
 """Tokens by which even the shortest prompt of a bucket may be padded."""
+SMALLEST_STEP = 16
+"""Rows between the sizes of batches whose products are compiled for each size."""
 
 
 class Decoder(Protocol):
@@ -48,7 +52,7 @@ class Decoder(Protocol):
 class SharedDecoder:
     """Rows that continue shared prompts; call under ``attention_over_shared_prompts``."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], pad: int) -> None:
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], filler: int) -> None:
         device = next(model.parameters()).device
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -63,7 +67,7 @@ class SharedDecoder:
             for number, prompt in enumerate(similar):
                 rows = groups[prompt]
                 slots[rows] = first + number * width + torch.arange(len(rows))
-            last, layers, bias = _prefill(model, similar, pad, device)
+            last, layers, bias = _prefill(model, similar, filler, device)
             logits.append(last.repeat_interleave(width, 0))
             states.append(layers)
             buckets.append(Bucket(bias=bias, prompts=len(similar), width=width))
@@ -72,6 +76,7 @@ class SharedDecoder:
         self._cache = SharedPromptCache(grid, [list(layer) for layer in zip(*states, strict=True)])
         self._position = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
         self._model = model
+        self._fills_up = compiles_shapes(model, autocast=torch.is_autocast_enabled(device.type))
         self.logits = torch.cat(logits)[grid.slots]
 
     def keep(self, rows: Tensor) -> Tensor:
@@ -82,14 +87,24 @@ class SharedDecoder:
 
     def advance(self, tokens: Tensor) -> None:
         """Append ``tokens`` [B] and compute the next logits."""
+        rows = len(tokens)
+        empty = round_rows(rows) - rows if self._fills_up else 0
         out = self._model(
-            input_ids=tokens.unsqueeze(-1),
-            position_ids=self._position,
+            input_ids=pad(tokens, (0, empty)).unsqueeze(-1),
+            position_ids=pad(self._position, (0, 0, 0, empty)),
             past_key_values=self._cache,
             use_cache=True,
         )
         self._position = self._position + 1
-        self.logits = out.logits[:, -1]
+        self.logits = out.logits[:rows, -1]
+
+
+def round_rows(rows: int) -> int:
+    """Return the next of the few sizes to which a batch is filled up: at most 1/16 more beyond 256 rows."""
+    if rows <= SMALLEST_STEP:
+        return 1 << (rows - 1).bit_length()
+    step = max(SMALLEST_STEP, 1 << (rows.bit_length() - 5))
+    return -(-rows // step) * step
 
 
 def _cut(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
@@ -103,11 +118,11 @@ def _cut(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
 
 
 def _left_padded(
-    prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+    prompts: Sequence[Sequence[int]], filler: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Return ids [U, P] and the mask [U, P], None without padding."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    ids = torch.tensor([[filler] * (width - len(p)) + list(p) for p in prompts], device=device)
     if min(map(len, prompts)) == width:
         return ids, None
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -122,10 +137,10 @@ def _positions(ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _prefill(
-    model: Any, prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+    model: Any, prompts: Sequence[Sequence[int]], filler: int, device: torch.device
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
     """Return the next-token logits [U, V], keys and values of every layer, and the bias of the padding."""
-    ids, mask = _left_padded(prompts, pad, device)
+    ids, mask = _left_padded(prompts, filler, device)
     cache = DynamicCache(config=model.config)
     logits = prefill(model, ids, cache, mask=mask, positions=_positions(ids, mask))
     bias = None
@@ -138,13 +153,13 @@ def _prefill(
 class PlainDecoder:
     """Left-padded rows over ``transformers``' own cache, or recomputed at every token without one."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], pad: int, *, cached: bool) -> None:
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], filler: int, *, cached: bool) -> None:
         device = next(model.parameters()).device
         unique = list(dict.fromkeys(map(tuple, prompts)))
         numbers = {prompt: row for row, prompt in enumerate(unique)}
         which = torch.tensor([numbers[tuple(p)] for p in prompts], device=device)
         self._model = model
-        self._ids, mask = _left_padded(unique, pad, device)
+        self._ids, mask = _left_padded(unique, filler, device)
         self._cache: Any = DynamicCache(config=model.config) if cached else None
         self._mask = mask
         self._positions = _positions(self._ids, mask)
@@ -202,7 +217,7 @@ def can_share_prompts(model: Any) -> bool:
     """
     if getattr(model, "_is_stateful", False) or not hasattr(model, "set_attn_implementation"):
         return False
-    if model.config._attn_implementation not in ("sdpa", "eager"):
+    if model.config._attn_implementation not in ("sdpa", "eager", WIDE):
         return False  # chosen by hand, or a model that sdpa does not fit
     layers = DynamicCache(config=model.config).layers
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):

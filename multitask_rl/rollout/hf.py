@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["HFEngine"]
 
 
+HAND_ON_EVERY = 8
+"""Tokens after which rows that ended are handed on under autocast, which casts all weights anew after it."""
 PADDING_SLACK = 32
 """Tokens by which even the shortest prompt may be padded in a batch of plain rows on the CPU."""
 
@@ -218,6 +220,8 @@ class HFEngine:
         active = torch.arange(len(rows), device=device)
         eos, first = self._eos.to(device), rows[0].sampling
         grammar = self._follow([row.sampling.grammar for row in rows])
+        every = HAND_ON_EVERY if self._autocast else 1
+        finished: list[Ended] = []
         for step in range(steps):
             tokens, chosen = sample_tokens(
                 state.logits if grammar is None else grammar.mask(state.logits, active),
@@ -238,11 +242,14 @@ class HFEngine:
                 reasons = {int(active[p]): "flagged" for p in flagged}
                 reasons |= dict.fromkeys(active[ended].tolist(), "stop")
                 gone = active[~going]
-                yield _ended(rows, gone, reasons, ids[gone, : step + 1], logprobs[gone, : step + 1])
-                if not bool(going.any()):
-                    break
-                kept = state.keep(going.nonzero().squeeze(-1))
+                finished += _ended(rows, gone, reasons, ids[gone, : step + 1], logprobs[gone, : step + 1])
+                kept = state.keep(going.nonzero().squeeze(-1)) if bool(going.any()) else active[:0]
                 active, tokens = active[kept], tokens[kept]
+            if finished and (not len(active) or (step + 1) % every == 0):
+                yield finished
+                finished = []
+            if not len(active):
+                break
             state.advance(tokens)
 
     def _decoder(self, prompts: Sequence[Sequence[int]]) -> Decoder:

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from multitask_rl.rollout.wide_attention import attend_wide, is_wide
 
 __all__ = [
     "Bucket",
@@ -127,9 +129,7 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.grid = grid
         self.device = prompts[0][0].device
-        # under autocast rotated keys come in float32, but are multiplied in the lower precision
-        cast = torch.is_autocast_enabled(self.device.type)
-        self.dtype = torch.get_autocast_dtype(self.device.type) if cast else prompts[0][0].dtype
+        self.dtype = _precision(prompts)
         self.prompts = [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in prompts]
         self.rows = len(grid.slots)
         self.length = 0
@@ -143,10 +143,13 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append one token of every row; return the own tokens, marked for ``shared_prompt_attention``."""
+        """Append one token of every row; return the own tokens, marked for ``shared_prompt_attention``.
+
+        States [B', K, 1, D] of a batch that was filled up may have more rows than the cache.
+        """
         own = self._room(key_states)
-        own[0, : self.rows, :, self.length : self.length + 1] = key_states
-        own[1, : self.rows, :, self.length : self.length + 1] = value_states
+        own[0, : self.rows, :, self.length : self.length + 1] = key_states[: self.rows]
+        own[1, : self.rows, :, self.length : self.length + 1] = value_states[: self.rows]
         self.length += 1
         keys, values = own[0, : self.rows, :, : self.length], own[1, : self.rows, :, : self.length]
         setattr(keys, MARK, self)
@@ -178,6 +181,19 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
                 grown[:, :, :, : self.length] = self._own[:, : self.rows]
             self._own = grown
         return self._own
+
+
+def _precision(prompts: list[tuple[Tensor, Tensor]]) -> torch.dtype:
+    """Return the type to multiply queries, keys and values in.
+
+    Under autocast rotated keys come in float32, but are multiplied in the lower precision, where that pays.
+    """
+    keys = prompts[0][0]
+    if not torch.is_autocast_enabled(keys.device.type):
+        return keys.dtype
+    if is_wide(keys.device, max(k.shape[-2] for k, _ in prompts)):
+        return torch.float32
+    return torch.get_autocast_dtype(keys.device.type)
 
 
 class SharedPromptCache(Cache):  # type: ignore[misc]
@@ -224,7 +240,7 @@ def shared_prompt_attention(
 
     Args:
         module: the attention layer.
-        query: [B, H, 1, D].
+        query: [B', H, 1, D], B' >= B: the output of rows that the cache does not have is 0.
         key: [B, K, T, D] as ``SharedPromptLayer.update`` returns it; any other goes to ``sdpa``.
         value: the same.
         attention_mask: not for keys with shared prompts.
@@ -236,16 +252,22 @@ def shared_prompt_attention(
     """
     layer: SharedPromptLayer | None = getattr(key, MARK, None)
     if layer is None:
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return result
+        return attend_wide(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     strange = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
     if strange or attention_mask is not None or query.shape[2] != 1:
         raise NotImplementedError(f"attention with {', '.join(strange) or 'a mask'} over shared prompts")
-    rows, heads, _, size = query.shape
+    rows = len(key)
+    scaled = query[:rows, :, 0] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    # the cache has the precision to multiply in
+    with torch.autocast(query.device.type, enabled=False):
+        output = _attend(scaled.to(layer.dtype), key, value, layer)
+    return pad(output, (0, 0, 0, 0, 0, len(query) - rows)).unsqueeze(1), None
+
+
+def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer) -> Tensor:
+    """Return the output [B, H, D] over the prompts and the rows' own tokens."""
+    rows, heads, size = scaled.shape
     groups = key.shape[1]
-    scaled = query.reshape(rows, heads, size) * (size**-0.5 if scaling is None else scaling)
     prompt_output, prompt_total = _attend_to_prompts(scaled, layer)
     scores = torch.bmm(scaled.view(rows * groups, heads // groups, size), key.flatten(0, 1).transpose(-1, -2))
     prompt_total = prompt_total.view(rows * groups, heads // groups, 1)
@@ -253,7 +275,7 @@ def shared_prompt_attention(
     weights = torch.cat([scores.float(), prompt_total], dim=-1).softmax(dim=-1).to(value.dtype)
     prompt_output = prompt_output.view(rows * groups, heads // groups, size)
     output = torch.baddbmm(prompt_output * weights[..., -1:], weights[..., :-1], value.flatten(0, 1))
-    return output.view(rows, 1, heads, size), None
+    return output.view(rows, heads, size)
 
 
 def _attend_to_prompts(scaled: Tensor, layer: SharedPromptLayer) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,8 @@ class SnapshotFactory:
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> SnapshotEngine:
         """Return the engine over a copy of ``actor``'s model as it is now."""
         double = copy.copy(actor)
-        double.model = copy.deepcopy(actor.model).requires_grad_(False).eval()
+        # nothing takes a gradient, but of other weights autocast would make a new cast for every token
+        double.model = copy.deepcopy(actor.model).requires_grad_(True).eval()
         engine = self.engine.build(double, config, seed=seed, output_dir=output_dir)
         return SnapshotEngine(engine, source=actor.model, double=double.model)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.rollout.grammar import Grammars
+from multitask_rl.rollout.wide_attention import use_wide_attention
 from multitask_rl.training.compiled import compile_blocks
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.rope import context_length, scale_rope
@@ -48,6 +49,8 @@ class Actor:
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
         self._grammars: Grammars | None = None
+        if config.autocast:
+            use_wide_attention(model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled grammars cannot travel; they are made anew."""

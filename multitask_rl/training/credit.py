@@ -107,9 +107,12 @@ class CreditAssigner:
         """
         credited: list[CreditedSample] = []
         metrics: dict[str, dict[str, float]] = {}
+        by_task: dict[str, list[TrainSample]] = {name: [] for name in self._tasks}
+        for sample in samples:
+            if sample.task in by_task and len(sample.response_ids):
+                by_task[sample.task].append(sample)
         for name, task in self._tasks.items():
-            own = [s for s in samples if s.task == name and len(s.response_ids)]
-            if own:
+            if own := by_task[name]:
                 part, metrics[name] = self._credit_task(task, own)
                 credited.extend(part)
         return credited, metrics

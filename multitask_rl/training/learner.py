@@ -249,11 +249,16 @@ class Learner:
         device = out.logprobs.device
         weight = torch.tensor([w for _, w in chosen], device=device)[batch.sequence]
         total = out.logprobs.new_zeros(())
-        for name in dict.fromkeys(names):
-            members = torch.tensor([i for i, n in enumerate(names) if n == name], device=device)
-            tokens = torch.isin(batch.sequence, members).nonzero().squeeze(-1)
-            own = [chosen[i][0] for i in members.tolist()]
-            token_batch = self._token_batch(self.tasks[name], batch, out, tokens, own)
+        # all tasks' tokens are put in order once: gathered task by task, each would cost a gradient of [N]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        of_token = torch.tensor([numbers[n] for n in names], device=device)[batch.sequence]
+        order = of_token.argsort(stable=True)
+        sizes = torch.bincount(of_token, minlength=len(numbers)).tolist()
+        parts = zip(torch.split(order, sizes), torch.split(out.logprobs[order], sizes), strict=True)
+        for name, (tokens, logprobs) in zip(numbers, parts, strict=True):
+            positions = [i for i, n in enumerate(names) if n == name]
+            members, own = torch.tensor(positions, device=device), [chosen[i][0] for i in positions]
+            token_batch = self._token_batch(self.tasks[name], batch, out, tokens, own, logprobs)
             # samples are numbered within the task: 0 .. len(own) - 1
             token_batch.sequence = torch.searchsorted(members, batch.sequence[tokens])
             result = self.tasks[name].algorithm.loss(token_batch)
@@ -271,10 +276,10 @@ class Learner:
         out: TokenOutputs,
         tokens: Tensor,
         own: list[CreditedSample],
+        logprobs: Tensor,
     ) -> TokenBatch:
         """Gather the tensors of one task's tokens in a micro-batch."""
         device, algorithm, runner = out.logprobs.device, task.algorithm, self.runner
-        logprobs = out.logprobs[tokens]
         old = _stack(own, "old_logprobs", device)
         rollout = torch.cat([_rollout_logprobs(c.sample) for c in own]).to(device)
         exact = self._wants_exact_kl(task)

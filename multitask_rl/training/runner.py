@@ -11,6 +11,7 @@ from torch import Tensor
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import SamplingParams, TrainSample
+from multitask_rl.rollout.wide_attention import compiles_shapes
 from multitask_rl.training.actor import Actor
 from multitask_rl.training.context_parallel import attention_over_parts, forward_in_parts
 from multitask_rl.training.critic import Critic
@@ -67,6 +68,7 @@ class ModelRunner:
             max_tokens=self._config.batch.tokens_per_microbatch,
             layout=self._layout(prompts),
             pad_token_id=self.actor.pad_token_id,
+            compiles_shapes=compiles_shapes(self.actor.model, autocast=self._config.model.autocast),
         )
 
     def _layout(self, prompts: Sequence[Sequence[int]]) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
+    "COMPILED_FORWARD_CELLS",
     "SharedChunk",
     "SharedPart",
     "cut_by_length",
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 FORWARD_CELLS = 24
 """What a forward of its own costs, in tokens of padding: more chunks, less padding."""
+COMPILED_FORWARD_CELLS = 64
+"""The same where the products of a new shape are compiled first (bfloat16 on a CPU)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,8 +121,11 @@ def cut_prompts(
     responses: Sequence[Sequence[int]],
     indices: Sequence[int],
     max_tokens: int,
+    forward_cells: int = FORWARD_CELLS,
 ) -> list[list[int]]:
     """Group samples of the same and of similarly long prompts, at most ``max_tokens`` cells a part.
+
+    A forward of its own costs ``forward_cells`` tokens of padding.
 
     Returns:
         Samples of each part, ordered by prompt length; a single longer sample is a part of its own.
@@ -135,15 +141,17 @@ def cut_prompts(
             parts.append([])
             shortest = len(prompt)
         parts[-1].append(own)
-    return [piece for part in parts for piece in _within(part, prompts, responses, max_tokens)]
+
+    def count(chosen: Sequence[int]) -> int:
+        return _count_cells(chosen, prompts, responses, forward_cells)
+
+    return [piece for part in parts for piece in _within(part, count, max_tokens)]
 
 
-def _within(
-    part: list[list[int]], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], limit: int
-) -> list[list[int]]:
-    """Halve ``part`` (prompts first, then the rows of one prompt) until each piece has ``limit`` cells."""
+def _within(part: list[list[int]], count: Callable[[Sequence[int]], int], limit: int) -> list[list[int]]:
+    """Halve ``part`` (prompts first, then the rows of one prompt) until each piece counts ``limit`` cells."""
     flat = [i for own in part for i in own]
-    if len(flat) == 1 or _count_cells(flat, prompts, responses) <= limit:
+    if len(flat) == 1 or count(flat) <= limit:
         return [flat]
     if len(part) == 1:
         half = len(flat) // 2
@@ -151,22 +159,27 @@ def _within(
     else:
         half = len(part) // 2
         halves = [part[:half], part[half:]]
-    return [piece for h in halves for piece in _within(h, prompts, responses, limit)]
+    return [piece for h in halves for piece in _within(h, count, limit)]
 
 
-def _chunks(indices: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[int]]:
+def _chunks(
+    indices: Sequence[int], responses: Sequence[Sequence[int]], forward_cells: int
+) -> list[list[int]]:
     order = sorted(indices, key=lambda i: (len(responses[i]), i))
-    sizes = cut_by_length([len(responses[i]) for i in order], forward_cells=FORWARD_CELLS)
+    sizes = cut_by_length([len(responses[i]) for i in order], forward_cells=forward_cells)
     rows = iter(order)
     return [[next(rows) for _ in range(size)] for size in sizes]
 
 
 def _count_cells(
-    indices: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    indices: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    forward_cells: int,
 ) -> int:
     prefixes = sorted(len(p) - 1 for p in {tuple(prompts[i]) for i in indices})
-    cells = sum(len(c) * len(responses[c[-1]]) for c in _chunks(indices, responses))
-    return cells + _padded_cells(prefixes, cut_by_length(prefixes, forward_cells=FORWARD_CELLS))
+    cells = sum(len(c) * len(responses[c[-1]]) for c in _chunks(indices, responses, forward_cells))
+    return cells + _padded_cells(prefixes, cut_by_length(prefixes, forward_cells=forward_cells))
 
 
 def _padded_cells(lengths: Sequence[int], sizes: Sequence[int]) -> int:
@@ -175,7 +188,11 @@ def _padded_cells(lengths: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def make_part(
-    indices: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], filler: int
+    indices: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    filler: int,
+    forward_cells: int = FORWARD_CELLS,
 ) -> tuple[SharedPart, list[int]]:
     """Return the part of the samples ``indices`` and the order in which their tokens come out of it."""
     unique = sorted(dict.fromkeys(tuple(prompts[i]) for i in indices), key=len)
@@ -185,7 +202,7 @@ def make_part(
     for prompt, row in numbers.items():
         prefix[row, width - len(prompt) + 1 :] = torch.tensor(prompt[:-1], dtype=torch.long)
     chunks, order = [], []
-    for own in _chunks(indices, responses):
+    for own in _chunks(indices, responses, forward_cells):
         longest = len(responses[own[-1]])
         ids = torch.full((len(own), longest), filler)
         for row, i in enumerate(own):
@@ -203,7 +220,7 @@ def make_part(
     part = SharedPart(
         prefix_ids=prefix,
         prefix_lengths=torch.tensor(prefixes),
-        prefix_sizes=cut_by_length(prefixes, forward_cells=FORWARD_CELLS),
+        prefix_sizes=cut_by_length(prefixes, forward_cells=forward_cells),
         chunks=chunks,
     )
     return part, order

@@ -5,6 +5,8 @@ import pytest
 import torch
 from model_builders import build_model
 
+from multitask_rl.records import SamplingParams
+from multitask_rl.training.forward import forward_tokens
 from multitask_rl.training.microbatch import build_microbatches, padding_share
 from multitask_rl.training.shared_prompt import cut_by_length, supports_shared_prompts
 
@@ -44,6 +46,30 @@ def test_a_shared_prompt_is_counted_once_and_the_budget_holds():
     small = build_microbatches(prompts, responses, max_tokens=600, layout="shared", pad_token_id=0)
     assert all(b.num_cells <= 600 for b in small)
     assert sorted(i for b in small for i in b.indices) == list(range(len(prompts)))
+
+
+def test_fewer_forwards_where_shapes_are_compiled_say_the_same():
+    rng = random.Random(0)
+    prompts = [[5 + i % 4, 9, 7 + i % 4] for i in range(32)]
+    responses = [[rng.randrange(5, 40) for _ in range(rng.randint(1, 30))] for _ in prompts]
+    model = build_model()
+    found, forwards = [], []
+    for compiles_shapes in (False, True):
+        (batch,) = build_microbatches(
+            prompts,
+            responses,
+            max_tokens=10**6,
+            layout="shared",
+            pad_token_id=0,
+            compiles_shapes=compiles_shapes,
+        )
+        forwards.append(sum(len(part.chunks) for part in batch.shared))
+        with torch.no_grad():
+            logprobs = forward_tokens(model, batch, [SamplingParams()] * len(prompts)).logprobs
+        by_sample = torch.split(logprobs, torch.bincount(batch.sequence).tolist())
+        found.append(torch.cat([by_sample[batch.indices.index(i)] for i in range(len(prompts))]))
+    assert forwards[1] < forwards[0]
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_model_of_keys_and_values_shares_prompts_and_one_with_windows_does_not():
