@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORWARD_CELLS = 24
 """What a forward of its own costs, in tokens of padding: more chunks, less padding."""
-COMPILED_FORWARD_CELLS = 64
+COMPILED_FORWARD_CELLS = 40
 """The same where the products of a new shape are compiled first (bfloat16 on a CPU)."""
 
 
