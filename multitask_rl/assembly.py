@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -117,21 +118,25 @@ def build_learner(
     threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
     launch: Launch = LocalRank
     host = "127.0.0.1"
-    if config.executor == "ray":
-        ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
-        launch, host = ray_ranks, ray_ranks.host
-        own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
-        devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
-    team = LearnerTeam(
-        learner,
-        config,
-        launch,
-        devices=devices,
-        context=config.parallel.context,
-        host=host,
-        num_threads=threads,
-    )
-    if config.executor == "local" and config.rollout_lag == 0 and engine.shares_weights:
+    with contextlib.ExitStack() as undo:
+        if config.executor == "ray":
+            ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
+            undo.callback(ray_ranks.close)
+            launch, host = ray_ranks, ray_ranks.host
+            own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
+            devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
+        team = LearnerTeam(
+            learner,
+            config,
+            launch,
+            devices=devices,
+            context=config.parallel.context,
+            host=host,
+            num_threads=threads,
+        )
+        undo.pop_all()
+    shares = getattr(engine, "shares_weights", False)
+    if config.executor == "local" and config.rollout_lag == 0 and shares:
         engine = SpreadEngine(engine, team)
     return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look), engine
 

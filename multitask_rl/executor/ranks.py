@@ -7,9 +7,9 @@ import logging
 import signal
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from multitask_rl.errors import TrainingError
 from multitask_rl.executor.group import ActorGroup
 
 __all__ = ["LocalRank", "RayRanks"]
@@ -70,12 +70,10 @@ class RayRanks:
     """
 
     def __init__(self, num_helpers: int, *, num_cpus: float = 1.0, num_gpus: float = 0.0) -> None:
-        self._group = ActorGroup(
+        self._group: ActorGroup | None = ActorGroup(
             "learner rank", _make_rank, num_helpers, num_cpus=num_cpus, num_gpus=num_gpus
         )
-        self._threads = ThreadPoolExecutor(num_helpers, thread_name_prefix="learner-rank")
-        self._calls: list[Future[Any]] = []
-        self._num_open = num_helpers
+        self._calls: list[Any] = []
 
     @property
     def host(self) -> str:
@@ -86,40 +84,42 @@ class RayRanks:
 
     def __call__(self, where: dict[str, Any]) -> _RayRank:
         """Start the rank ``where["rank"]``."""
-        index = where["rank"] - 1
-        self._calls.append(self._threads.submit(self._group.call, "serve", {index: (where,)}))
+        if self._group is None:
+            raise TrainingError("the learner ranks are closed")
+        self._calls.append(self._group.submit(where["rank"] - 1, "serve", where))
         return _RayRank(self, self._calls[-1])
 
-    def leave(self) -> None:
-        """A rank is done with; the last one stops the actors."""
-        self._num_open -= 1
-        if self._num_open == 0:
-            wait(self._calls, _END_WITHIN_S)  # they end by themselves once their connection is closed
+    def close(self) -> None:
+        """Stop the actors; those whose connection is closed end by themselves. Idempotent."""
+        import ray
+
+        if self._group is not None:
+            if self._calls:
+                ray.wait(self._calls, num_returns=len(self._calls), timeout=_END_WITHIN_S)
             self._group.close()
-            self._threads.shutdown(wait=False)
+            self._group = None
 
 
 class _RayRank:
     """A started rank."""
 
-    def __init__(self, ranks: RayRanks, call: Future[Any]) -> None:
+    def __init__(self, ranks: RayRanks, call: Any) -> None:
         self._ranks = ranks
         self._call = call
-        self._is_open = True
 
     def ended(self) -> str:
-        if not self._call.done():
+        import ray
+
+        if not ray.wait([self._call], timeout=0)[0]:
             return ""
-        error = self._call.exception()
-        if error is not None:
-            return f"failed: {error}"
-        _, dead = self._call.result()
-        return "died" if dead else "ended"
+        try:
+            ray.get(self._call)
+        except ray.exceptions.RayError as error:
+            return f"died: {error}"
+        return "ended"
 
     def kill(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._ranks.leave()
+        self._ranks.close()
 
 
 class _Rank:

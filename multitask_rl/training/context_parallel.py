@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.sampling import TokenMask
-from multitask_rl.training.forward import TokenOutputs, forward_tokens
+from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_head
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
 from multitask_rl.training.ranks import Ranks
 
@@ -78,7 +78,8 @@ def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int)
     part = replace(
         batch,
         input_ids=whole[:, columns],
-        position_ids=columns.expand(rows, -1),
+        # padding stays within the positions that a model may have learnt
+        position_ids=columns.clamp(max=width - 1).expand(rows, -1),
         row=batch.row[tokens],
         column=local[batch.column[tokens]],
         targets=batch.targets[tokens],
@@ -255,6 +256,8 @@ def attention_over_parts(ranks: Ranks, models: Sequence[Any]) -> Iterator[None]:
 
     It has to last until the backward pass is done, for checkpointed layers are computed again there.
     """
+    for model in models:
+        split_head(model)  # tried once, by forwards in which the other ranks take no part
     before = [model.config._attn_implementation for model in models]
     _together.append(ranks)
     try:
@@ -282,14 +285,18 @@ def check_model(ranks: Ranks, model: Any, pad_token_id: int) -> None:
     size = int(config.vocab_size)
     prompts = [[(7 * i + 3 * row) % size for i in range(11 - row)] for row in range(2)]
     responses = [[(5 * i + row) % size for i in range(6 + row)] for row in range(2)]
-    batch = make_microbatch([0, 1], prompts, responses, layout="bucketed", pad_token_id=pad_token_id)
-    batch = batch.to(next(model.parameters()).device)
     sampling = [SamplingParams()] * 2
-    if not problem:
+    # two ragged samples; one with a single token, so that some rank has none
+    for numbers, answers in (([0, 1], responses), ([0], [responses[0][:1]])):
+        if problem:
+            break
+        batch = make_microbatch(numbers, prompts, answers, layout="bucketed", pad_token_id=pad_token_id)
+        batch = batch.to(next(model.parameters()).device)
+        own = sampling[: len(numbers)]
         try:
             with attention_over_parts(ranks, [model]):
-                found = forward_in_parts(ranks, model, batch, sampling, mask=None, pad_token_id=pad_token_id)
-            whole = forward_tokens(model, batch, sampling)
+                found = forward_in_parts(ranks, model, batch, own, mask=None, pad_token_id=pad_token_id)
+            whole = forward_tokens(model, batch, own)
         except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
             problem = str(error)
         else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,14 @@ class CreditedSample:
     has_gradient: bool = True
     """False: the loss does not depend on the sample; it only counts in the denominator."""
 
+    def compact(self) -> CreditedSample:
+        """Return it with tensors of its own: a view travels with all that it is a view of."""
+        names = ("old_logprobs", "ref_logprobs", "old_values", "returns")
+        given: dict[str, Any] = {
+            n: None if (found := getattr(self, n)) is None else found.clone() for n in names
+        }
+        return replace(self, advantages=self.advantages.clone(), **given)
+
 
 @dataclass(slots=True)
 class Before:
@@ -63,6 +71,14 @@ class Before:
     old_logprobs: list[Tensor]
     ref_logprobs: list[Tensor] | None
     values: list[Tensor] | None
+
+    def compact(self) -> Before:
+        """Return it with tensors of their own: a view travels with all that it is a view of."""
+        old, ref, values = (
+            None if own is None else [tensor.clone() for tensor in own]
+            for own in (self.old_logprobs, self.ref_logprobs, self.values)
+        )
+        return Before(old or [], ref, values)
 
 
 class Look(Protocol):

@@ -198,7 +198,8 @@ def _run(
         return read_shared(model, batch.shared, read, **options)
     width = batch.input_ids.shape[1]
     if want_logits:
-        options["logits_to_keep"] = width - int(batch.column.min())
+        # a part of a sequence may hold no response token
+        options["logits_to_keep"] = width - int(batch.column.min()) if len(batch.column) else 1
     elif want_hidden:
         options["logits_to_keep"] = 1
     out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)

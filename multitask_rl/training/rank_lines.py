@@ -58,6 +58,8 @@ class RankLines:
         self._helpers: dict[int, Helper] = {}
         self.arrived: dict[int, float] = {}
         """Rank -> when it last said that it was ready for the sum of gradients (this process's clock)."""
+        self._lost: MultitaskRLError | None = None
+        """The first failure; the ranks cannot be used after it."""
         try:
             self._connect(launch, host)
         except BaseException:
@@ -91,7 +93,7 @@ class RankLines:
 
     def _admit(self, sock: socket.socket, token: str) -> None:
         """Take the connection of a rank that knows the token; nothing is unpickled before."""
-        sock.settimeout(10.0)
+        sock.settimeout(2.0)
         greeting = b""
         with contextlib.suppress(OSError):
             while len(greeting) < len(token) + 9 and (more := sock.recv(len(token) + 9 - len(greeting))):
@@ -114,6 +116,10 @@ class RankLines:
             except (EOFError, OSError):
                 self._inbox.put((rank, "gone", None, time.monotonic()))
                 return
+            except Exception as error:  # noqa: BLE001 - unpickling can raise anything; raised by who waits
+                text = f"its message cannot be read: {error!r}"
+                self._inbox.put((rank, "failed", (None, text), time.monotonic()))
+                return
             self._inbox.put((rank, kind, content, time.monotonic()))
 
     def send(self, rank: int, message: Any) -> None:
@@ -125,8 +131,9 @@ class RankLines:
         """
         try:
             self._channels[rank].send(message)
-        except OSError:
+        except OSError as error:
             self.collect("done", "the start of a call", until=time.monotonic() + 5.0)
+            raise TrainingError(f"learner rank {rank} cannot be reached: {error}") from error
 
     def collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
         """Return every other rank's message of ``kind``; those that are there at ``until``.
@@ -158,6 +165,8 @@ class RankLines:
         Raises:
             MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
         """
+        if self._lost is not None:
+            raise self._lost
         began = time.monotonic()
         while True:
             now = time.monotonic()
@@ -171,17 +180,20 @@ class RankLines:
                 logger.warning("waiting for learner rank %s in %s for %.0f s", names, what, now - began)
                 continue
             if kind in ("gone", "failed"):
-                raise self._failure(rank, what, content)
+                self._lost = self._failure(rank, what, content)
+                raise self._lost
             if kind == "arrived":
                 self.arrived[rank] = at
             return rank, kind, content
 
     def _failure(
         self, rank: int, what: str, content: tuple[type[MultitaskRLError] | None, str] | None
-    ) -> Exception:
+    ) -> MultitaskRLError:
+        """Return the error of a rank that failed or (None) hung up."""
         if content is None:
+            how = ""
             for _ in range(50):
-                if how := self._helpers[rank].ended():
+                if rank not in self._helpers or (how := self._helpers[rank].ended()):
                     break
                 time.sleep(0.1)
             return TrainingError(
@@ -195,8 +207,15 @@ class RankLines:
             f"learner rank {rank} failed during {what}; the last checkpoint is intact\n{text}"
         )
 
+    def give_up(self, why: str) -> None:
+        """Let every later call fail: the ranks are no longer where this process believes them to be."""
+        self._lost = self._lost or TrainingError(
+            f"the learner ranks were left in the middle of a call: {why}"
+        )
+
     def close(self) -> None:
         """End the other ranks. Idempotent."""
+        self._lost = self._lost or TrainingError("the learner ranks are closed")
         for channel in self._channels.values():
             channel.close()
         for helper in self._helpers.values():

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Ranks", "Traffic", "find_port"]
+__all__ = ["Ranks", "Traffic", "host_store", "join_store"]
 
+_STORE: Any = getattr(torch.distributed, "TCPStore")  # noqa: B009 - unknown to type checkers
 BUCKET_CELLS = 2**24
 """Gradient numbers summed at once: 64 MiB in float32."""
+_MEET_WITHIN = timedelta(minutes=3)
+"""All ranks are started by then."""
 _TIMEOUT = timedelta(hours=2)
-"""Of one collective. Who is late is said long before, by rank 0 (``team.py``)."""
+"""Of one collective. Who is late is said long before, by rank 0 (``rank_lines.py``)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,34 +44,37 @@ class Ranks:
         rank: of this process; 0 is the trainer's.
         size: number of ranks.
         context: ranks that share a sequence; divides ``size``.
-        host: where rank 0 can be reached.
-        port: of its store.
+        address: where this rank can be reached by the others.
+        store: see ``host_store`` and ``join_store``.
         device: of this rank's tensors; decides between nccl and gloo.
 
     Raises:
         RuntimeError: another rank cannot be reached.
     """
 
-    def __init__(self, rank: int, size: int, context: int, *, host: str, port: int, device: torch.device):
+    def __init__(
+        self, rank: int, size: int, context: int, *, address: str, store: Any, device: torch.device
+    ) -> None:
         self.rank, self.size, self.context = rank, size, context
         self.device = device
         self.traffic = Traffic()
         """Since it was last replaced."""
         self.before_sum: Callable[[], None] = lambda: None
         """Called when this rank is ready for the sum of gradients."""
-        store: Any = torch.distributed  # its re-exports are unknown to type checkers
-        self._store = store.TCPStore(host, port, size, rank == 0, timeout=_TIMEOUT, wait_for_workers=False)
-        self._all = self._group("all", rank, size, host)
+        self.summed_at = 0.0
+        """When the last sum of gradients ended (``time.monotonic``)."""
+        self._store = store
+        self._all = self._group("all", rank, size, address)
         self._context: Any = None
         if context > 1:
-            self._context = self._group(f"context/{rank // context}", rank % context, context, host)
+            self._context = self._group(f"context/{rank // context}", rank % context, context, address)
 
     @property
     def context_index(self) -> int:
         """Which part of every sequence is this rank's."""
         return self.rank % self.context
 
-    def _group(self, name: str, rank: int, size: int, host: str) -> Any:
+    def _group(self, name: str, rank: int, size: int, address: str) -> Any:
         store = c10d.PrefixStore(name, self._store)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -77,11 +83,12 @@ class Ranks:
             return c10d.ProcessGroupNCCL(store, rank, size, options)
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = _TIMEOUT
+        options._timeout = _MEET_WITHIN
         # its own choice asks what the machine's name resolves to, which is often nothing or another network
-        is_local = host in ("127.0.0.1", "localhost")
-        options._devices = [gloo.create_device(hostname=host) if is_local else gloo.create_default_device()]
-        return gloo(store, rank, size, options)
+        options._devices = [gloo.create_device(hostname=address)]
+        group = gloo(store, rank, size, options)
+        group._set_default_timeout(_TIMEOUT)
+        return group
 
     # -- all ranks ------------------------------------------------------------------------------------------
 
@@ -122,7 +129,8 @@ class Ranks:
                     parameter.grad = found.clone()
                 else:
                     parameter.grad.copy_(found)
-        self.traffic.seconds += time.monotonic() - began
+        self.summed_at = time.monotonic()
+        self.traffic.seconds += self.summed_at - began
 
     # -- ranks that share a sequence ------------------------------------------------------------------------
 
@@ -147,13 +155,22 @@ class Ranks:
         return own
 
 
-def find_port(host: str) -> int:
-    """Return a free port of ``host``."""
+def host_store(host: str) -> tuple[Any, int]:
+    """Return the store in which the ranks find each other, and its port; it listens on ``host`` alone."""
     import socket
 
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    with socket.socket() as listening:
+        listening.bind((host, 0))
+        port = int(listening.getsockname()[1])
+        fd = listening.detach()
+    return _STORE(
+        host, port, is_master=True, wait_for_workers=False, timeout=_MEET_WITHIN, master_listen_fd=fd
+    ), port
+
+
+def join_store(host: str, port: int) -> Any:
+    """Return the store of rank 0."""
+    return _STORE(host, port, is_master=False, timeout=_MEET_WITHIN)
 
 
 def _flat_gradient(parameter: nn.Parameter, share: float, device: torch.device) -> Tensor:

@@ -42,10 +42,11 @@ class AveragedReference:
             average.lerp_(parameter.detach().to(average), 1.0 - self._decay)
         self._show()
 
+    @torch.no_grad()
     def _show(self) -> None:
         for name, parameter in self._scored.items():
             if parameter.data_ptr() != self._averages[name].data_ptr():  # float32: the average is the weight
-                parameter.data.copy_(self._averages[name])
+                parameter.copy_(self._averages[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages by parameter name, for a checkpoint."""

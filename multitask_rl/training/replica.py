@@ -26,12 +26,11 @@ from multitask_rl.errors import MultitaskRLError
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine, stream
-from multitask_rl.seeding import derive_seed
 from multitask_rl.training.compiled import compile_blocks
 from multitask_rl.training.context_parallel import check_model
 from multitask_rl.training.credit import Before, look_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
-from multitask_rl.training.ranks import Ranks, Traffic
+from multitask_rl.training.ranks import Ranks, Traffic, join_store
 from multitask_rl.training.runner import ModelRunner
 from multitask_rl.training.skeleton import thaw
 
@@ -81,12 +80,13 @@ def serve(*, host: str, port: int, token: str, rank: int) -> None:
         rank: of this process.
     """
     sock = socket.create_connection((host, port))
+    address = str(sock.getsockname()[0])
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(f"{token} {rank:08d}".encode())
     channel = Channel(sock)
     with contextlib.suppress(EOFError, OSError):
         try:
-            replica = _Replica(rank, channel.receive(), channel)
+            replica = _Replica(rank, channel.receive(), channel, address)
             while True:
                 method, arguments = channel.receive()
                 channel.send(("done", replica.do(method, arguments)))
@@ -102,24 +102,24 @@ def serve(*, host: str, port: int, token: str, rank: int) -> None:
 class _Replica:
     """The models of this rank and what may be done with them."""
 
-    def __init__(self, rank: int, setup: Setup, channel: Channel) -> None:
+    def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
         torch.set_num_threads(setup.num_threads)
         self._channel = channel
         self._engine: RolloutEngine | None = None
         device = torch.device(setup.device)
-        (actor, critic, reference, tasks, config), self._tensors = thaw(setup.frozen, setup.places)
+        thawed, self._tensors = thaw(setup.frozen, setup.places)
+        actor, critic, reference, average, tasks, config = thawed
         self._config: RunConfig = config
         critic.device = torch.device(setup.places[str(critic.device)])
         channel.send(("thawed", None))
-        self.ranks = Ranks(rank, setup.size, setup.context, host=setup.host, port=setup.port, device=device)
+        store = join_store(setup.host, setup.port)
+        self.ranks = Ranks(rank, setup.size, setup.context, address=address, store=store, device=device)
         self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
         if config.model.compile:
             compile_blocks(actor.model)
-        # of the adapters' dropout alone
-        torch.manual_seed(derive_seed(config.seed, "learner rank", rank))
-        self._learner = Learner(
-            ModelRunner(actor, critic, config, reference, self.ranks), tasks, config, self.ranks
-        )
+        runner = ModelRunner(actor, critic, config, reference, self.ranks)
+        runner.average = average
+        self._learner = Learner(runner, tasks, config, self.ranks)
 
     def do(self, method: str, arguments: tuple[Any, ...]) -> Done:
         result = getattr(self, method)(*arguments)
@@ -148,7 +148,9 @@ class _Replica:
         """Return what the models say of this rank's samples; one rank of a context group answers."""
         runner = self._learner.runner
         before = look_before(runner, task, samples, want_values=want_values, want_ref=want_ref)
-        return before if self.ranks.context_index == 0 else None
+        if self.ranks.context_index:
+            return None
+        return before.compact()
 
     def sample(self, requests: Sequence[GenerationRequest]) -> None:
         """Sample ``requests``; what ends is sent at once."""
@@ -162,9 +164,10 @@ class _Replica:
             self._channel.send(("ended", ended))
 
     def learn(
-        self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float]
+        self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float], seed: int
     ) -> Learnt | None:
         """Make an optimizer step with the others; one rank of a context group answers."""
+        torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
         for name, coefficient in coefficients.items():
             self._learner.tasks[name].kl_coefficient = coefficient
         with self._learner.runner.actor.learning():

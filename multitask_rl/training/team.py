@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import Ended, GenerationRequest, most_tokens
+from multitask_rl.seeding import derive_seed
 from multitask_rl.training.balance import deal, share_out
 from multitask_rl.training.context_parallel import check_model
 from multitask_rl.training.credit import Before, look_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.rank_lines import Launch, RankLines
-from multitask_rl.training.ranks import Ranks, Traffic, find_port
+from multitask_rl.training.ranks import Ranks, Traffic, host_store
 from multitask_rl.training.replica import Done, Setup
 from multitask_rl.training.skeleton import freeze
 
@@ -67,7 +68,8 @@ class LearnerTeam:
         self._numbers: dict[str, float] = {}
         self._spans: list[tuple[str, Span]] = []
         runner = learner.runner
-        parts = (runner.actor, runner.critic, runner.reference, learner.tasks, config)
+        models = (runner.actor, runner.critic, runner.reference, runner.average)
+        parts = (*models, learner.tasks, config)
         try:
             frozen, self._tensors = freeze(parts)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
@@ -75,6 +77,8 @@ class LearnerTeam:
                 f"parallel.num_ranks={self._size}: the models cannot be sent to other processes: {error}; "
                 "use parallel.num_ranks=1"
             ) from error
+        self._seed, self._version, self._number_in_step = config.seed, -1, 0
+        self._is_busy = False
         self._known = [-1] * len(self._tensors)
         self._num_loads = 0
         self._lines = RankLines(launch, self._size, host)
@@ -92,7 +96,7 @@ class LearnerTeam:
 
     def _start(self, frozen: bytes, devices: Sequence[tuple[str, str]], host: str) -> Ranks:
         """Tell every rank what it is and meet it in the process groups."""
-        runner, port = self._learner.runner, find_port(host)
+        runner, (store, port) = self._learner.runner, host_store(host)
         for rank in range(1, self._size):
             setup = Setup(
                 size=self._size,
@@ -109,7 +113,12 @@ class LearnerTeam:
             )
             self._lines.send(rank, setup)
         self._lines.collect("thawed", "start")
-        ranks = Ranks(0, self._size, self._context, host=host, port=port, device=runner.actor.device)
+        device = runner.actor.device
+        try:
+            ranks = Ranks(0, self._size, self._context, address=host, store=store, device=device)
+        except RuntimeError:
+            self._lines.collect("done", "the start", until=time.monotonic() + 5.0)
+            raise
         ranks.before_sum = self._wait_for_all
         return ranks
 
@@ -121,10 +130,17 @@ class LearnerTeam:
         shares = self._deal([c.sample for c, _ in active])
         parts = [[active[i] for i in share] for share in shares]
         coefficients = {name: task.kl_coefficient for name, task in self._learner.tasks.items()}
-        work = {r: (parts[r // self._context], factor, coefficients) for r in range(1, self._size)}
+        version = self._learner.runner.actor.policy_version
+        self._number_in_step = self._number_in_step + 1 if version == self._version else 0
+        self._version = version
+        work: dict[int, tuple[Any, ...]] = {}
+        for rank in range(1, self._size):
+            seed = derive_seed(self._seed, "learner rank", rank, version, self._number_in_step)
+            sent = [(c.compact(), weight) for c, weight in parts[rank // self._context]]
+            work[rank] = (sent, factor, coefficients, seed)
         began = time.monotonic()
         own, others = self._call("learn", work, lambda: self._learner.learn(parts[0], factor))
-        self._note(began, time.monotonic())
+        self._note(began)
         means = TokenMeans()
         results = [own, *(result for result in others if result is not None)]
         for one in results:
@@ -162,11 +178,14 @@ class LearnerTeam:
         shares = share_out([most_tokens(requests[i]) for i in free], self._size)
         indices = [[free[position] for position in share] for share in shares]
         indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
-        busy = {rank for rank in range(1, self._size) if indices[rank]}
+        busy: set[int] = set()
         threads = torch.get_num_threads()
+        self._begin()
         try:
-            for rank in busy:
-                self._lines.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
+            for rank in range(1, self._size):
+                if indices[rank]:
+                    self._lines.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
+                    busy.add(rank)
             if self._num_threads and busy:
                 torch.set_num_threads(self._num_threads)
             for ended in own([requests[i] for i in indices[0]]):
@@ -176,10 +195,16 @@ class LearnerTeam:
             torch.set_num_threads(threads)
             while busy and (message := self._lines.receive("sampling", sorted(busy))):
                 yield _ended(message, indices, busy)
-        finally:
-            torch.set_num_threads(threads)
+        except GeneratorExit:
             while busy and (message := self._lines.receive("sampling", sorted(busy))):
                 _ended(message, indices, busy)  # nobody wants the rest, but the next call wants a quiet line
+            raise
+        except BaseException as error:
+            self._lines.give_up(repr(error))
+            raise
+        finally:
+            self._is_busy = False
+            torch.set_num_threads(threads)
 
     def follow(self) -> None:
         """Move everybody's reference towards the actor; rank 0's has moved."""
@@ -235,21 +260,37 @@ class LearnerTeam:
         """Let every rank do its part at the same time; return this rank's result and those of the others."""
         threads = torch.get_num_threads()
         self._lines.arrived = {}
+        self._begin()
         try:
             for rank in range(1, self._size):
                 self._lines.send(rank, (method, work.get(rank, ())))
             if self._num_threads:
                 torch.set_num_threads(self._num_threads)
             result = own()
+            answers: dict[int, Done] = self._lines.collect("done", method)
+        except MultitaskRLError as error:
+            self._lines.give_up(repr(error))
+            raise
         except RuntimeError as error:
             # a collective that broke: a rank that failed or died says more about it
             self._lines.collect("done", method, until=time.monotonic() + 5.0)
-            raise error
+            self._lines.give_up(repr(error))
+            raise
+        except BaseException as error:
+            self._lines.give_up(repr(error))
+            raise
         finally:
+            self._is_busy = False
             torch.set_num_threads(threads)
-        answers: dict[int, Done] = self._lines.collect("done", method)
         self._count(answers)
         return result, [answers[rank].result for rank in sorted(answers)]
+
+    def _begin(self) -> None:
+        if self._is_busy:
+            raise TrainingError(
+                "the samples of the last call of the engine have to be fetched to the end first"
+            )
+        self._is_busy = True
 
     def _wait_for_all(self) -> None:
         """Wait until every rank is ready for the sum of gradients."""
@@ -267,7 +308,7 @@ class LearnerTeam:
     def _add(self, name: str, value: float) -> None:
         self._numbers[f"ranks/{name}"] = self._numbers.get(f"ranks/{name}", 0.0) + value
 
-    def _note(self, began: float, ended: float) -> None:
+    def _note(self, began: float) -> None:
         """Note who computed how long, and that the others waited for the last."""
         arrived = self._lines.arrived
         last = max(arrived, key=lambda rank: arrived[rank])
@@ -276,12 +317,13 @@ class LearnerTeam:
             self._add(f"{rank}/busy_s", at - began)
             self._add(f"{rank}/waits_s", arrived[last] - at)
         self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
-        self._spans.append(("gradient_sum", (arrived[last], ended)))
+        self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
         self._lines.close()
         self._learner.team = None
+        self._learner.ranks = self._learner.runner.ranks = None
 
 
 def _ended(message: tuple[int, str, Any], indices: Sequence[Sequence[int]], busy: set[int]) -> list[Ended]:

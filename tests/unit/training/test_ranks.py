@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_builders import build_actor, build_model, sample_scored
 from test_learner import Bench, relative_difference
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.executor.ranks import LocalRank
@@ -21,11 +21,18 @@ from multitask_rl.training.balance import deal
 from multitask_rl.training.context_parallel import check_model, cut_sequences
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.microbatch import make_microbatch
-from multitask_rl.training.ranks import Ranks, find_port
+from multitask_rl.training.ranks import Ranks, host_store
+from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.skeleton import freeze, thaw
 from multitask_rl.training.team import LearnerTeam
 
 CPU = torch.device("cpu")
+
+
+def small_gpt2(positions):
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_positions=positions, n_embd=16, n_layer=1, n_head=2)
+    ).eval()
 
 
 class TeamBench(Bench):
@@ -99,6 +106,18 @@ def assert_ranks_sample_as_one_does(bench):
             assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
 
 
+def assert_a_call_beside_unfetched_samples_is_refused(bench):
+    sampling = SamplingParams(max_new_tokens=12)
+    requests = [GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i]) for i in range(8)]
+    own = HFEngine.build(bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused"))
+    samples = SpreadEngine(own, bench.team).generate_stream(requests)
+    next(samples)
+    with pytest.raises(TrainingError, match="have to be fetched to the end first"):
+        bench.team.learn([], 1.0)
+    samples.close()
+    assert bench.team.look("b", [bench.credited[0].sample], want_values=False, want_ref=False)
+
+
 def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_learns():
     scored = sample_scored(build_actor(), top_p=0.9)
     settings = {"layout": "auto", "num_minibatches": 2, "num_epochs": 2, "tokens": 300}
@@ -127,6 +146,7 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
             team.update(scored)
             assert relative_difference(team.gradient, alone.gradient) < 1e-4
         assert_ranks_sample_as_one_does(team)
+        assert_a_call_beside_unfetched_samples_is_refused(team)
         # what a rank raises is raised here: the cheaper sample goes to the other ranks
         broken = [c.sample for c in team.credited[:2]]
         broken[1].prompt_ids = []
@@ -146,8 +166,16 @@ def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_k
         assert relative_difference(team.gradient, alone.gradient) < 1e-5
         assert_same_numbers(found, expected)
         assert team.actor.model.config._attn_implementation == "sdpa"
+        own = HFEngine.build(team.actor, team.config.rollout, seed=0, output_dir=Path("unused"))
+        sampling = SamplingParams(max_new_tokens=40)
+        requests = [GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i]) for i in range(8)]
+        samples = SpreadEngine(own, team.team).generate_stream(requests)
         os.kill(team.helpers[0].pid, signal.SIGKILL)
-        with pytest.raises(TrainingError, match="rank 1 was killed by SIGKILL during look; the last check"):
+        with pytest.raises(
+            TrainingError, match=r"rank 1 was killed by SIGKILL during \w+; the last checkpoint"
+        ):
+            list(samples)
+        with pytest.raises(TrainingError, match="rank 1 was killed by SIGKILL"):  # no call waits for it again
             team.update(scored)
     finally:
         team.team.close()
@@ -215,6 +243,31 @@ def test_parts_of_sequences_hold_every_token_once():
         assert all(torch.equal(gathered[p.place], torch.arange(23)) for p in parts)
 
 
+def test_padding_of_parts_stays_within_learnt_positions():
+    batch = make_microbatch([0], [[3] * 20], [[4] * 15], layout="bucketed", pad_token_id=0)
+    model = small_gpt2(35)
+    for index in range(2):
+        own = cut_sequences(batch, index, 2, 0).batch
+        assert model(input_ids=own.input_ids, position_ids=own.position_ids).logits.isfinite().all()
+
+
+def test_a_moving_reference_in_bfloat16_travels_with_its_averages():
+    model = build_model().bfloat16()
+    average = AveragedReference(model, 0.5)
+    average.follow(build_model(seed=1).bfloat16())
+    frozen, tensors = freeze((model, average))
+    (found, moved), empty = thaw(frozen, {"cpu": "cpu"})
+    for there, here in zip(empty, tensors, strict=True):
+        there.copy_(here.detach())
+    versions = [t._version for t in tensors]
+    for one in (average, moved):
+        one.follow(build_model(seed=2).bfloat16())
+    changed = sum(now._version > before for now, before in zip(tensors, versions, strict=True))
+    assert changed == 2 * len(list(model.parameters()))  # weights and averages; not the rotary tables
+    expected = dict(model.named_parameters())
+    assert all(torch.equal(p, expected[n]) for n, p in found.named_parameters())
+
+
 def test_a_skeleton_keeps_tied_weights_tied_and_carries_no_contents():
     model = build_model(tied=True)
     frozen, tensors = freeze({"model": model, "again": model.lm_head.weight})
@@ -235,6 +288,7 @@ def test_a_model_with_windows_is_refused_in_parts():
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, sliding_window=4,
     )  # fmt: skip
-    ranks = Ranks(0, 1, 1, host="127.0.0.1", port=find_port("127.0.0.1"), device=CPU)
+    store, _ = host_store("127.0.0.1")
+    ranks = Ranks(0, 1, 1, address="127.0.0.1", store=store, device=CPU)
     with pytest.raises(ConfigError, match=r"MistralForCausalLM cannot be computed in parts .* windows"):
         check_model(ranks, MistralForCausalLM(config), 0)
