@@ -3,8 +3,8 @@
     python benchmarks/ranks.py --json benchmarks/results/ranks.json
 
 *Samples*: 32 ragged groups of 8 (prompts of 8 to 160 tokens, answers up to 128) shared out over the ranks.
-*Parts*: one long sample, of which each rank computes a part (``parallel.context``). The sides take turns in
-one run: one process with one thread, one process with as many threads as ranks, and the ranks with one thread
+*Parts*: one long sample, of which each rank computes a part (``batch.context_ranks``). The sides take turns
+in one run: one process with one thread, one process with as many threads as ranks, the ranks with one thread
 each. Memory is what a process has more than before the update, at its highest, from ``/proc`` (Linux).
 """
 

@@ -88,7 +88,7 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         "in and the update is made, rewards begin when a sample ends, stale samples are weighted by "
         f"truncated importance sampling; rollout engine {name!r} {weights}; "
         f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s), sequences in "
-        f"{config.parallel.context} part(s), no tensor or pipeline parallelism in training"
+        f"{config.batch.context_ranks} part(s), no tensor or pipeline parallelism in training"
     )
 
 
@@ -130,7 +130,7 @@ def build_learner(
             config,
             launch,
             devices=devices,
-            context=config.parallel.context,
+            context=config.batch.context_ranks,
             host=host,
             num_threads=threads,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.algorithms.base import Algorithm
-from multitask_rl.config.devices import DeviceSet, parse_devices, resolve_devices
+from multitask_rl.config.devices import parse_devices, resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
@@ -128,42 +128,34 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
     Raises:
         ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
     """
-    parallel, device_map = config.parallel, config.device_map
-    named = parse_devices(device_map.get("actor", "cpu"), "device_map.actor")
-    number = parallel.num_ranks or len(named.indices) or 1
-    num_devices = max(len(named.indices), 1)
-    if named.kind == "cuda" and number != num_devices:
+    device_map, context = config.device_map, config.batch.context_ranks
+    actor = parse_devices(device_map.get("actor", "cpu"), "device_map.actor")
+    number = len(actor.names)
+    if number % context:
         raise ConfigError(
-            f"parallel.num_ranks={number}: device_map.actor={str(named)!r} names {num_devices} device(s); "
-            f"every rank needs one of its own, e.g. device_map.actor=cuda:0-{number - 1}"
+            f"batch.context_ranks={context} must divide the number of learner ranks, {number}: the devices "
+            f"of device_map.actor, e.g. cuda:0-{context - 1} or cpu:0-{context - 1}"
         )
-    if number % parallel.context:
-        raise ConfigError(f"parallel.context={parallel.context} must divide the number of ranks, {number}")
     if number == 1:
         return [("", "")]
-    critic = parse_devices(device_map.get("critic", str(named)), "device_map.critic")
-    if critic != named and config.executor == "ray":
+    critic = parse_devices(device_map.get("critic", str(actor)), "device_map.critic")
+    if critic.names != actor.names and config.executor == "ray":
         raise ConfigError(
             f"device_map.critic={str(critic)!r}: with executor=ray and {number} learner ranks the critic "
             "lives on the actor's devices; leave it out"
         )
-    if parallel.context > 1:
+    if context > 1:
         if config.batch.layout not in ("auto", "bucketed"):
             raise ConfigError(
-                f"batch.layout={config.batch.layout}: parallel.context={parallel.context} needs samples in "
-                "rows of their own; set batch.layout=auto or bucketed"
+                f"batch.layout={config.batch.layout}: batch.context_ranks={context} needs samples in rows of "
+                "their own; set batch.layout=auto or bucketed"
             )
         if config.model.rope_scaling.get("type") == "dynamic":
             raise ConfigError(
                 "model.rope_scaling: type dynamic depends on the longest sequence a rank has seen, so the "
-                "parts of a sequence would not fit together; take yarn or ntk, or set parallel.context=1"
+                "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
             )
-    actors, critics = _names(named), _names(critic)
-    return [(actors[rank % len(actors)], critics[rank % len(critics)]) for rank in range(number)]
-
-
-def _names(devices: DeviceSet) -> list[str]:
-    return [f"{devices.kind}:{i}" for i in devices.indices] or [devices.kind]
+    return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
 
 
 def load_specs(config: RunConfig) -> dict[str, TaskSpec]:

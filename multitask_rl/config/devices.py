@@ -2,6 +2,8 @@
 
     device_map: {actor: "cuda:0-3", critic: "cuda:4-5", reward.code: cpu}
 
+Every device of the actor is a learner rank; on a CPU ranks are numbered the same way, ``actor: "cpu:0-3"``.
+
 Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. Two roles
 may use the same set of devices (that is placing them together on purpose); sets that overlap in part are
 refused: one of the roles would wait for the other without anybody having asked for it.
@@ -21,7 +23,8 @@ __all__ = ["DeviceSet", "count_cuda_devices", "parse_device_map", "parse_devices
 
 _ROLES = ("actor", "critic", "reference", "rollout")
 _PER_TASK = ("reward", "constraint")
-_CUDA = re.compile(r"cuda:(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
+_ALLOWED = "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3"
+_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,19 @@ class DeviceSet:
     kind: str
     """``cpu`` or ``cuda``"""
     indices: tuple[int, ...] = ()
-    """CUDA indices, ascending, each once; empty for the CPU and for plain ``cuda``."""
+    """Indices, ascending, each once; empty for plain ``cpu`` and ``cuda``."""
 
     @property
     def first(self) -> str:
         """The name ``torch.device`` takes for the first device."""
-        return f"{self.kind}:{self.indices[0]}" if self.indices else self.kind
+        return self.names[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The names ``torch.device`` takes for the devices."""
+        if self.kind == "cpu":
+            return ["cpu"] * max(1, len(self.indices))
+        return [f"{self.kind}:{i}" for i in self.indices] or [self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind}:{','.join(map(str, self.indices))}" if self.indices else self.kind
@@ -49,23 +59,25 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
     (0, 1, 2, 5)
 
     Raises:
-        ConfigError: another form than ``cpu``, ``cuda``, ``cuda:0``, ``cuda:0-3``, ``cuda:4,5``.
+        ConfigError: another form than ``cpu``, ``cuda``, ``cuda:0``, ``cuda:0-3``, ``cuda:4,5``, ``cpu:0-3``.
     """
     text = str(text).replace(" ", "")
     if text in ("cpu", "cuda"):
         return DeviceSet(text)
-    match = _CUDA.fullmatch(text)
+    match = _NUMBERED.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{where}: {text!r} is no device (allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5)")
+        raise ConfigError(f"{where}: {text!r} is no device ({_ALLOWED})")
     indices: list[int] = []
-    for part in match[1].split(","):
+    for part in match[2].split(","):
         low, _, high = part.partition("-")
         if high and int(high) < int(low):
             raise ConfigError(f"{where}: the range {part!r} of {text!r} runs backwards; write {high}-{low}")
         indices += range(int(low), int(high or low) + 1)
     if len(set(indices)) < len(indices):
         raise ConfigError(f"{where}: {text!r} names a device twice")
-    return DeviceSet("cuda", tuple(sorted(indices)))
+    if match[1] == "cpu" and sorted(indices) != list(range(len(indices))):
+        raise ConfigError(f"{where}: {text!r}: ranks on a CPU are counted from 0 ({_ALLOWED})")
+    return DeviceSet(match[1], tuple(sorted(indices)))
 
 
 def parse_device_map(
@@ -85,13 +97,17 @@ def parse_device_map(
     for role, text in device_map.items():
         _check_role(role, tasks)
         parsed[role] = parse_devices(text, f"device_map.{role}")
+        if parsed[role].kind == "cpu" and parsed[role].indices and role != "actor":
+            raise ConfigError(
+                f"device_map.{role}: {text!r}: only the actor has ranks on a CPU; write {role}: cpu"
+            )
     if any(d.kind == "cuda" for d in parsed.values()):
         available = count_cuda_devices() if num_cuda is None else num_cuda
         for role, devices in parsed.items():
             _check_present(role, devices, available)
     for (role, mine), (other, theirs) in combinations(parsed.items(), 2):
         shared = set(mine.indices) & set(theirs.indices)
-        if shared and mine != theirs:
+        if shared and mine.kind == theirs.kind and mine != theirs:
             common = DeviceSet("cuda", tuple(sorted(shared)))
             raise ConfigError(
                 f"device_map: {role} ({mine}) and {other} ({theirs}) share {common} but not all; "

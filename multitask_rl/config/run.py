@@ -157,6 +157,9 @@ class BatchConfig:
     layout: str = "auto"
     """``shared`` (a group's prompt is computed once), ``bucketed`` (sorted by length, right-padded),
     ``packed`` (no padding, positions reset), or ``auto``: ``shared`` if the model can, else ``bucketed``."""
+    context_ranks: int = 1
+    """Learner ranks (devices of ``device_map.actor``) that compute each sequence together, in parts; must
+    divide their number. 1 = whole sequences."""
     refill_rounds: int = 1
     """Extra rounds of prompts for tasks whose groups gave no gradient; 0 = off."""
     quorum: float = 1.0
@@ -165,7 +168,7 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        for key in ("prompts_per_step", "group_size", "num_minibatches", "num_epochs"):
+        for key in ("prompts_per_step", "group_size", "num_minibatches", "num_epochs", "context_ranks"):
             _at_least(f"batch.{key}", getattr(self, key), 1)
         _at_least("batch.tokens_per_microbatch", self.tokens_per_microbatch, 1)
         _at_least("batch.refill_rounds", self.refill_rounds, 0)
@@ -288,21 +291,6 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ParallelConfig:
-    """Learner ranks: processes that compute the gradient of a step together."""
-
-    num_ranks: int = 0
-    """How many; with ``executor=ray`` they are Ray actors. 0 = one per device of ``device_map.actor``."""
-    context: int = 1
-    """Ranks that compute each sequence together, in parts; must divide ``num_ranks``. 1 = whole sequences."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        _at_least("parallel.num_ranks", self.num_ranks, 0)
-        _at_least("parallel.context", self.context, 1)
-
-
-@dataclass(kw_only=True, slots=True)
 class RayConfig:
     """What ``executor=ray`` spreads over the cluster; ``RAY_ADDRESS`` names one, else this machine is it."""
 
@@ -336,8 +324,8 @@ class RunConfig:
     executor: str = "local"
     """``local`` (in process) or ``ray``."""
     device_map: dict[str, str] = field(default_factory=dict)
-    """Role -> device: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``; default: cuda if
-    there is one, else cpu."""
+    """Role -> devices: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``; default: cuda if
+    there is one, else cpu. Each device of the actor (``cuda:0-3``, ``cpu:0-1``) is a learner rank."""
     profile: str = ""
     """``torch``: a trace of three steps and a memory report in ``<output_dir>/profile``; empty = off."""
     num_threads: int = 0
@@ -353,7 +341,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:

@@ -89,7 +89,8 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
     )
     raise ConfigError(
         f"the Ray cluster has no room for {what}: {details}. Lower ray.num_engines, ray.gpus_per_engine, "
-        "ray.num_reward_pools or parallel.num_ranks, stop what else runs there, or add nodes before the run."
+        "ray.num_reward_pools or the ranks in device_map.actor, stop what else runs there, or add "
+        "nodes before the run."
     )
 
 

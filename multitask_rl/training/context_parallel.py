@@ -305,6 +305,6 @@ def check_model(ranks: Ranks, model: Any, pad_token_id: int) -> None:
             problem = "" if gap <= limit else f"log-probabilities move by {gap:.2g}"
     if problem:
         raise ConfigError(
-            f"parallel.context={ranks.context}: {type(model).__name__} cannot be computed in parts of a "
-            f"sequence: {problem}; set parallel.context=1"
+            f"batch.context_ranks={ranks.context}: {type(model).__name__} cannot be computed in parts of a "
+            f"sequence: {problem}; set batch.context_ranks=1"
         )

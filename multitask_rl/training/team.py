@@ -74,8 +74,8 @@ class LearnerTeam:
             frozen, self._tensors = freeze(parts)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"parallel.num_ranks={self._size}: the models cannot be sent to other processes: {error}; "
-                "use parallel.num_ranks=1"
+                f"learner ranks: the models cannot be sent to other processes: {error}; "
+                "name one device in device_map.actor"
             ) from error
         self._seed, self._version, self._number_in_step = config.seed, -1, 0
         self._is_busy = False

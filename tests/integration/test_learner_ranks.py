@@ -7,11 +7,11 @@ import torch
 from run_builders import run_config, train, weights_hash, write_run
 
 from multitask_rl.cli import main
-from multitask_rl.config.run import BatchConfig, ModelConfig, ParallelConfig
+from multitask_rl.config.run import BatchConfig, ModelConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.plan import plan_ranks
 
-TWO = {"parallel": ParallelConfig(num_ranks=2)}
+TWO = {"device_map": {"actor": "cpu:0-1"}}
 
 
 def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(tmp_path, capsys):
@@ -40,21 +40,27 @@ def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(tmp_path,
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"parallel": ParallelConfig(num_ranks=3, context=2)}, "must divide the number of ranks, 3"),
-        ({"parallel": ParallelConfig(context=2)}, "must divide the number of ranks, 1"),
         (
-            {"parallel": ParallelConfig(num_ranks=2, context=2), "batch": BatchConfig(layout="packed")},
-            "batch.layout=packed: parallel.context=2 needs samples in rows of their own",
+            {"device_map": {"actor": "cpu:0-2"}, "batch": BatchConfig(context_ranks=2)},
+            "must divide the number of learner ranks, 3",
+        ),
+        ({"batch": BatchConfig(context_ranks=2)}, "must divide the number of learner ranks, 1"),
+        (
+            {**TWO, "batch": BatchConfig(context_ranks=2, layout="packed")},
+            "batch.layout=packed: batch.context_ranks=2 needs samples in rows of their own",
         ),
         (
             {
-                "parallel": ParallelConfig(num_ranks=2, context=2),
+                **TWO,
+                "batch": BatchConfig(context_ranks=2),
                 "model": ModelConfig(rope_scaling={"type": "dynamic", "factor": 2.0}),
             },
             "take yarn or ntk",
         ),
-        ({**TWO, "device_map": {"actor": "cuda:0"}}, "names 1 device"),
-        ({**TWO, "device_map": {"critic": "cuda:1"}, "executor": "ray"}, "lives on the actor's devices"),
+        (
+            {"device_map": {"actor": "cpu:0-1", "critic": "cuda:1"}, "executor": "ray"},
+            "lives on the actor's devices",
+        ),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_before_anything_starts(tmp_path, settings, problem):

@@ -14,6 +14,7 @@ from multitask_rl.errors import ConfigError
         ("cuda:0", DeviceSet("cuda", (0,))),
         ("cuda:0-3", DeviceSet("cuda", (0, 1, 2, 3))),
         ("cuda:4,5", DeviceSet("cuda", (4, 5))),
+        ("cpu:0-2", DeviceSet("cpu", (0, 1, 2))),
         ("cuda: 6, 0-1", DeviceSet("cuda", (0, 1, 6))),
     ],
 )
@@ -57,3 +58,10 @@ def test_roles_may_share_a_whole_set() -> None:
 def test_cuda_on_a_machine_without_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         parse_device_map({"actor": "cuda"}, num_cuda=0)
+
+
+def test_only_the_actor_has_ranks_on_a_cpu() -> None:
+    parsed = parse_device_map({"actor": "cpu:0-1", "critic": "cuda:0", "reward.code": "cpu"}, num_cuda=1)
+    assert parsed["actor"].names == ["cpu", "cpu"]
+    with pytest.raises(ConfigError, match=r"device_map.critic: 'cpu:0-1': only the actor has ranks on a CPU"):
+        parse_device_map({"critic": "cpu:0-1"})
