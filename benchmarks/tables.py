@@ -64,6 +64,7 @@ def render(results: Path = RESULTS) -> str:
         ("pipeline_tasks", _tasks),
         ("pipeline_rewards*", _rewards),
         ("pipeline_growth", _growth),
+        ("ranks", _ranks),
         ("vllm_engine_*", _engines),
         ("speed_*", _resident),
         ("memory", _memory),
@@ -168,6 +169,28 @@ def _growth(results: Sequence[dict[str, Any]]) -> str:
         [["microseconds a rollout", *(f"{v:.0f}" for v in per_rollout.values())]],
     )
     return f"Growth, rewards that cost nothing:\n\n{tasks}\n\n{rollouts}"
+
+
+def _ranks(results: Sequence[dict[str, Any]]) -> str:
+    (result,) = results
+    settings = result["settings"]
+    number = settings["ranks"]
+    rows = [
+        [
+            name,
+            *(f"{own['ratios'][f'ranks/{side}']:.2f}" for side in ("one thread", "threads")),
+            *(f"{own['peak_mib'][side]:.0f}" for side in ("one thread", "ranks")),
+            f"{own['communication_s'] / own['seconds']['ranks']:.1%}",
+        ]
+        for name, own in (
+            ("32 groups of 8, shared out", result["samples"]),
+            (f"one sample of {settings['tokens']} tokens, in parts", result["parts"]),
+        )
+    ]
+    header = ["update", "against one thread", f"against {number} threads", "MiB, one process", "MiB, a rank"]
+    return f"{number} learner ranks of one thread each, {settings['actor']}:\n\n" + table(
+        [*header, "in collectives"], rows
+    )
 
 
 def _engines(results: Sequence[dict[str, Any]]) -> str:

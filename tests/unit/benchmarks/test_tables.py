@@ -23,7 +23,8 @@ def test_what_stands_between_the_marks_is_computed_from_the_results(page: Path, 
 
 def test_the_tables_name_every_kind_of_result() -> None:
     text = render()
-    for part in ("0.45M", "TRL", "model.generate", "10 s", "4096", "vLLM alone", "resident", "checkpointing"):
+    kinds = ("0.45M", "TRL", "model.generate", "10 s", "4096", "learner ranks", "vLLM alone", "resident")
+    for part in (*kinds, "checkpointing"):
         assert part in text
 
 
