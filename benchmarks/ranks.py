@@ -34,8 +34,8 @@ from multitask_rl.training.actor import load_actor
 from multitask_rl.training.credit import CreditedSample, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
+from multitask_rl.training.parallel.team import LearnerTeam
 from multitask_rl.training.runner import ModelRunner
-from multitask_rl.training.team import LearnerTeam
 
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 

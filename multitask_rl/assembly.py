@@ -111,8 +111,8 @@ def build_learner(
         return learner, CreditAssigner(runner, tasks, many_updates=many_updates), engine
     from multitask_rl.executor.ranks import LocalRank, RayRanks
     from multitask_rl.executor.spread import SpreadEngine
-    from multitask_rl.training.rank_lines import Launch
-    from multitask_rl.training.team import LearnerTeam
+    from multitask_rl.training.parallel.lines import Launch
+    from multitask_rl.training.parallel.team import LearnerTeam
 
     on_gpu = devices[0][0].startswith("cuda")
     threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))

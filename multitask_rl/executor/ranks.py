@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from multitask_rl.executor.group import ActorGroup
 
 __all__ = ["LocalRank", "RayRanks"]
 
-logger = logging.getLogger(__name__)
-
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from multitask_rl.training import replica; "
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from multitask_rl.training.parallel import replica; "
+)
 _END_WITHIN_S = 5.0
 
 
@@ -126,7 +126,7 @@ class _Rank:
     """In the Ray actor."""
 
     def serve(self, where: dict[str, Any]) -> None:
-        from multitask_rl.training.replica import serve
+        from multitask_rl.training.parallel.replica import serve
 
         serve(**where)
 

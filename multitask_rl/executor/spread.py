@@ -10,7 +10,7 @@ from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Roll
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multitask_rl.training.team import LearnerTeam
+    from multitask_rl.training.parallel.team import LearnerTeam
 
 __all__ = ["SpreadEngine"]
 

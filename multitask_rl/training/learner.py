@@ -7,8 +7,8 @@ cutting, packing and padding change nothing, and a task with long answers gets n
 Samples whose gradient is known to be zero (a group in which all rewards are equal) count in the denominator
 and are not computed.
 
-With several learner ranks (``team.py``) each computes its part of the samples; the gradients are summed and
-every rank makes the same optimizer step.
+With several learner ranks (``parallel/team.py``) each computes its part of the samples; the gradients are
+summed and every rank makes the same optimizer step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from multitask_rl.training.forward import TokenOutputs
 from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.microbatch import MicroBatch, padding_share
 from multitask_rl.training.optimizer import ActorCriticOptimizer
-from multitask_rl.training.ranks import Ranks
+from multitask_rl.training.parallel.ranks import Ranks
 from multitask_rl.training.runner import ModelRunner
 
 __all__ = ["Learner", "Learnt", "UpdateReport", "Weighted"]

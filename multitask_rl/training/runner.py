@@ -13,12 +13,12 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.records import SamplingParams, TrainSample
 from multitask_rl.rollout.wide_attention import compiles_shapes
 from multitask_rl.training.actor import Actor
-from multitask_rl.training.context_parallel import attention_over_parts, forward_in_parts
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
 from multitask_rl.training.offload import ActivationOffload
-from multitask_rl.training.ranks import Ranks
+from multitask_rl.training.parallel.context import attention_over_parts, forward_in_parts
+from multitask_rl.training.parallel.ranks import Ranks
 from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 

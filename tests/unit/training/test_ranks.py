@@ -17,14 +17,14 @@ from multitask_rl.executor.spread import SpreadEngine
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.training.balance import deal
-from multitask_rl.training.context_parallel import check_model, cut_sequences
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.microbatch import make_microbatch
-from multitask_rl.training.ranks import Ranks, host_store
+from multitask_rl.training.parallel.balance import deal
+from multitask_rl.training.parallel.context import check_model, cut_sequences
+from multitask_rl.training.parallel.ranks import Ranks, host_store
+from multitask_rl.training.parallel.skeleton import freeze, thaw
+from multitask_rl.training.parallel.team import LearnerTeam
 from multitask_rl.training.reference import AveragedReference
-from multitask_rl.training.skeleton import freeze, thaw
-from multitask_rl.training.team import LearnerTeam
 
 CPU = torch.device("cpu")
 

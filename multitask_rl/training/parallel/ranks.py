@@ -26,7 +26,7 @@ BUCKET_CELLS = 2**24
 _MEET_WITHIN = timedelta(minutes=3)
 """All ranks are started by then."""
 _TIMEOUT = timedelta(hours=2)
-"""Of one collective. Who is late is said long before, by rank 0 (``rank_lines.py``)."""
+"""Of one collective. Who is late is said long before, by rank 0 (``lines.py``)."""
 
 
 @dataclass(kw_only=True, slots=True)

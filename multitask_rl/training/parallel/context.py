@@ -30,7 +30,7 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.sampling import TokenMask
 from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_head
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
-from multitask_rl.training.ranks import Ranks
+from multitask_rl.training.parallel.ranks import Ranks
 
 __all__ = ["attention_over_parts", "check_model", "cut_sequences", "forward_in_parts"]
 

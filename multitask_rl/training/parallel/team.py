@@ -19,15 +19,15 @@ from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import Ended, GenerationRequest, most_tokens
 from multitask_rl.seeding import derive_seed
-from multitask_rl.training.balance import deal, share_out
-from multitask_rl.training.context_parallel import check_model
 from multitask_rl.training.credit import Before, look_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.metrics import TokenMeans
-from multitask_rl.training.rank_lines import Launch, RankLines
-from multitask_rl.training.ranks import Ranks, Traffic, host_store
-from multitask_rl.training.replica import Done, Setup
-from multitask_rl.training.skeleton import freeze
+from multitask_rl.training.parallel.balance import deal, share_out
+from multitask_rl.training.parallel.context import check_model
+from multitask_rl.training.parallel.lines import Launch, RankLines
+from multitask_rl.training.parallel.ranks import Ranks, Traffic, host_store
+from multitask_rl.training.parallel.replica import Done, Setup
+from multitask_rl.training.parallel.skeleton import freeze
 
 __all__ = ["LearnerTeam"]
 

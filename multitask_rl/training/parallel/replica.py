@@ -27,12 +27,12 @@ from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine, stream
 from multitask_rl.training.compiled import compile_blocks
-from multitask_rl.training.context_parallel import check_model
 from multitask_rl.training.credit import Before, look_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
-from multitask_rl.training.ranks import Ranks, Traffic, join_store
+from multitask_rl.training.parallel.context import check_model
+from multitask_rl.training.parallel.ranks import Ranks, Traffic, join_store
+from multitask_rl.training.parallel.skeleton import thaw
 from multitask_rl.training.runner import ModelRunner
-from multitask_rl.training.skeleton import thaw
 
 __all__ = ["Done", "Setup", "main", "serve"]
 

@@ -1,0 +1,1 @@
+"""Learner ranks: processes that compute one gradient together, by samples and by parts of sequences."""
