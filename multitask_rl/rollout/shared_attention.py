@@ -6,7 +6,7 @@ log-sum-exp (as in Hydragen, arXiv:2402.05099, and cascade attention). It is plu
 ``transformers``' own attention interface, so no model code is replaced.
 
 Axes: ``B`` rows, ``H`` heads, ``K`` key-value heads, ``D`` head width, ``U`` prompts of a bucket, ``P``
-tokens of its longest, ``G`` rows of its largest group, ``T`` own tokens.
+tokens of its longest, ``G`` rows of its largest group, ``C`` places for a row's own tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ NAME = "multitask_rl_shared_prompt"
 
 MARK = "shared_prompt_layer"
 """Attribute of a key tensor: the layer whose prompts its rows continue."""
+
+MOST_EMPTY, MOST_EMPTY_SHARE = 16, 8
+"""Empty places of a row: at most so many, or one for so many tokens."""
 
 HARMLESS = {
     "dropout",
@@ -123,7 +126,12 @@ class RowGrid:
 
 
 class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
-    """Prompts [U, K, P, D] per bucket, and the rows' own tokens [B, K, T, D] in growing buffers."""
+    """Prompts [U, K, P, D] per bucket, and the rows' own tokens [B, K, C, D] in growing buffers.
+
+    ``C`` places are read whole, 0 where there is no token yet: leaving out the empty ones would interrupt the
+    stream of memory at every row, which costs more than the products over them. The last place stays empty:
+    its score is that of the whole prompt (see ``_attend``).
+    """
 
     def __init__(self, grid: RowGrid, prompts: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -143,15 +151,15 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append one token of every row; return the own tokens, marked for ``shared_prompt_attention``.
+        """Append one token of every row; return all places [B, K, C, D], marked for ``shared_prompt_attention``.
 
         States [B', K, 1, D] of a batch that was filled up may have more rows than the cache.
         """
         own = self._room(key_states)
-        own[0, : self.rows, :, self.length : self.length + 1] = key_states[: self.rows]
-        own[1, : self.rows, :, self.length : self.length + 1] = value_states[: self.rows]
+        own[0, : self.rows, :, self.length] = key_states[: self.rows, :, 0]
+        own[1, : self.rows, :, self.length] = value_states[: self.rows, :, 0]
         self.length += 1
-        keys, values = own[0, : self.rows, :, : self.length], own[1, : self.rows, :, : self.length]
+        keys, values = own[0, : self.rows], own[1, : self.rows]
         setattr(keys, MARK, self)
         return keys, values
 
@@ -170,15 +178,14 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
         ]
 
     def _room(self, states: Tensor) -> Tensor:
-        """Return the buffer [2, B, K, capacity, D] with room for another token."""
-        if self._own is None or self.length == self._own.shape[3]:
-            # doubling keeps rows dense (rows far apart cost more than the copies); the odd 8 keeps the
-            # distance between them off powers of two, which share lines of the processor's cache
-            capacity = 2 * self.length + 8
-            shape = (2, self.rows, states.shape[1], capacity, states.shape[-1])
+        """Return the buffer [2, B, K, C, D] with room for another token."""
+        if self._own is None or self.length == self._own.shape[3] - 1:
+            places = self.length + 1 + max(MOST_EMPTY, self.length // MOST_EMPTY_SHARE)
+            shape = (2, self.rows, states.shape[1], places, states.shape[-1])
             grown = torch.empty(shape, dtype=self.dtype, device=states.device)
             if self._own is not None:
-                grown[:, :, :, : self.length] = self._own[:, : self.rows]
+                grown[:, :, :, : self.length] = self._own[:, : self.rows, :, : self.length]
+            grown[:, :, :, self.length :] = 0.0
             self._own = grown
         return self._own
 
@@ -241,7 +248,7 @@ def shared_prompt_attention(
     Args:
         module: the attention layer.
         query: [B', H, 1, D], B' >= B: the output of rows that the cache does not have is 0.
-        key: [B, K, T, D] as ``SharedPromptLayer.update`` returns it; any other goes to ``sdpa``.
+        key: [B, K, C, D] as ``SharedPromptLayer.update`` returns it; any other goes to ``sdpa``.
         value: the same.
         attention_mask: not for keys with shared prompts.
         scaling: factor of the scores; default D ** -0.5.
@@ -269,12 +276,13 @@ def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer
     rows, heads, size = scaled.shape
     groups = key.shape[1]
     prompt_output, prompt_total = _attend_to_prompts(scaled, layer)
-    scores = torch.bmm(scaled.view(rows * groups, heads // groups, size), key.flatten(0, 1).transpose(-1, -2))
-    prompt_total = prompt_total.view(rows * groups, heads // groups, 1)
+    shape = (rows * groups, heads // groups, -1)
+    scores = torch.bmm(scaled.view(shape), key.flatten(0, 1).transpose(-1, -2)).float()
     # the prompt takes part as one more key, whose score is its log-sum-exp and whose value its output
-    weights = torch.cat([scores.float(), prompt_total], dim=-1).softmax(dim=-1).to(value.dtype)
-    prompt_output = prompt_output.view(rows * groups, heads // groups, size)
-    output = torch.baddbmm(prompt_output * weights[..., -1:], weights[..., :-1], value.flatten(0, 1))
+    scores[..., layer.length : -1] = float("-inf")
+    scores[..., -1:] = prompt_total.view(shape)
+    weights = scores.softmax(dim=-1).to(value.dtype)
+    output = torch.baddbmm(prompt_output.view(shape) * weights[..., -1:], weights, value.flatten(0, 1))
     return output.view(rows, heads, size)
 
 
@@ -291,10 +299,14 @@ def _attend_to_prompts(scaled: Tensor, layer: SharedPromptLayer) -> tuple[Tensor
         queries = placed[first : first + bucket.slots].view(*shape, size).transpose(1, 2)
         scores = (queries.reshape(shape[0], groups, -1, size) @ keys.transpose(-1, -2)).float()
         if bucket.bias is not None:
-            scores = scores + bucket.bias
-        output = scores.softmax(dim=-1).to(values.dtype) @ values
+            scores += bucket.bias
+        # by hand: ``softmax`` and ``logsumexp`` would each take exponentials of their own
+        peak = scores.amax(dim=-1, keepdim=True)
+        weights = scores.sub_(peak).exp_()
+        mass = weights.sum(dim=-1, keepdim=True)
+        output = (weights.to(values.dtype) @ values).div_(mass)
         back = (shape[0], groups, bucket.width, -1)
-        totals.append(scores.logsumexp(dim=-1).view(back).transpose(1, 2).reshape(bucket.slots, heads))
+        totals.append(mass.log_().add_(peak).view(back).transpose(1, 2).reshape(bucket.slots, heads))
         outputs.append(output.view(*back, size).transpose(1, 2).reshape(bucket.slots, heads, size))
         first += bucket.slots
     return torch.cat(outputs)[grid.slots], torch.cat(totals)[grid.slots]
