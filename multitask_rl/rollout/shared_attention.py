@@ -151,7 +151,7 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append one token of every row; return all places [B, K, C, D], marked for ``shared_prompt_attention``.
+        """Append one token of every row; return all places [B, K, C, D], marked for the attention.
 
         States [B', K, 1, D] of a batch that was filled up may have more rows than the cache.
         """

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.errors import TrainingError
-from multitask_rl.training.shared_prompt import (
-    COMPILED_FORWARD_CELLS,
-    SharedPart,
-    cut_by_length,
-    cut_prompts,
-    make_part,
-)
-from multitask_rl.training.shared_prompt import FORWARD_CELLS as SHARED_FORWARD_CELLS
+from multitask_rl.training.shared_prompt import SharedPart, cut_by_length, cut_prompts, make_part
 
 __all__ = ["MicroBatch", "build_microbatches", "make_microbatch", "padding_share"]
 
@@ -79,7 +72,6 @@ def build_microbatches(
     max_tokens: int,
     layout: str,
     pad_token_id: int,
-    compiles_shapes: bool = False,
 ) -> list[MicroBatch]:
     """Cut samples into micro-batches of at most ``max_tokens`` tokens, padding counted.
 
@@ -94,11 +86,9 @@ def build_microbatches(
             ``bucketed`` (sorted by length, right-padded: causal attention never sees padding on the right, so
             no mask is needed) or ``packed``.
         pad_token_id: any valid id.
-        compiles_shapes: a forward of a new shape costs more (bfloat16 on a CPU): ``shared`` makes fewer.
     """
     if layout == "shared":
-        forward_cells = COMPILED_FORWARD_CELLS if compiles_shapes else SHARED_FORWARD_CELLS
-        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id, forward_cells)
+        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     order = sorted((i for i in range(len(lengths)) if responses[i]), key=lambda i: (lengths[i], i))
     batches: list[list[int]] = []
@@ -119,7 +109,7 @@ def build_microbatches(
 
 def _similar(order: list[int], lengths: list[int]) -> list[list[int]]:
     """Cut samples in ascending order of length where padding would cost more than another forward."""
-    sizes = cut_by_length([lengths[i] for i in order], forward_cells=FORWARD_CELLS)
+    sizes = cut_by_length([lengths[i] for i in order], own_cells=FORWARD_CELLS)
     samples = iter(order)
     return [[next(samples) for _ in range(size)] for size in sizes]
 
@@ -148,15 +138,14 @@ def _shared_microbatches(
     responses: Sequence[Sequence[int]],
     max_tokens: int,
     pad: int,
-    forward_cells: int,
 ) -> list[MicroBatch]:
     for prompt in prompts:
         _check(prompt)
     indices = [i for i in range(len(prompts)) if responses[i]]
     batches: list[list[tuple[SharedPart, list[int]]]] = []
     used = 0
-    for piece in cut_prompts(prompts, responses, indices, max_tokens, forward_cells):
-        made = make_part(piece, prompts, responses, pad, forward_cells)
+    for piece in cut_prompts(prompts, responses, indices, max_tokens):
+        made = make_part(piece, prompts, responses, pad)
         if not batches or used + made[0].num_cells > max_tokens:
             batches.append([])
             used = 0

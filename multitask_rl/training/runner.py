@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams, TrainSample
-from multitask_rl.rollout.wide_attention import compiles_shapes
 from multitask_rl.training.actor import Actor
+from multitask_rl.training.block_attention import attention_in_blocks
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
@@ -68,28 +69,42 @@ class ModelRunner:
             max_tokens=self._config.batch.tokens_per_microbatch,
             layout=self._layout(prompts),
             pad_token_id=self.actor.pad_token_id,
-            compiles_shapes=compiles_shapes(self.actor.model, autocast=self._config.model.autocast),
         )
 
     def _layout(self, prompts: Sequence[Sequence[int]]) -> str:
-        """Return the layout for samples of ``prompts``."""
+        """Return the layout for samples of ``prompts``.
+
+        Raises:
+            ConfigError: ``shared`` was asked for and the model cannot.
+        """
         layout = self._config.batch.layout
         if self._in_parts:
             return "bucketed"
-        if layout != "auto":
-            return layout
-        if 2 * len({tuple(p) for p in prompts}) > len(prompts):
+        if layout == "auto" and 2 * len({tuple(p) for p in prompts}) > len(prompts):
             return "bucketed"  # hardly anything to share
+        if layout not in ("auto", "shared"):
+            return layout
         if self._shares_prompts is None:
             self._shares_prompts = supports_shared_prompts(self.actor.model)
+        if layout == "shared" and not self._shares_prompts:
+            raise ConfigError(
+                f"batch.layout=shared: {type(self.actor.model).__name__} cannot share a group's prompt (it "
+                "attends through windows, has another state than keys and values, or its attention does not "
+                "go through the interface of transformers); set batch.layout=auto"
+            )
         return "shared" if self._shares_prompts else "bucketed"
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of forward and backward passes, in which ranks may share sequences."""
-        if self.ranks is None or not self._in_parts:
-            return contextlib.nullcontext()
+        """Return the context of forward and backward passes together.
+
+        Ranks may share sequences in it, and with gradient checkpointing layers are computed again.
+        """
         models = [self.actor.model] + ([] if self.reference is None else [self.reference])
-        return attention_over_parts(self.ranks, models)
+        if self.ranks is not None and self._in_parts:
+            return attention_over_parts(self.ranks, models)
+        if not self._shares_prompts:
+            return contextlib.nullcontext()
+        return attention_in_blocks(*models, *([] if self.critic.trunk is None else [self.critic.trunk]))
 
     def forward(self, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool) -> TokenOutputs:
         """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``).

@@ -1,12 +1,11 @@
-"""A group's prompt computed once: the samples of a micro-batch continue from shared prompt states.
+"""A group's prompt computed once: samples of similar prompts go through the model as one sequence.
 
-The prompt without its last token (the *prefix*) goes through the model once per distinct prompt; its keys and
-values, with their gradient, are shared out to the group's rows, which hold the last prompt token and the
-response. Every token sees exactly what it would see in a row of its own, so values and gradients are the
-same. (The idea is Prefix Grouper's, arXiv:2506.05433; here through the model's own cache, so that no
-attention code has to be replaced.)
+The prompt without its last token (the *prefix*) stands in it once per distinct prompt; a row for each sample
+holds the last prompt token and the response, and attends to the prefix as if it stood before it (see
+``block_attention.py``). Every token sees exactly what it would see in a row of its own, so values and
+gradients are the same. (The idea is Prefix Grouper's, arXiv:2506.05433.)
 
-Axes: ``U`` distinct prompts, ``P`` longest prefix, ``B`` rows of a chunk, ``T`` its longest response.
+Axes: ``U`` distinct prompts, ``M`` tokens of the sequence, padding counted, ``N`` response tokens.
 """
 
 from __future__ import annotations
@@ -14,17 +13,22 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from multitask_rl.training.block_attention import (
+    Block,
+    Blocks,
+    attention_in_blocks,
+    can_attend_in_blocks,
+    mask_of,
+)
 
 __all__ = [
-    "COMPILED_FORWARD_CELLS",
-    "SharedChunk",
     "SharedPart",
     "cut_by_length",
     "cut_prompts",
@@ -35,61 +39,49 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORWARD_CELLS = 24
-"""What a forward of its own costs, in tokens of padding: more chunks, less padding."""
-COMPILED_FORWARD_CELLS = 40
-"""The same where the products of a new shape are compiled first (bfloat16 on a CPU)."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SharedChunk:
-    """Rows of one forward."""
-
-    prompt: Tensor
-    """[B] row of the part's ``prefix_ids`` that each row continues."""
-    input_ids: Tensor
-    """[B, T]: last prompt token, then the response without its last token, right-padded."""
-    valid: Tensor
-    """[B, T] bool: the position predicts a response token."""
+BLOCK_CELLS = 8
+"""What a block of its own costs, in tokens of padding: more blocks, less padding."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SharedPart:
-    """Prompts of similar length and the chunks that continue them."""
+    """Samples as one sequence: prefixes, then for each a row of the last prompt token and the response."""
 
-    prefix_ids: Tensor
-    """[U, P] left-padded; P = 0 when every prompt is a single token."""
+    input_ids: Tensor
+    """[1, M]"""
+    position_ids: Tensor
+    """[1, M], within each row's own; that of padding is the row's last."""
+    places: Tensor
+    """[N] the tokens of the sequence that predict a response token."""
     prefix_lengths: Tensor
     """[U], ascending."""
-    prefix_sizes: list[int]
-    """How many prefixes at a time run together."""
-    chunks: list[SharedChunk]
+    prefixes: list[Block]
+    """Blocks of [U] rows together."""
+    responses: list[Block]
 
     def to(self, device: torch.device) -> SharedPart:
         """Move the tensors."""
         return SharedPart(
-            prefix_ids=self.prefix_ids.to(device),
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            places=self.places.to(device),
             prefix_lengths=self.prefix_lengths.to(device),
-            prefix_sizes=self.prefix_sizes,
-            chunks=[
-                SharedChunk(
-                    prompt=c.prompt.to(device), input_ids=c.input_ids.to(device), valid=c.valid.to(device)
-                )
-                for c in self.chunks
+            prefixes=self.prefixes,
+            responses=[
+                replace(b, prompt=None if b.prompt is None else b.prompt.to(device)) for b in self.responses
             ],
         )
 
     @property
     def num_cells(self) -> int:
         """Tokens computed, padding counted."""
-        prefixes = _padded_cells(self.prefix_lengths.tolist(), self.prefix_sizes)
-        return prefixes + sum(c.input_ids.numel() for c in self.chunks)
+        return self.input_ids.numel()
 
 
-def cut_by_length(lengths: Sequence[int], *, forward_cells: int) -> list[int]:
+def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[int]:
     """Return the sizes of the chunks into which ascending ``lengths`` are cut at the least total cost.
 
-    A chunk costs its cells (rows times longest row) and ``forward_cells`` for being a forward of its own.
+    A chunk costs its cells (rows times longest row) and ``own_cells`` for being one of its own.
     """
     counts = Counter(lengths)
     runs = sorted(counts.items())
@@ -97,13 +89,13 @@ def cut_by_length(lengths: Sequence[int], *, forward_cells: int) -> list[int]:
     best, start = [0], [0]
     for j in range(1, len(runs) + 1):
         width = runs[j - 1][0]
-        cost, cut = best[j - 1] + width * (ends[j] - ends[j - 1]) + forward_cells, j - 1
+        cost, cut = best[j - 1] + width * (ends[j] - ends[j - 1]) + own_cells, j - 1
         for i in range(j - 2, -1, -1):
             middle = (i + j) // 2
             # another cut there would pay, and all the more for every chunk that starts earlier
-            if (width - runs[middle - 1][0]) * (ends[middle] - ends[i]) > forward_cells and middle > i:
+            if (width - runs[middle - 1][0]) * (ends[middle] - ends[i]) > own_cells and middle > i:
                 break
-            candidate = best[i] + width * (ends[j] - ends[i]) + forward_cells
+            candidate = best[i] + width * (ends[j] - ends[i]) + own_cells
             if candidate < cost:
                 cost, cut = candidate, i
         best.append(cost)
@@ -121,11 +113,8 @@ def cut_prompts(
     responses: Sequence[Sequence[int]],
     indices: Sequence[int],
     max_tokens: int,
-    forward_cells: int = FORWARD_CELLS,
 ) -> list[list[int]]:
     """Group samples of the same and of similarly long prompts, at most ``max_tokens`` cells a part.
-
-    A forward of its own costs ``forward_cells`` tokens of padding.
 
     Returns:
         Samples of each part, ordered by prompt length; a single longer sample is a part of its own.
@@ -143,7 +132,9 @@ def cut_prompts(
         parts[-1].append(own)
 
     def count(chosen: Sequence[int]) -> int:
-        return _count_cells(chosen, prompts, responses, forward_cells)
+        prefixes = sorted(len(p) - 1 for p in {tuple(prompts[i]) for i in chosen})
+        answers = sorted(len(responses[i]) for i in chosen)
+        return _padded_cells(prefixes) + _padded_cells(answers)
 
     return [piece for part in parts for piece in _within(part, count, max_tokens)]
 
@@ -162,29 +153,9 @@ def _within(part: list[list[int]], count: Callable[[Sequence[int]], int], limit:
     return [piece for h in halves for piece in _within(h, count, limit)]
 
 
-def _chunks(
-    indices: Sequence[int], responses: Sequence[Sequence[int]], forward_cells: int
-) -> list[list[int]]:
-    order = sorted(indices, key=lambda i: (len(responses[i]), i))
-    sizes = cut_by_length([len(responses[i]) for i in order], forward_cells=forward_cells)
-    rows = iter(order)
-    return [[next(rows) for _ in range(size)] for size in sizes]
-
-
-def _count_cells(
-    indices: Sequence[int],
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    forward_cells: int,
-) -> int:
-    prefixes = sorted(len(p) - 1 for p in {tuple(prompts[i]) for i in indices})
-    cells = sum(len(c) * len(responses[c[-1]]) for c in _chunks(indices, responses, forward_cells))
-    return cells + _padded_cells(prefixes, cut_by_length(prefixes, forward_cells=forward_cells))
-
-
-def _padded_cells(lengths: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the cells of ascending ``lengths`` cut into chunks of ``sizes`` rows."""
-    return sum(size * lengths[end - 1] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True))
+def _padded_cells(lengths: Sequence[int]) -> int:
+    """Return the cells of the blocks that ascending ``lengths`` are cut into."""
+    return sum((cut.stop - cut.start) * lengths[cut.stop - 1] for cut in _cut(lengths))
 
 
 def make_part(
@@ -192,38 +163,60 @@ def make_part(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     filler: int,
-    forward_cells: int = FORWARD_CELLS,
 ) -> tuple[SharedPart, list[int]]:
     """Return the part of the samples ``indices`` and the order in which their tokens come out of it."""
     unique = sorted(dict.fromkeys(tuple(prompts[i]) for i in indices), key=len)
     numbers = {prompt: row for row, prompt in enumerate(unique)}
-    width = len(unique[-1]) - 1
-    prefix = torch.full((len(numbers), width), filler)
-    for prompt, row in numbers.items():
-        prefix[row, width - len(prompt) + 1 :] = torch.tensor(prompt[:-1], dtype=torch.long)
-    chunks, order = [], []
-    for own in _chunks(indices, responses, forward_cells):
-        longest = len(responses[own[-1]])
-        ids = torch.full((len(own), longest), filler)
-        for row, i in enumerate(own):
-            ids[row, : len(responses[i])] = torch.tensor([prompts[i][-1], *responses[i][:-1]])
-        lengths = torch.tensor([len(responses[i]) for i in own])
-        chunks.append(
-            SharedChunk(
-                prompt=torch.tensor([numbers[tuple(prompts[i])] for i in own]),
-                input_ids=ids,
-                valid=torch.arange(longest) < lengths.unsqueeze(-1),
-            )
-        )
-        order.extend(own)
-    prefixes = [len(prompt) - 1 for prompt in unique]
+    order = sorted(indices, key=lambda i: (len(responses[i]), i))
+    row = _RowWriter(filler)
+    prefixes, answers = [], []
+    for cut in _cut([len(p) for p in unique]):
+        rows = [p[:-1] for p in unique[cut]]
+        prefixes.append(Block(rows=len(rows), width=row.write(rows, [0] * len(rows))))
+    first = len(row.ids)
+    for cut in _cut([len(responses[i]) for i in order]):
+        own = order[cut]
+        rows = [(prompts[i][-1], *responses[i][:-1]) for i in own]
+        width = row.write(rows, [len(prompts[i]) - 1 for i in own])
+        prompt = torch.tensor([numbers[tuple(prompts[i])] for i in own])
+        answers.append(Block(rows=len(own), width=width, prompt=prompt))
+    places = torch.tensor(row.places)
     part = SharedPart(
-        prefix_ids=prefix,
-        prefix_lengths=torch.tensor(prefixes),
-        prefix_sizes=cut_by_length(prefixes, forward_cells=forward_cells),
-        chunks=chunks,
+        input_ids=torch.tensor([row.ids]),
+        position_ids=torch.tensor([row.positions]),
+        places=places[places >= first],
+        prefix_lengths=torch.tensor([len(p) - 1 for p in unique]),
+        prefixes=prefixes,
+        responses=answers,
     )
     return part, order
+
+
+def _cut(lengths: Sequence[int]) -> list[slice]:
+    """Cut rows of ascending ``lengths`` into blocks."""
+    sizes = cut_by_length(lengths, own_cells=BLOCK_CELLS)
+    return [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+class _RowWriter:
+    """A sequence to which right-padded rows are appended."""
+
+    def __init__(self, filler: int) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.places: list[int] = []
+        """Of the tokens that are no padding."""
+        self._filler = filler
+
+    def write(self, rows: Sequence[Sequence[int]], starts: Iterable[int]) -> int:
+        """Append ``rows``, ascending in length, whose positions begin at ``starts``; return the width."""
+        width = len(rows[-1])
+        for tokens, start in zip(rows, starts, strict=True):
+            length, missing = len(tokens), width - len(tokens)
+            self.places.extend(range(len(self.ids), len(self.ids) + length))
+            self.ids.extend((*tokens, *[self._filler] * missing))
+            self.positions.extend((*range(start, start + length), *[start + max(length - 1, 0)] * missing))
+        return width
 
 
 def read_shared(
@@ -234,107 +227,34 @@ def read_shared(
     Args:
         model: causal language model or its decoder.
         parts: what to compute.
-        read: takes one output of ``model`` to tensors [B, T, ...].
-        kwargs: passed to ``model`` with every chunk.
+        read: takes one output of ``model`` to tensors [1, M or its last tokens, ...].
+        kwargs: passed to ``model`` with every part.
     """
     found: list[tuple[Tensor, ...]] = []
-    for part in parts:
-        states = _prefix_states(model, part)
-        for chunk in part.chunks:
-            out = read(_continue(model, part, chunk, states, **kwargs))
-            found.append(tuple(one[chunk.valid] for one in out))
+    with attention_in_blocks(model):
+        for part in parts:
+            blocks = Blocks(part.prefixes, part.prefix_lengths, part.responses)
+            out = model(
+                input_ids=part.input_ids,
+                attention_mask=mask_of(blocks, part.input_ids.device),
+                position_ids=part.position_ids,
+                use_cache=False,
+                **kwargs,
+            )
+            length = part.num_cells
+            found.append(tuple(one[0, part.places - (length - one.shape[1])] for one in read(out)))
     return tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
-
-
-def _left_mask(lengths: Tensor, width: int) -> Tensor | None:
-    """Return [U, width] with 0 on the padding left of ``lengths``; None without padding."""
-    if not width or bool((lengths == width).all()):
-        return None
-    return (torch.arange(width, device=lengths.device) >= width - lengths.unsqueeze(-1)).long()
-
-
-def _prefix_states(model: Any, part: SharedPart) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values [U, heads, P, head width] of every layer, with gradient.
-
-    Prefixes of different length run apart where that is cheaper than padding; their states are padded.
-    """
-    width = part.prefix_ids.shape[1]
-    if not width:
-        return []
-    pieces: list[list[tuple[Tensor, Tensor]]] = []
-    for ids, lengths in zip(
-        torch.split(part.prefix_ids, part.prefix_sizes),
-        torch.split(part.prefix_lengths, part.prefix_sizes),
-        strict=True,
-    ):
-        own = int(lengths.max())
-        states = _prefill(model, ids[:, width - max(own, 1) :], lengths)
-        missing = (0, 0, width - max(own, 1), 0)
-        pieces.append([(pad(keys, missing), pad(values, missing)) for keys, values in states])
-    return [
-        (torch.cat([keys for keys, _ in layer]), torch.cat([values for _, values in layer]))
-        for layer in zip(*pieces, strict=True)
-    ]
-
-
-def _prefill(model: Any, ids: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Run the left-padded prefixes ``ids`` [U, P] and return every layer's keys and values."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    positions = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - lengths.unsqueeze(-1))
-    model(
-        input_ids=ids,
-        attention_mask=_left_mask(lengths, ids.shape[1]),
-        position_ids=positions.clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        **({"logits_to_keep": 1} if model.get_output_embeddings() is not None else {}),
-    )
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-def _continue(
-    model: Any,
-    part: SharedPart,
-    chunk: SharedChunk,
-    states: Sequence[tuple[Tensor, Tensor]],
-    **kwargs: Any,
-) -> Any:
-    """Run the rows of ``chunk`` after their prompts."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    for number, (keys, values) in enumerate(states):
-        cache.update(keys[chunk.prompt], values[chunk.prompt], number)
-    rows, width = chunk.input_ids.shape
-    prefix = _left_mask(part.prefix_lengths, part.prefix_ids.shape[1])
-    mask = None
-    if prefix is not None:
-        # padding on the right is never seen by what comes before it
-        mask = torch.cat([prefix[chunk.prompt], prefix.new_ones(rows, width)], dim=-1)
-    columns = torch.arange(width, device=chunk.input_ids.device)
-    return model(
-        input_ids=chunk.input_ids,
-        attention_mask=mask,
-        position_ids=part.prefix_lengths[chunk.prompt].unsqueeze(-1) + columns,
-        past_key_values=cache,
-        use_cache=True,
-        **kwargs,
-    )
 
 
 @torch.no_grad()
 def supports_shared_prompts(model: Any) -> bool:
     """Whether ``model`` says the same with a shared prompt as without; tried on a few tokens.
 
-    Models with another state than keys and values (Mamba), with attention windows, or whose cache is switched
-    off by gradient checkpointing do not.
+    Models with another state than keys and values (Mamba), with attention windows, or whose attention does
+    not go through ``transformers``' interface do not.
     """
     config = model.config.get_text_config()
-    # not the model's own property: its name changes with the versions of transformers
-    is_checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    if getattr(model, "_is_stateful", False) or is_checkpointing:
+    if getattr(model, "_is_stateful", False) or not can_attend_in_blocks(model):
         return False
     # a window is wider than the probe's few tokens, so it has to be asked for
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -343,31 +263,24 @@ def supports_shared_prompts(model: Any) -> bool:
         return False
     was_training = model.training
     model.eval()
+    size = int(config.vocab_size)
+    prompts = [[i % size for i in row] for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
+    responses = [[i % size for i in row] for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3])]
     try:
         device = next(model.parameters()).device
-        ids = (torch.arange(12, device=device) % int(config.vocab_size)).view(2, 6).flip(0)
-        part = SharedPart(
-            prefix_ids=torch.stack([ids[1, :2].roll(1), ids[0, :2]]),
-            prefix_lengths=torch.tensor([1, 2], device=device),
-            prefix_sizes=[2],
-            chunks=[
-                SharedChunk(
-                    prompt=torch.tensor([0, 1], device=device),
-                    input_ids=ids[:, 2:],
-                    valid=torch.ones(2, 4, dtype=torch.bool, device=device),
-                )
-            ],
-        )
-        shared = read_shared(model, [part], lambda out: (out.logits,))[0].view(2, 4, -1).float()
-        first = torch.cat([part.prefix_ids[0, 1:], ids[0, 2:]]).unsqueeze(0)
-        second = torch.cat([part.prefix_ids[1], ids[1, 2:]]).unsqueeze(0)
-        plain = [model(input_ids=x, use_cache=False).logits[0, -4:].float() for x in (first, second)]
+        part, order = make_part(range(3), prompts, responses, 0)
+        shared = read_shared(model, [part.to(device)], lambda out: (out.logits,))[0].float()
+        plain = []
+        for i in order:
+            row = torch.tensor([[*prompts[i], *responses[i]]], device=device)
+            out = model(input_ids=row, use_cache=False)
+            plain.append(out.logits[0, len(prompts[i]) - 1 : -1].float())
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
         logger.info("prompts of a group are computed per sample: %s", error)
         return False
     finally:
         model.train(was_training)
-    whole = torch.stack(plain)
+    whole = torch.cat(plain)
     tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
     gap = float((shared - whole).abs().max() / whole.abs().max().clamp(min=1.0))
     if gap > tolerance:
