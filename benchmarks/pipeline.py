@@ -62,6 +62,8 @@ async def delayed(prompt, response, delay=0.0):
 """
 GROUP = 8
 FREE_S = 0.0
+FINE_TURNS = 8
+"""Turns of one step, for each turn of the command line, in which runs of 1 to 16 tasks are compared."""
 
 
 @dataclass
@@ -151,11 +153,11 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
     return Run(how["name"], trainer, folder, how["prompts"] * GROUP)
 
 
-def take_turns(runs: list[Run], args: argparse.Namespace) -> None:
-    """Warm up with one block each, then let every run make a block in each turn."""
-    for turn in range(1 + args.turns):
+def take_turns(runs: list[Run], steps: int, turns: int) -> None:
+    """Warm up with one block of ``steps`` each, then let every run make a block in each turn."""
+    for turn in range(1 + turns):
         for run in runs if turn % 2 else reversed(runs):
-            seconds = run.block(args.block)
+            seconds = run.block(steps)
             if turn:
                 run.blocks.append(seconds)
     for run in runs:
@@ -180,7 +182,7 @@ def measure_rewards(folder: Path, model: Path, args: argparse.Namespace) -> dict
             )
             for s in args.staleness
         ]  # fmt: skip
-        take_turns(runs, args)
+        take_turns(runs, args.block, args.turns)
         result[f"{delay:g} s"] = {
             **{run.name: run.figures(args.block) for run in runs},
             "ratios": {run.name: ratio([runs[0].blocks], run.blocks) for run in runs[1:]},
@@ -203,7 +205,7 @@ def measure_tasks(folder: Path, model: Path, args: argparse.Namespace) -> dict[s
             for s in dict.fromkeys((0, how["staleness"]))
             for k in tasks
         ]
-        take_turns([together, *alone], args)
+        take_turns([together, *alone], args.block, args.turns)
         one_by_one = [r.blocks for r in alone[: len(tasks)]]
         overlapped = [r.blocks for r in alone[-len(tasks) :]]
         result[f"{delay:g} s"] = {
@@ -229,10 +231,11 @@ def measure_growth(folder: Path, model: Path, args: argparse.Namespace) -> dict[
         )
         for n in counts
     ]  # fmt: skip
-    take_turns(by_tasks, args)
+    # a few per cent are to be told apart on a machine that others use: many short turns
+    take_turns(by_tasks, 1, FINE_TURNS * args.turns)
     first = by_tasks[0].blocks
     result: dict[str, Any] = {
-        "tasks": {r.name: _round(statistics.median(r.blocks) / args.block) for r in by_tasks},
+        "tasks": {r.name: _round(statistics.median(r.blocks)) for r in by_tasks},
         "tasks_ratios": {r.name: ratio([r.blocks], first) for r in by_tasks[1:]},
     }
     _say("seconds per step by tasks", result["tasks"])
@@ -244,7 +247,7 @@ def measure_growth(folder: Path, model: Path, args: argparse.Namespace) -> dict[
         )
         for n in sizes
     ]  # fmt: skip
-    take_turns(by_rollouts, args)
+    take_turns(by_rollouts, args.block, args.turns)
     result["rollouts"] = {r.name: _round(statistics.median(r.blocks) / args.block) for r in by_rollouts}
     result["microseconds_per_rollout"] = {
         r.name: _round(1e6 * statistics.median(r.blocks) / args.block / r.rollouts) for r in by_rollouts

@@ -155,8 +155,9 @@ class BatchConfig:
     tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward."""
     layout: str = "auto"
-    """``shared`` (a group's prompt is computed once), ``bucketed`` (sorted by length, right-padded),
-    ``packed`` (no padding, positions reset), or ``auto``: ``shared`` if the model can, else ``bucketed``."""
+    """``shared`` (samples one after another, a group's prompt once, attention in blocks), ``bucketed`` (rows
+    sorted by length, right-padded), ``packed`` (no padding, a mask of tokens x tokens), or ``auto``:
+    ``shared`` if the model can, else ``bucketed``."""
     context_ranks: int = 1
     """Learner ranks (devices of ``device_map.actor``) that compute each sequence together, in parts; must
     divide their number. 1 = whole sequences."""

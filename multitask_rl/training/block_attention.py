@@ -49,7 +49,7 @@ class Block:
     width: int
     """T"""
     prompt: Tensor | None = None
-    """[R] which prefix each row continues; None: none at all."""
+    """[R] which prefix each row continues; None: they are whole."""
 
 
 class Blocks:
@@ -146,7 +146,7 @@ def block_attention(
     prompt_keys, prompt_values = blocks.join(keys[:first]), blocks.join(values[:first])
     for number, block in enumerate(blocks.responses):
         asked, seen, read = (_heads(states[first + number], block) for states in (queries, keys, values))
-        if prompt_keys is None or prompt_values is None:
+        if block.prompt is None or prompt_keys is None or prompt_values is None:
             outputs.append(attend_wide(module, asked, seen, read, None, scaling=scaling)[0])
             continue
         seen = torch.cat([prompt_keys[block.prompt].transpose(1, 2), seen], dim=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.errors import TrainingError
-from multitask_rl.training.shared_prompt import SharedPart, cut_by_length, cut_prompts, make_part
+from multitask_rl.training.shared_prompt import BLOCK_CELLS, SharedPart, cut_by_length, cut_prompts, make_part
 
 __all__ = ["MicroBatch", "build_microbatches", "make_microbatch", "padding_share"]
 
@@ -72,6 +72,7 @@ def build_microbatches(
     max_tokens: int,
     layout: str,
     pad_token_id: int,
+    device_type: str = "cpu",
 ) -> list[MicroBatch]:
     """Cut samples into micro-batches of at most ``max_tokens`` tokens, padding counted.
 
@@ -82,13 +83,16 @@ def build_microbatches(
         prompts: [B] lists of ids, each of at least one token.
         responses: [B] lists of ids.
         max_tokens: token budget of one micro-batch.
-        layout: ``shared`` (a prompt is computed once for all its samples, see ``shared_prompt.py``),
+        layout: ``shared`` (samples of similar prompts are one sequence in which a group's prompt stands once,
+            see ``shared_prompt.py``),
             ``bucketed`` (sorted by length, right-padded: causal attention never sees padding on the right, so
             no mask is needed) or ``packed``.
         pad_token_id: any valid id.
+        device_type: where they will be computed; another kind than a CPU gets fewer, larger blocks.
     """
     if layout == "shared":
-        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id)
+        block_cells = BLOCK_CELLS.get(device_type, BLOCK_CELLS["cuda"])
+        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id, block_cells)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     order = sorted((i for i in range(len(lengths)) if responses[i]), key=lambda i: (lengths[i], i))
     batches: list[list[int]] = []
@@ -138,14 +142,15 @@ def _shared_microbatches(
     responses: Sequence[Sequence[int]],
     max_tokens: int,
     pad: int,
+    block_cells: int,
 ) -> list[MicroBatch]:
     for prompt in prompts:
         _check(prompt)
     indices = [i for i in range(len(prompts)) if responses[i]]
     batches: list[list[tuple[SharedPart, list[int]]]] = []
     used = 0
-    for piece in cut_prompts(prompts, responses, indices, max_tokens):
-        made = make_part(piece, prompts, responses, pad)
+    for piece in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
+        made = make_part(piece, prompts, responses, pad, block_cells)
         if not batches or used + made[0].num_cells > max_tokens:
             batches.append([])
             used = 0
@@ -166,7 +171,7 @@ def _shared(parts: list[tuple[SharedPart, list[int]]], responses: Sequence[Seque
         column=empty,
         targets=torch.tensor([token for i in order for token in responses[i]]),
         sequence=torch.arange(len(order)).repeat_interleave(sizes),
-        num_tokens=int(sizes.sum()) + sum(int(part.prefix_lengths.sum()) for part, _ in parts),
+        num_tokens=sum(part.num_tokens for part, _ in parts),
         shared=[part for part, _ in parts],
     )
 

@@ -67,12 +67,13 @@ class ModelRunner:
             prompts,
             [s.response_ids for s in samples],
             max_tokens=self._config.batch.tokens_per_microbatch,
-            layout=self._layout(prompts),
+            layout=self._layout(),
             pad_token_id=self.actor.pad_token_id,
+            device_type=self.actor.device.type,
         )
 
-    def _layout(self, prompts: Sequence[Sequence[int]]) -> str:
-        """Return the layout for samples of ``prompts``.
+    def _layout(self) -> str:
+        """Return the layout of samples.
 
         Raises:
             ConfigError: ``shared`` was asked for and the model cannot.
@@ -80,8 +81,6 @@ class ModelRunner:
         layout = self._config.batch.layout
         if self._in_parts:
             return "bucketed"
-        if layout == "auto" and 2 * len({tuple(p) for p in prompts}) > len(prompts):
-            return "bucketed"  # hardly anything to share
         if layout not in ("auto", "shared"):
             return layout
         if self._shares_prompts is None:

@@ -1,6 +1,6 @@
 """A group's prompt computed once: samples of similar prompts go through the model as one sequence.
 
-The prompt without its last token (the *prefix*) stands in it once per distinct prompt; a row for each sample
+A prompt without its last token (the *prefix*) stands in it once per distinct prompt; a row for each sample
 holds the last prompt token and the response, and attends to the prefix as if it stood before it (see
 ``block_attention.py``). Every token sees exactly what it would see in a row of its own, so values and
 gradients are the same. (The idea is Prefix Grouper's, arXiv:2506.05433.)
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from multitask_rl.training.block_attention import (
 )
 
 __all__ = [
+    "BLOCK_CELLS",
     "SharedPart",
     "cut_by_length",
     "cut_prompts",
@@ -39,13 +40,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BLOCK_CELLS = 8
-"""What a block of its own costs, in tokens of padding: more blocks, less padding."""
+BLOCK_CELLS = {"cpu": 8, "cuda": 128}
+"""What a block of its own costs on a kind of device, in tokens of padding: more blocks, less padding.
+
+Measured on a CPU; on a GPU the time of a few dozen launches a layer, estimated.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
 class SharedPart:
-    """Samples as one sequence: prefixes, then for each a row of the last prompt token and the response."""
+    """Samples as one sequence.
+
+    Prefixes that several samples have; for each of these a row of the last prompt token and the response; and
+    the samples whose prompt no other has, in whole rows. Rows leave out the last token: it predicts nothing.
+    """
 
     input_ids: Tensor
     """[1, M]"""
@@ -53,6 +61,8 @@ class SharedPart:
     """[1, M], within each row's own; that of padding is the row's last."""
     places: Tensor
     """[N] the tokens of the sequence that predict a response token."""
+    num_tokens: int
+    """M without padding."""
     prefix_lengths: Tensor
     """[U], ascending."""
     prefixes: list[Block]
@@ -65,6 +75,7 @@ class SharedPart:
             input_ids=self.input_ids.to(device),
             position_ids=self.position_ids.to(device),
             places=self.places.to(device),
+            num_tokens=self.num_tokens,
             prefix_lengths=self.prefix_lengths.to(device),
             prefixes=self.prefixes,
             responses=[
@@ -113,6 +124,7 @@ def cut_prompts(
     responses: Sequence[Sequence[int]],
     indices: Sequence[int],
     max_tokens: int,
+    block_cells: int,
 ) -> list[list[int]]:
     """Group samples of the same and of similarly long prompts, at most ``max_tokens`` cells a part.
 
@@ -132,9 +144,13 @@ def cut_prompts(
         parts[-1].append(own)
 
     def count(chosen: Sequence[int]) -> int:
-        prefixes = sorted(len(p) - 1 for p in {tuple(prompts[i]) for i in chosen})
-        answers = sorted(len(responses[i]) for i in chosen)
-        return _padded_cells(prefixes) + _padded_cells(answers)
+        together, alone = _split(chosen, prompts)
+        kinds = (
+            [len(p) - 1 for p in {tuple(prompts[i]) for i in together}],
+            [len(responses[i]) for i in together],
+            [len(prompts[i]) - 1 + len(responses[i]) for i in alone],
+        )
+        return sum(_padded_cells(sorted(lengths), block_cells) for lengths in kinds)
 
     return [piece for part in parts for piece in _within(part, count, max_tokens)]
 
@@ -153,9 +169,9 @@ def _within(part: list[list[int]], count: Callable[[Sequence[int]], int], limit:
     return [piece for h in halves for piece in _within(h, count, limit)]
 
 
-def _padded_cells(lengths: Sequence[int]) -> int:
+def _padded_cells(lengths: Sequence[int], block_cells: int) -> int:
     """Return the cells of the blocks that ascending ``lengths`` are cut into."""
-    return sum((cut.stop - cut.start) * lengths[cut.stop - 1] for cut in _cut(lengths))
+    return sum((cut.stop - cut.start) * lengths[cut.stop - 1] for cut in _cut(lengths, block_cells))
 
 
 def make_part(
@@ -163,38 +179,51 @@ def make_part(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     filler: int,
+    block_cells: int,
 ) -> tuple[SharedPart, list[int]]:
     """Return the part of the samples ``indices`` and the order in which their tokens come out of it."""
-    unique = sorted(dict.fromkeys(tuple(prompts[i]) for i in indices), key=len)
+    together, alone = _split(indices, prompts)
+    unique = sorted(dict.fromkeys(tuple(prompts[i]) for i in together), key=len)
     numbers = {prompt: row for row, prompt in enumerate(unique)}
-    order = sorted(indices, key=lambda i: (len(responses[i]), i))
+    together.sort(key=lambda i: (len(responses[i]), i))
+    alone.sort(key=lambda i: (len(prompts[i]) + len(responses[i]), i))
     row = _RowWriter(filler)
     prefixes, answers = [], []
-    for cut in _cut([len(p) for p in unique]):
+    for cut in _cut([len(p) for p in unique], block_cells):
         rows = [p[:-1] for p in unique[cut]]
-        prefixes.append(Block(rows=len(rows), width=row.write(rows, [0] * len(rows))))
-    first = len(row.ids)
-    for cut in _cut([len(responses[i]) for i in order]):
-        own = order[cut]
-        rows = [(prompts[i][-1], *responses[i][:-1]) for i in own]
-        width = row.write(rows, [len(prompts[i]) - 1 for i in own])
+        prefixes.append(Block(rows=len(rows), width=row.write(rows, places=False)))
+    for cut in _cut([len(responses[i]) for i in together], block_cells):
+        own = together[cut]
         prompt = torch.tensor([numbers[tuple(prompts[i])] for i in own])
+        rows = [(prompts[i][-1], *responses[i][:-1]) for i in own]
+        width = row.write(rows, starts=[len(prompts[i]) - 1 for i in own])
         answers.append(Block(rows=len(own), width=width, prompt=prompt))
-    places = torch.tensor(row.places)
+    for cut in _cut([len(prompts[i]) + len(responses[i]) for i in alone], block_cells):
+        own = alone[cut]
+        rows = [(*prompts[i], *responses[i][:-1]) for i in own]
+        answers.append(Block(rows=len(own), width=row.write(rows, unread=[len(prompts[i]) - 1 for i in own])))
     part = SharedPart(
         input_ids=torch.tensor([row.ids]),
         position_ids=torch.tensor([row.positions]),
-        places=places[places >= first],
-        prefix_lengths=torch.tensor([len(p) - 1 for p in unique]),
+        places=torch.tensor(row.places),
+        num_tokens=row.num_tokens,
+        prefix_lengths=torch.tensor([len(p) - 1 for p in unique], dtype=torch.long),
         prefixes=prefixes,
         responses=answers,
     )
-    return part, order
+    return part, [*together, *alone]
 
 
-def _cut(lengths: Sequence[int]) -> list[slice]:
+def _split(indices: Sequence[int], prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Return the samples whose prompt another one has as well, and the others."""
+    counts = Counter(tuple(prompts[i]) for i in indices)
+    together = [i for i in indices if counts[tuple(prompts[i])] > 1]
+    return together, [i for i in indices if counts[tuple(prompts[i])] == 1]
+
+
+def _cut(lengths: Sequence[int], block_cells: int) -> list[slice]:
     """Cut rows of ascending ``lengths`` into blocks."""
-    sizes = cut_by_length(lengths, own_cells=BLOCK_CELLS)
+    sizes = cut_by_length(lengths, own_cells=block_cells)
     return [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
@@ -205,17 +234,36 @@ class _RowWriter:
         self.ids: list[int] = []
         self.positions: list[int] = []
         self.places: list[int] = []
-        """Of the tokens that are no padding."""
+        """Of the tokens that predict a response token."""
+        self.num_tokens = 0
+        """Padding left out."""
         self._filler = filler
 
-    def write(self, rows: Sequence[Sequence[int]], starts: Iterable[int]) -> int:
-        """Append ``rows``, ascending in length, whose positions begin at ``starts``; return the width."""
+    def write(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        starts: Sequence[int] = (),
+        unread: Sequence[int] = (),
+        places: bool = True,
+    ) -> int:
+        """Append rows in ascending order of length; return their width.
+
+        Args:
+            rows: tokens.
+            starts: position of each row's first token; default 0.
+            unread: how many tokens of each row predict nothing that is asked for; default 0.
+            places: the others do.
+        """
         width = len(rows[-1])
-        for tokens, start in zip(rows, starts, strict=True):
-            length, missing = len(tokens), width - len(tokens)
-            self.places.extend(range(len(self.ids), len(self.ids) + length))
+        for number, tokens in enumerate(rows):
+            length, missing, begin = len(tokens), width - len(tokens), len(self.ids)
+            start = starts[number] if starts else 0
+            if places:
+                self.places.extend(range(begin + (unread[number] if unread else 0), begin + length))
             self.ids.extend((*tokens, *[self._filler] * missing))
             self.positions.extend((*range(start, start + length), *[start + max(length - 1, 0)] * missing))
+            self.num_tokens += length
         return width
 
 
@@ -268,7 +316,7 @@ def supports_shared_prompts(model: Any) -> bool:
     responses = [[i % size for i in row] for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3])]
     try:
         device = next(model.parameters()).device
-        part, order = make_part(range(3), prompts, responses, 0)
+        part, order = make_part(range(3), prompts, responses, 0, BLOCK_CELLS["cpu"])
         shared = read_shared(model, [part.to(device)], lambda out: (out.logits,))[0].float()
         plain = []
         for i in order:

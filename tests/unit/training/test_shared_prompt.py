@@ -45,8 +45,10 @@ def test_a_shared_prompt_is_counted_once_and_the_budget_holds():
         for _ in range(8):
             prompts.append(prompt)
             responses.append([7] * rng.randint(1, 128))
+    prompts.append([9] * 77)
+    responses.append([7] * 31)  # its prompt is no other's
     whole = build_microbatches(prompts, responses, max_tokens=10**6, layout="shared", pad_token_id=0)
-    prefixes = sum(length - 1 for length in (1, 8, 16, 48, 160, 160))
+    prefixes = sum(length - 1 for length in (1, 8, 16, 48, 160, 160, 77))
     assert sum(b.num_tokens for b in whole) == prefixes + sum(map(len, responses))
     assert padding_share(whole) < 0.03
     small = build_microbatches(prompts, responses, max_tokens=600, layout="shared", pad_token_id=0)
@@ -68,9 +70,15 @@ def learn(model, prompts, responses, layout):
 
 EVEN = [[5, 6, 7, 8]] * 5 + [[9, 8, 7, 6]] * 3
 RAGGED = [[5, 6, 7, 8, 9, 10, 11]] * 4 + [[9]] * 3 + [[12, 4]]
+CASES = {
+    "even": EVEN,
+    "ragged": RAGGED,
+    "one token": [[5]] * 8,
+    "alone": [[5 + i] * (1 + i) for i in range(8)],
+}
 
 
-@pytest.mark.parametrize("prompts", [EVEN, RAGGED, [[5]] * 8], ids=["even", "ragged", "single"])
+@pytest.mark.parametrize("prompts", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("mask_cells", [2**25, 96])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_shared_prompt_changes_nothing(prompts, mask_cells, checkpointing, monkeypatch):
@@ -118,6 +126,16 @@ def test_prompts_that_fill_a_budget_are_read_in_one_forward():
     assert supports is not None
     assert len(forwards) == 1
     assert len(batch.shared[0].responses) > 1
+
+
+def test_a_device_with_costly_launches_gets_fewer_blocks():
+    prompts, responses = [[5, 6]] * 24, [[7] * (4 * i + 1) for i in range(24)]
+    given = {"max_tokens": 10**6, "layout": "shared", "pad_token_id": 0}
+    found = {}
+    for device_type in ("cpu", "cuda"):
+        (batch,) = build_microbatches(prompts, responses, device_type=device_type, **given)
+        found[device_type] = len(batch.shared[0].responses)
+    assert found["cuda"] < found["cpu"]
 
 
 def test_a_model_of_keys_and_values_shares_prompts_and_one_with_windows_does_not():
