@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, collect, look
 from multitask_rl.rollout.decoder import Decoder, PlainDecoder, SharedDecoder, can_share_prompts
 from multitask_rl.rollout.grammar import GrammarRows, Grammars
+from multitask_rl.rollout.modes import evaluating
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
 from multitask_rl.rollout.shared_attention import attention_over_shared_prompts
 
@@ -131,13 +132,8 @@ class HFEngine:
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield the rows of each decoding step that ended in it (see ``rollout.base.stream``)."""
         device = next(self.model.parameters()).device
-        was_training = self.model.training
-        self.model.eval()
-        if self._shares_prompts is None:
-            self._shares_prompts = can_share_prompts(self.model)
         try:
-            shared = attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext()
-            with shared:
+            with evaluating(self.model), self._attention():
                 for batch in self._batches(requests):
                     decoding = self._generate_batch(batch)
                     while True:
@@ -153,8 +149,11 @@ class HFEngine:
                 f"out of memory while sampling {self.max_batch_tokens} tokens at once; lower "
                 f"rollout.max_batch_tokens ({error})"
             ) from error
-        finally:
-            self.model.train(was_training)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        if self._shares_prompts is None:
+            self._shares_prompts = can_share_prompts(self.model)
+        return attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext()
 
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[_Row]]:
         """Cut the rows into batches of one sampling distribution, similar length and bounded tokens."""

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
+from multitask_rl.rollout.attention_options import check_options
 from multitask_rl.rollout.wide_attention import attend_wide, is_wide
 
 __all__ = [
@@ -40,17 +41,6 @@ MARK = "shared_prompt_layer"
 
 MOST_EMPTY, MOST_EMPTY_SHARE = 16, 8
 """Empty places of a row: at most so many, or one for so many tokens."""
-
-HARMLESS = {
-    "dropout",
-    "scaling",
-    "sliding_window",
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "is_causal",
-}
-"""Arguments of the attention interface that change nothing here: windowed layers are not given this cache."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -252,7 +242,7 @@ def shared_prompt_attention(
         value: the same.
         attention_mask: not for keys with shared prompts.
         scaling: factor of the scores; default D ** -0.5.
-        kwargs: only what changes nothing, see ``HARMLESS``.
+        kwargs: only what changes nothing, see ``check_options``.
 
     Raises:
         NotImplementedError: the layer wants something more, such as capped scores or sinks.
@@ -260,9 +250,9 @@ def shared_prompt_attention(
     layer: SharedPromptLayer | None = getattr(key, MARK, None)
     if layer is None:
         return attend_wide(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    strange = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
-    if strange or attention_mask is not None or query.shape[2] != 1:
-        raise NotImplementedError(f"attention with {', '.join(strange) or 'a mask'} over shared prompts")
+    if attention_mask is not None or query.shape[2] != 1:
+        raise NotImplementedError("attention with a mask over shared prompts")
+    check_options(kwargs, "over shared prompts")
     rows = len(key)
     scaled = query[:rows, :, 0] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     # the cache has the precision to multiply in

@@ -38,7 +38,8 @@ class Actor:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
     ) -> None:
-        self.model = model
+        # but while it learns: adapters come in training mode, with their dropout and the model's own on
+        self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = config
         self.engine = ""
@@ -129,9 +130,15 @@ class Actor:
         for module in (*layers, *dropouts):
             # the module alone: ``train()`` would switch on the dropout inside it
             module.training = True
+        # some layers drop by functions with a share of their own, not by modules (OPT)
+        own = [(m, n, s) for m in layers for n, s in vars(m).items() if "drop" in n and isinstance(s, float)]
+        for module, name, _ in own:
+            setattr(module, name, 0.0)
         try:
             yield
         finally:
+            for module, name, share in own:
+                setattr(module, name, share)
             self.model.eval()
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ block, ``T`` its width; ``H`` heads, ``K`` key-value heads, ``D`` head width.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from multitask_rl.rollout.attention_options import check_options
 from multitask_rl.rollout.wide_attention import WIDE, attend_wide, is_wide
 
 __all__ = ["Block", "Blocks", "attention_in_blocks", "can_attend_in_blocks", "mask_of"]
@@ -34,10 +36,7 @@ MARK = "blocks"
 """Attribute of an attention mask: the blocks of the sequence."""
 
 MASK_CELLS = 2**25
-"""Queries times keys whose bias exists at once: 128 MiB in float32."""
-
-HARMLESS = {"sliding_window", "position_ids", "use_cache", "cache_position", "is_causal"}
-"""Arguments of the attention interface that change nothing here: models with windows are not given blocks."""
+"""Queries times keys: of biases that are kept for all layers, and of one made beside; 128 MiB each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +66,9 @@ class Blocks:
         self.even = bool(self._seen.all())
         """All prompts are equally long: one bias does for all rows."""
         self._biases: dict[tuple[int, torch.dtype], Tensor] = {}
+        cells = [self._rows(b) * b.width * (self._longest + b.width) for b in responses]
+        self._kept = [total <= MASK_CELLS for total in itertools.accumulate(cells)]
+        """Of each response block, whether its bias is kept for all layers."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor | None:
         """Return [U, P, K, D] of the prefixes' ``parts`` [R * T, K, D]; None where no row has a prefix."""
@@ -78,10 +80,21 @@ class Blocks:
         ]
         return own[0] if len(own) == 1 else torch.cat(own)
 
+    def _rows(self, block: Block) -> int:
+        """Return of how many rows the bias is."""
+        return 1 if self.even else block.rows
+
+    def slice_size(self, number: int) -> int:
+        """Return how many queries of response block ``number`` go together; 0: all, their bias is kept."""
+        block = self.responses[number]
+        if self._kept[number]:
+            return 0
+        return max(1, MASK_CELLS // (self._rows(block) * (self._longest + block.width)))
+
     def bias(self, number: int, queries: range, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores of ``queries`` of response block ``number``.
 
-        [R or 1, 1, queries, P + the last of them]: kept for all layers if they are all of the block's.
+        [R or 1, 1, queries, P + the last of them].
         """
         known = self._biases.get((number, dtype))
         if known is not None:
@@ -93,16 +106,33 @@ class Blocks:
         prompt = prompt[:, None, None].expand(-1, 1, len(queries), -1)
         visible = torch.cat([prompt, own.expand(len(prompt), -1, -1, -1)], dim=-1)
         bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-        if len(queries) == block.width:
+        if self._kept[number]:
             self._biases[number, dtype] = bias
         return bias
 
 
-def mask_of(blocks: Blocks, device: torch.device) -> Tensor:
-    """Return the attention mask that carries ``blocks`` through the model: four axes, so it is left alone."""
-    mask = torch.empty(1, 1, 1, 0, device=device)
+_learnt: dict[int, Blocks] = {}
+"""Model's configuration (id) -> blocks of its last forward with a gradient in ``attention_in_blocks``."""
+
+
+def mask_of(blocks: Blocks, model: Any) -> Tensor:
+    """Return the attention mask that carries ``blocks`` through ``model``: four axes, so it is left alone."""
+    mask = torch.empty(1, 1, 1, 0, device=next(model.parameters()).device)
     setattr(mask, MARK, blocks)
+    if torch.is_grad_enabled():
+        _learnt[id(model.config)] = blocks
     return mask
+
+
+def _blocks_of(mask: Tensor | None, module: Any, tokens: int) -> Blocks | None:
+    """Return what ``mask`` carries; None for an ordinary mask."""
+    if mask is None or mask.shape != (1, 1, 1, 0):
+        return None
+    # a mask that a layer saved to be computed again, and hooks stored elsewhere, has lost its attribute
+    blocks: Blocks | None = getattr(mask, MARK, None) or _learnt.get(id(module.config))
+    if blocks is None or sum(blocks.sizes) != tokens:
+        raise RuntimeError("attention in blocks, but the blocks are no more those of this sequence")
+    return blocks
 
 
 def block_attention(
@@ -123,18 +153,15 @@ def block_attention(
         value: [1, K, M, D].
         attention_mask: of ``mask_of``; with any other the call goes to ``attend_wide``.
         scaling: factor of the scores; default D ** -0.5.
-        kwargs: only what changes nothing, see ``HARMLESS``.
+        kwargs: only what changes nothing, see ``check_options``.
 
     Raises:
         NotImplementedError: the layer wants something more, such as capped scores, sinks or dropout.
     """
-    blocks: Blocks | None = getattr(attention_mask, MARK, None)
+    blocks = _blocks_of(attention_mask, module, query.shape[2])
     if blocks is None:
         return attend_wide(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    given = {name: one for name, one in kwargs.items() if name not in HARMLESS}
-    strange = [name for name, one in given.items() if isinstance(one, Tensor) or one]
-    if strange:
-        raise NotImplementedError(f"attention with {', '.join(strange)} in blocks")
+    check_options(kwargs, "in blocks")
     queries, keys, values = (
         torch.split(states.squeeze(0).transpose(0, 1), blocks.sizes) for states in (query, key, value)
     )
@@ -165,7 +192,7 @@ def _continue(
     scaling: float | None,
 ) -> Tensor:
     """Return [R, T, H, D] of a block's rows, whose keys and values [R, K, P + T, D] begin with prompts."""
-    width, rows = query.shape[2], 1 if blocks.even else len(query)
+    width = query.shape[2]
     dtype = _bias_dtype(query, key.shape[2])
 
     def attend(query: Tensor, start: int, stop: int) -> Tensor:
@@ -173,8 +200,8 @@ def _continue(
         bias = blocks.bias(number, range(start, stop), dtype)
         return attend_wide(module, query, key[:, :, :end], value[:, :, :end], bias, scaling=scaling)[0]
 
-    size = max(1, MASK_CELLS // (rows * key.shape[2]))
-    if size >= width:
+    size = blocks.slice_size(number)
+    if not size:
         return attend(query, 0, width)
     # each slice's bias is made again in the backward pass, not kept until then
     slices = [
@@ -236,6 +263,7 @@ def attention_in_blocks(*models: Any) -> Iterator[None]:
         for model, own in zip(models, before, strict=True):
             if own != NAME:
                 model.set_attn_implementation(own)
+                _learnt.pop(id(model.config), None)
 
 
 AttentionInterface.register(NAME, block_attention)

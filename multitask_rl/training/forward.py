@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.modes import evaluating
 from multitask_rl.rollout.sampling import TokenMask, keep_top
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.shared_prompt import read_shared
@@ -194,14 +195,14 @@ def _run(
         logits = (out.logits,) if want_logits else ()
         return (*logits, out.hidden_states[-1]) if want_hidden else logits
 
+    if want_hidden and not want_logits:
+        options["logits_to_keep"] = 1
     if batch.shared:
-        return read_shared(model, batch.shared, read, **options)
+        return read_shared(model, batch.shared, read, want_logits=want_logits, **options)
     width = batch.input_ids.shape[1]
     if want_logits:
         # a part of a sequence may hold no response token
         options["logits_to_keep"] = width - int(batch.column.min()) if len(batch.column) else 1
-    elif want_hidden:
-        options["logits_to_keep"] = 1
     out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
     # logits come for the last columns only
     return tuple(one[batch.row, batch.column - (width - one.shape[1])] for one in read(out))
@@ -220,8 +221,6 @@ def split_head(model: Any) -> tuple[Any, Any] | None:
 @torch.no_grad()
 def _try_split(model: Any) -> tuple[Any, Any] | None:
     handle: Any = None
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         if head is None or decoder is model or head.weight.dim() != 2:
@@ -230,14 +229,13 @@ def _try_split(model: Any) -> tuple[Any, Any] | None:
         handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
         ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
         given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
-        whole = model(**given).logits.float()
-        parts = head(decoder(**given).last_hidden_state).float()
+        with evaluating(model):
+            whole = model(**given).logits.float()
+            parts = head(decoder(**given).last_hidden_state).float()
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError):
         return None
     finally:
         if handle is not None:
             handle.remove()
-        for module, was_training in modes:
-            module.training = was_training
     gap = float((whole - parts).abs().max() / whole.abs().max().clamp(min=1e-6))
     return (decoder, head) if gap < 1e-2 else None

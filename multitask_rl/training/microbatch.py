@@ -151,11 +151,11 @@ def _shared_microbatches(
     used = 0
     for piece in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
         made = make_part(piece, prompts, responses, pad, block_cells)
-        if not batches or used + made[0].num_cells > max_tokens:
+        if not batches or used + made[0].budget > max_tokens:
             batches.append([])
             used = 0
         batches[-1].append(made)
-        used += made[0].num_cells
+        used += made[0].budget
     return [_shared(parts, responses) for parts in batches]
 
 

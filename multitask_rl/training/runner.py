@@ -50,6 +50,8 @@ class ModelRunner:
         """Moves the reference, where it is to move."""
         self._config = config
         self._shares_prompts: bool | None = None
+        if config.batch.layout == "shared":
+            self._layout()  # told before anything is sampled
 
     @property
     def _in_parts(self) -> bool:

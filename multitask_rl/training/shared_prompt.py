@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitask_rl.rollout.modes import evaluating
 from multitask_rl.training.block_attention import (
     Block,
     Blocks,
@@ -45,6 +46,9 @@ BLOCK_CELLS = {"cpu": 8, "cuda": 128}
 
 Measured on a CPU; on a GPU the time of a few dozen launches a layer, estimated.
 """
+
+KEYS_OF_A_CELL = 16
+"""Copied keys and values that take the memory of a token: 2 of about 32 vectors that a layer keeps of it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +92,12 @@ class SharedPart:
         """Tokens computed, padding counted."""
         return self.input_ids.numel()
 
+    @property
+    def budget(self) -> int:
+        """What it takes of the token budget of a micro-batch."""
+        copied = sum(int(self.prefix_lengths[b.prompt].sum()) for b in self.responses if b.prompt is not None)
+        return self.num_cells + copied // KEYS_OF_A_CELL
+
 
 def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[int]:
     """Return the sizes of the chunks into which ascending ``lengths`` are cut at the least total cost.
@@ -128,6 +138,8 @@ def cut_prompts(
 ) -> list[list[int]]:
     """Group samples of the same and of similarly long prompts, at most ``max_tokens`` cells a part.
 
+    The keys and values of a shared prompt are copied for every row behind it, and count as well.
+
     Returns:
         Samples of each part, ordered by prompt length; a single longer sample is a part of its own.
     """
@@ -150,7 +162,8 @@ def cut_prompts(
             [len(responses[i]) for i in together],
             [len(prompts[i]) - 1 + len(responses[i]) for i in alone],
         )
-        return sum(_padded_cells(sorted(lengths), block_cells) for lengths in kinds)
+        cells = sum(_padded_cells(sorted(lengths), block_cells) for lengths in kinds)
+        return cells + sum(len(prompts[i]) - 1 for i in together) // KEYS_OF_A_CELL
 
     return [piece for part in parts for piece in _within(part, count, max_tokens)]
 
@@ -268,29 +281,41 @@ class _RowWriter:
 
 
 def read_shared(
-    model: Any, parts: Sequence[SharedPart], read: Callable[[Any], tuple[Tensor, ...]], **kwargs: Any
+    model: Any,
+    parts: Sequence[SharedPart],
+    read: Callable[[Any], tuple[Tensor, ...]],
+    *,
+    want_logits: bool = False,
+    **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """Run ``parts`` and return what ``read`` finds in the outputs, for all response tokens: [N, ...] each.
 
     Args:
         model: causal language model or its decoder.
         parts: what to compute.
-        read: takes one output of ``model`` to tensors [1, M or its last tokens, ...].
+        read: takes one output of ``model`` to tensors [1, M or N, ...].
+        want_logits: ``model`` has a head, and its logits of the response tokens are wanted.
         kwargs: passed to ``model`` with every part.
     """
     found: list[tuple[Tensor, ...]] = []
     with attention_in_blocks(model):
         for part in parts:
             blocks = Blocks(part.prefixes, part.prefix_lengths, part.responses)
+            # of all tokens they would be M times the vocabulary
+            keep = {"logits_to_keep": part.places} if want_logits else {}
             out = model(
                 input_ids=part.input_ids,
-                attention_mask=mask_of(blocks, part.input_ids.device),
+                attention_mask=mask_of(blocks, model),
                 position_ids=part.position_ids,
                 use_cache=False,
+                **keep,
                 **kwargs,
             )
-            length = part.num_cells
-            found.append(tuple(one[0, part.places - (length - one.shape[1])] for one in read(out)))
+            found.append(
+                tuple(
+                    one[0] if one.shape[1] == len(part.places) else one[0, part.places] for one in read(out)
+                )
+            )
     return tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
 
 
@@ -309,29 +334,27 @@ def supports_shared_prompts(model: Any) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if windowed or kinds != {"full_attention"}:
         return False
-    was_training = model.training
-    model.eval()
     size = int(config.vocab_size)
-    prompts = [[i % size for i in row] for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
-    responses = [[i % size for i in row] for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3])]
+    # two groups whose prompts differ in length, in one block, and a sample that is alone
+    prompts = [[i % size for i in row] for row in 2 * [[5, 3, 9, 4]] + 2 * [[7, 1]] + [[8, 2, 6]]]
+    responses = [[i % size for i in row] for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3], [1, 7], [3, 9, 4, 5])]
     try:
         device = next(model.parameters()).device
-        part, order = make_part(range(3), prompts, responses, 0, BLOCK_CELLS["cpu"])
-        shared = read_shared(model, [part.to(device)], lambda out: (out.logits,))[0].float()
-        plain = []
-        for i in order:
-            row = torch.tensor([[*prompts[i], *responses[i]]], device=device)
-            out = model(input_ids=row, use_cache=False)
-            plain.append(out.logits[0, len(prompts[i]) - 1 : -1].float())
+        part, order = make_part(range(5), prompts, responses, 0, BLOCK_CELLS["cuda"])
+        with evaluating(model):
+            (shared,) = read_shared(model, [part.to(device)], lambda out: (out.logits,), want_logits=True)
+            plain = []
+            for i in order:
+                row = torch.tensor([[*prompts[i], *responses[i]]], device=device)
+                out = model(input_ids=row, use_cache=False)
+                plain.append(out.logits[0, len(prompts[i]) - 1 : -1].float())
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
         logger.info("prompts of a group are computed per sample: %s", error)
         return False
-    finally:
-        model.train(was_training)
     whole = torch.cat(plain)
     tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-    gap = float((shared - whole).abs().max() / whole.abs().max().clamp(min=1.0))
-    if gap > tolerance:
+    gap = float((shared.float() - whole).abs().max() / whole.abs().max().clamp(min=1.0))
+    if not gap <= tolerance:
         logger.info("prompts of a group are computed per sample: a shared prompt moves logits by %.2g", gap)
         return False
     return True

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.attention_options import check_options
 from multitask_rl.rollout.sampling import TokenMask
 from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_head
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
@@ -37,8 +38,6 @@ __all__ = ["attention_over_parts", "check_model", "cut_sequences", "forward_in_p
 NAME = "multitask_rl_context_parallel"
 MASK_CELLS = 2**25
 """Queries times keys whose mask exists at once: 32 MiB of booleans, 128 MiB as float32."""
-HARMLESS = {"dropout", "scaling", "position_ids", "use_cache", "cache_position", "is_causal"}
-"""Arguments of the attention interface that change nothing here."""
 
 _together: list[Ranks] = []
 """Innermost last. No context variable: layers are computed again in threads of the backward pass."""
@@ -184,14 +183,14 @@ def context_attention(
         value: [B, K, 2 L, D].
         attention_mask: none.
         scaling: factor of the scores; default D ** -0.5.
-        kwargs: only what changes nothing, see ``HARMLESS``.
+        kwargs: only what changes nothing, see ``check_options``.
 
     Raises:
         NotImplementedError: the layer wants something more, such as a window, capped scores or sinks.
     """
-    strange = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
-    if strange or attention_mask is not None or kwargs.get("dropout"):
-        raise NotImplementedError(f"attention with {', '.join(strange) or 'a mask or dropout'} in parts")
+    if attention_mask is not None:
+        raise NotImplementedError("attention with a mask in parts")
+    check_options(kwargs, "in parts")
     ranks = _together[-1]
     number, width = ranks.context, key.shape[-1]
     own = torch.cat([key, value], dim=-1)

@@ -1,18 +1,31 @@
+import contextlib
 import itertools
 import random
 
 import pytest
 import torch
-from model_builders import build_actor, build_model
+from model_builders import build_actor, build_model, build_tokenizer
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
-from multitask_rl.config.run import BatchConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.training import block_attention
+from multitask_rl.training.actor import Actor
 from multitask_rl.training.block_attention import Block, Blocks, attention_in_blocks, mask_of
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import forward_tokens, split_head
 from multitask_rl.training.microbatch import build_microbatches, padding_share
+from multitask_rl.training.offload import ActivationOffload
 from multitask_rl.training.runner import ModelRunner
 from multitask_rl.training.shared_prompt import cut_by_length, supports_shared_prompts
 
@@ -99,6 +112,107 @@ def test_a_shared_prompt_changes_nothing(prompts, mask_cells, checkpointing, mon
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_mask_that_hooks_stored_elsewhere_is_known_again(offload):
+    config = GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1)
+    torch.manual_seed(0)
+    actor = Actor(GPT2LMHeadModel(config), build_tokenizer(), ModelConfig())
+    responses = [[7 + (3 * i + j) % 20 for j in range(4 + i)] for i in range(8)]
+    _, gradients = learn(actor.model, EVEN, responses, "shared")
+    actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+    hooks = ActivationOffload(actor.model) if offload else contextlib.nullcontext()
+    with actor.learning(), hooks:  # GPT-2 gives the mask to its layers by position
+        _, own = learn(actor.model, EVEN, responses, "shared")
+    for one, other in zip(own, gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_look_at_a_model_that_learns_leaves_its_modes_alone():
+    actor = build_actor()
+    actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+    runner = ModelRunner(actor, Critic(), RunConfig())
+    with actor.learning():
+        before = [module.training for module in actor.model.modules()]
+        assert any(before)
+        runner.cut([])
+        split_head(actor.model)
+        assert [module.training for module in actor.model.modules()] == before
+
+
+def test_a_model_given_in_training_mode_learns_what_it_sampled():
+    config = GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1)
+    actor = Actor(GPT2LMHeadModel(config).train(), build_tokenizer(), ModelConfig())
+    engine = HFEngine(actor.model, eos_token_ids=[1], pad_token_id=0)
+    request = GenerationRequest(prompt_ids=[5, 6], sampling=SamplingParams(max_new_tokens=8), seeds=[1, 2, 3])
+    (found,) = engine.generate([request])
+    (batch,) = build_microbatches(
+        [[5, 6]] * 3, [g.response_ids for g in found], max_tokens=10**6, layout="shared", pad_token_id=0
+    )
+    out = forward_tokens(actor.model, batch, [SamplingParams()] * 3)
+    sampled = torch.tensor([x for i in batch.indices for x in found[i].rollout_logprobs])
+    torch.testing.assert_close(out.logprobs, sampled, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_by_functions_is_off_while_layers_are_computed_again():
+    config = OPTConfig(
+        vocab_size=60, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.5, bos_token_id=1, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    actor = Actor(OPTForCausalLM(config), build_tokenizer(), ModelConfig())
+    responses = [[7 + i, 8, 9] for i in range(8)]
+    whole, _ = learn(actor.model, EVEN, responses, "shared")
+    actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with actor.learning():
+        again, _ = learn(actor.model, EVEN, responses, "shared")
+    torch.testing.assert_close(again, whole, atol=1e-5, rtol=1e-5)
+    assert actor.model.model.decoder.layers[0].dropout == 0.5
+
+
+def test_a_head_that_cannot_be_split_off_computes_logits_of_responses_only():
+    config = GraniteConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, logits_scaling=8.0, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(config).eval()
+    assert split_head(model) is None
+    assert supports_shared_prompts(model)
+    prompts = [[5 + i % 9 for i in range(200)]] * 4 + [[9] * 100]
+    responses = [[7, 8, 9][: 1 + i % 3] for i in range(5)]
+    rows = []
+    model.lm_head.register_forward_hook(lambda _module, given, _out: rows.append(given[0].shape[1]))
+    whole, _ = learn(model, prompts, responses, "bucketed")
+    rows.clear()
+    shared, _ = learn(model, prompts, responses, "shared")
+    assert sum(rows) == sum(map(len, responses))
+    torch.testing.assert_close(shared, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_copies_of_a_prompts_keys_count_in_the_budget():
+    prompts, responses = [[5] * 320] * 64, [[7] * 4] * 64
+    (whole,) = build_microbatches(prompts, responses, max_tokens=2000, layout="shared", pad_token_id=0)
+    assert whole.num_cells == 319 + 64 * 4
+    cut = build_microbatches(prompts, responses, max_tokens=1000, layout="shared", pad_token_id=0)
+    assert len(cut) > 1
+
+
+def test_biases_that_are_kept_have_a_bound(monkeypatch):
+    monkeypatch.setattr(block_attention, "MASK_CELLS", 500)
+    prompts, responses = [[5] * 20] * 9, [[7] * (2 * i + 1) for i in range(9)]
+    model, kept = build_model(), []
+    known = block_attention.Blocks.bias
+
+    def watched(self, *given):
+        bias = known(self, *given)
+        kept.append(sum(one.numel() for one in self._biases.values()))
+        assert bias.numel() <= 500
+        return bias
+
+    monkeypatch.setattr(block_attention.Blocks, "bias", watched)
+    learn(model, prompts, responses, "shared")
+    assert 0 < max(kept) <= 500
+
+
 def test_layers_computed_again_without_blocks_fail_loudly():
     model = build_model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -111,6 +225,8 @@ def test_layers_computed_again_without_blocks_fail_loudly():
     out = forward_tokens(model, batch, [SamplingParams()] * 4)
     with pytest.raises(RuntimeError):
         out.logprobs.sum().backward()
+    with pytest.raises(RuntimeError, match="no more those of this sequence"), attention_in_blocks(model):
+        model(input_ids=torch.tensor([[5, 6]]), attention_mask=torch.empty(1, 1, 1, 0))
 
 
 def test_prompts_that_fill_a_budget_are_read_in_one_forward():
@@ -151,7 +267,7 @@ def test_attention_that_wants_more_is_refused():
     layer = model.model.layers[0].self_attn
     states = torch.zeros(1, 4, 6, 8)
     blocks = Blocks([], torch.tensor([0, 0]), [Block(rows=2, width=3, prompt=torch.tensor([0, 1]))])
-    mask = mask_of(blocks, torch.device("cpu"))
+    mask = mask_of(blocks, model)
     with pytest.raises(NotImplementedError, match="softcap in blocks"):
         block_attention.block_attention(layer, states, states, states, mask, softcap=30.0)
     with pytest.raises(NotImplementedError, match="dropout in blocks"):
@@ -167,6 +283,6 @@ def test_attention_chosen_by_hand_is_left_alone():
 def test_asking_for_what_the_model_cannot_is_told():
     actor = build_actor()
     actor.model.config.sliding_window, actor.model.config.use_sliding_window = 8, True
-    runner = ModelRunner(actor, Critic(), RunConfig(batch=BatchConfig(layout="shared")))
+    config = RunConfig(batch=BatchConfig(layout="shared"))
     with pytest.raises(ConfigError, match=r"layout=shared: Qwen2ForCausalLM cannot .* batch\.layout=auto"):
-        runner.cut([])
+        ModelRunner(actor, Critic(), config)
