@@ -155,9 +155,15 @@ def test_a_model_given_in_training_mode_learns_what_it_sampled():
 
 def test_dropout_by_functions_is_off_while_layers_are_computed_again():
     config = OPTConfig(
-        vocab_size=60, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-        word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.5, bos_token_id=1, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=60,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        dropout=0.5,
+    )
     actor = Actor(OPTForCausalLM(config), build_tokenizer(), ModelConfig())
     responses = [[7 + i, 8, 9] for i in range(8)]
     whole, _ = learn(actor.model, EVEN, responses, "shared")
