@@ -62,7 +62,7 @@ async def delayed(prompt, response, delay=0.0):
 """
 GROUP = 8
 FREE_S = 0.0
-FINE_TURNS = 8
+FINE_TURNS = 16
 """Turns of one step, for each turn of the command line, in which runs of 1 to 16 tasks are compared."""
 
 
