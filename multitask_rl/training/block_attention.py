@@ -13,7 +13,6 @@ block, ``T`` its width; ``H`` heads, ``K`` key-value heads, ``D`` head width.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,10 @@ class Block:
 
 
 class Blocks:
-    """All blocks of a sequence: the prefixes of prompts, then the responses; made for one forward."""
+    """All blocks of a sequence: the prefixes of prompts, then the responses and whole samples.
+
+    Made for one forward; the layers share the biases.
+    """
 
     def __init__(self, prefixes: list[Block], prefix_lengths: Tensor, responses: list[Block]) -> None:
         """``prefix_lengths`` [U] are those of all rows of ``prefixes``, in order."""
@@ -66,9 +68,13 @@ class Blocks:
         self.even = bool(self._seen.all())
         """All prompts are equally long: one bias does for all rows."""
         self._biases: dict[tuple[int, torch.dtype], Tensor] = {}
-        cells = [self._rows(b) * b.width * (self._longest + b.width) for b in responses]
-        self._kept = [total <= MASK_CELLS for total in itertools.accumulate(cells)]
+        self._kept: list[bool] = []
         """Of each response block, whether its bias is kept for all layers."""
+        room = MASK_CELLS
+        for block in responses:
+            cells = self._num_biases(block) * block.width * (self._longest + block.width)
+            self._kept.append(block.prompt is not None and cells <= room)
+            room -= cells if self._kept[-1] else 0
 
     def join(self, parts: Sequence[Tensor]) -> Tensor | None:
         """Return [U, P, K, D] of the prefixes' ``parts`` [R * T, K, D]; None where no row has a prefix."""
@@ -80,8 +86,8 @@ class Blocks:
         ]
         return own[0] if len(own) == 1 else torch.cat(own)
 
-    def _rows(self, block: Block) -> int:
-        """Return of how many rows the bias is."""
+    def _num_biases(self, block: Block) -> int:
+        """Return how many rows have a bias of their own."""
         return 1 if self.even else block.rows
 
     def slice_size(self, number: int) -> int:
@@ -89,7 +95,7 @@ class Blocks:
         block = self.responses[number]
         if self._kept[number]:
             return 0
-        return max(1, MASK_CELLS // (self._rows(block) * (self._longest + block.width)))
+        return max(1, MASK_CELLS // (self._num_biases(block) * (self._longest + block.width)))
 
     def bias(self, number: int, queries: range, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores of ``queries`` of response block ``number``.
