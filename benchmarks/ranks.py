@@ -6,6 +6,8 @@
 *Parts*: one long sample, of which each rank computes a part (``batch.context_ranks``). The sides take turns
 in one run: one process with one thread, one process with as many threads as ranks, the ranks with one thread
 each. Memory is what a process has more than before the update, at its highest, from ``/proc`` (Linux).
+*Weights*: a larger actor and few samples, every rank with a copy of the weights or, sharded, with a part.
+Memory is what the last rank takes for it, less what a rank with a tiny actor takes.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4096, help="of the long sample, half of them answer")
+    parser.add_argument(
+        "--larger", choices=list(ACTORS), default="52M", help="actor whose weights are shared out"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if ALLOCATOR not in os.environ:  # read by the C library when a process starts: freed memory goes back
@@ -61,6 +66,7 @@ def main() -> None:
             "parts": compare(folder, one_long_sample(args.tokens), args, context=args.ranks),
             "machine": machine(),
         }
+        result["weights"] = compare_weights(folder, ragged_groups()[:8], args)
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)
     if args.json:
@@ -105,7 +111,42 @@ def compare(
     }
 
 
-def build(folder: str, num_ranks: int, context: int) -> tuple[Learner, list[int]]:
+def compare_weights(folder: str, samples: list[CreditedSample], args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds of an update and MiB of the last rank, with copies of the weights and with parts."""
+    sides = {"copies": False, "parts": True}
+    make_actor(Path(folder) / "tiny", "tiny", 0)
+    empty = weigh(f"{folder}/tiny", samples[:1], args, sharded=False)["at_rest_mib"]
+    make_actor(Path(folder) / "larger", args.larger, 0)
+    figures = {name: weigh(f"{folder}/larger", samples, args, sharded=s) for name, s in sides.items()}
+    for figure in figures.values():
+        for key in ("at_rest_mib", "highest_mib"):
+            figure[key] -= empty
+    ratios = {key: figures["copies"][key] / figures["parts"][key] for key in figures["parts"]}
+    return {"actor": args.larger, "samples": len(samples), **figures, "copies/parts": ratios}
+
+
+def weigh(
+    folder: str, samples: list[CreditedSample], args: argparse.Namespace, *, sharded: bool
+) -> dict[str, float]:
+    """Return seconds of an update, and MiB of the last rank after it and at its highest."""
+    learner, processes = build(folder, args.ranks, 1, sharded=sharded)
+    rank, figures = processes[-1], []
+    torch.set_num_threads(1)
+    try:
+        for turn in range(args.rounds // 2 + 2):
+            begin_peak(rank)
+            began = time.perf_counter()
+            learner.update(samples, shares={"t": 1.0}, step=turn)
+            taken = time.perf_counter() - began
+            figures.append((taken, read_status(rank, "VmRSS"), peak(rank)))
+    finally:
+        learner.close()
+    # the first update makes the optimizer's state
+    middle = [statistics.median(column) for column in zip(*figures[1:], strict=True)]
+    return dict(zip(("seconds", "at_rest_mib", "highest_mib"), middle, strict=True))
+
+
+def build(folder: str, num_ranks: int, context: int, *, sharded: bool = False) -> tuple[Learner, list[int]]:
     """Return a learner and the processes it computes in."""
     actor = load_actor(ModelConfig(name_or_path=folder), "cpu")
     config = RunConfig(batch=BatchConfig(layout="bucketed" if context > 1 else "auto"))
@@ -120,7 +161,13 @@ def build(folder: str, num_ranks: int, context: int) -> tuple[Learner, list[int]
             return rank
 
         LearnerTeam(
-            learner, config, launch, devices=[("cpu", "cpu")] * num_ranks, context=context, num_threads=1
+            learner,
+            config,
+            launch,
+            devices=[("cpu", "cpu")] * num_ranks,
+            context=context,
+            sharded=sharded,
+            num_threads=1,
         )
     return learner, processes
 

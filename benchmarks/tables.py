@@ -188,8 +188,18 @@ def _ranks(results: Sequence[dict[str, Any]]) -> str:
         )
     ]
     header = ["update", "against one thread", f"against {number} threads", "MiB, one process", "MiB, a rank"]
-    return f"{number} learner ranks of one thread each, {settings['actor']}:\n\n" + table(
+    text = f"{number} learner ranks of one thread each, {settings['actor']}:\n\n" + table(
         [*header, "in collectives"], rows
+    )
+    weights = result["weights"]
+    of_weights = [
+        [name, f"{own['seconds']:.2f}", *(f"{own[key]:.0f}" for key in ("at_rest_mib", "highest_mib"))]
+        for name, own in (("a copy", weights["copies"]), ("a part (sharded)", weights["parts"]))
+    ]
+    return (
+        f"{text}\n\nEach of {number} ranks has of a {weights['actor']} actor, "
+        f"{weights['samples']} samples an update:\n\n"
+        + table(["weights", "seconds", "MiB after an update", "MiB at the highest"], of_weights)
     )
 
 

@@ -87,7 +87,8 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         f"hybrid engine: overlap on, rollout.max_staleness={bound}: the next rollout runs while rewards come "
         "in and the update is made, rewards begin when a sample ends, stale samples are weighted by "
         f"truncated importance sampling; rollout engine {name!r} {weights}; "
-        f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s), sequences in "
+        f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s) with "
+        f"{'parts' if plan.is_sharded else 'all'} of the weights, sequences in "
         f"{config.batch.context_ranks} part(s), no tensor or pipeline parallelism in training"
     )
 
@@ -98,7 +99,7 @@ def build_learner(
     """Return who makes the updates, who assigns credit and who samples.
 
     Where there are other learner ranks they take part in all three; not in sampling by an engine that has
-    weights of its own, or that samples during the update.
+    weights of its own, or that samples during the update, and not if they hold parts of the weights.
 
     Raises:
         ConfigError, MissingExtraError, TrainingError: see ``LearnerTeam`` and ``RayRanks``.
@@ -131,12 +132,13 @@ def build_learner(
             launch,
             devices=devices,
             context=config.batch.context_ranks,
+            sharded=plan.is_sharded,
             host=host,
             num_threads=threads,
         )
         undo.pop_all()
     shares = getattr(engine, "shares_weights", False)
-    if config.executor == "local" and config.rollout_lag == 0 and shares:
+    if config.executor == "local" and config.rollout_lag == 0 and shares and not plan.is_sharded:
         engine = SpreadEngine(engine, team)
     return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look), engine
 

@@ -5,6 +5,7 @@ Only code that the user installed runs there, so pickle is safe here; text of th
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import struct
@@ -67,6 +68,12 @@ class Channel:
             self._buffer += data
             self._split()
         return self._messages.popleft()
+
+    def hang_up(self) -> None:
+        """End the connection for both ends, though another thread waits in ``receive``. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
 
     def close(self) -> None:
         """Close this end. Idempotent."""

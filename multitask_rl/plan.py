@@ -42,6 +42,8 @@ class RunPlan:
     rank_devices: list[tuple[str, str]]
     """Devices of the actor and of the critic in each learner rank; ("", "") = wherever they are."""
     engine_class: Any
+    is_sharded: bool = False
+    """Learner ranks hold parts of the weights, not copies."""
 
     @property
     def output_dir(self) -> Path:
@@ -101,6 +103,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         rows=rows,
         devices=devices,
         rank_devices=rank_devices,
+        is_sharded=parse_devices(config.device_map.get("actor", "cpu")).is_sharded,
         engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=("build", "generate")),
     )
     for name, spec in specs.items():
@@ -112,6 +115,8 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
         for warning in constraint_warnings(spec, {}, num_prompts):
             logger.warning("task %s: %s", name, warning)
+    if plan.is_sharded:
+        _check_sharded(plan)
     warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
     if warning:
         logger.warning("%s", warning)
@@ -156,6 +161,26 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
                 "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
             )
     return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
+
+
+def _check_sharded(plan: RunPlan) -> None:
+    """Refuse what cannot be computed from parts of the weights."""
+    config = plan.config
+    wants = {
+        "model.compile": config.model.compile,
+        "model.activation_offload": config.model.activation_offload,
+        "model.reference_decay": config.model.reference_decay < 1.0,
+        "critic.trunk": config.critic.trunk != "actor",
+        "batch.context_ranks": config.batch.context_ranks > 1,
+        "device_map.critic": "critic" in config.device_map,
+        "device_map.reference": "reference" in config.device_map,
+    }
+    for key, is_wanted in wants.items():
+        if is_wanted:
+            raise ConfigError(
+                f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
+                f"with which {key} does not work; leave that at its default, or sharded out"
+            )
 
 
 def load_specs(config: RunConfig) -> dict[str, TaskSpec]:

@@ -185,7 +185,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     names = {id(p): n for n, p in _parameters(trainer).items()}
     tensors = {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
-    tensors.update({f"optimizer/{k}": v for k, v in trainer.learner.optimizer.tensors(names).items()})
+    tensors.update({f"optimizer/{k}": v for k, v in trainer.learner.optimizer_tensors(names).items()})
     if trainer.learner.runner.average is not None:
         average = trainer.learner.runner.average.tensors()
         tensors.update({f"reference/{k}": v for k, v in average.items()})

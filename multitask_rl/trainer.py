@@ -381,7 +381,7 @@ class Trainer:
             last_first.callback(self.flow.close)
             last_first.callback(self.timeline.close)
             if self._profiler is not None:
-                report = memory_report(self.actor.model.parameters(), self.learner.optimizer.state_bytes)
+                report = memory_report(self.actor.model.parameters(), self.learner.optimizer_bytes)
                 last_first.callback(self._profiler.close, report)
             last_first.callback(self.pipeline.close)
             last_first.callback(self.scorer.close)  # what the pipeline may wait for ends

@@ -15,6 +15,7 @@ from multitask_rl.config.task import ConstraintSpec, MultiplierSpec, TaskSpec
 from multitask_rl.config.template import parse_template
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.plugins import list_plugins
+from multitask_rl.python_source import parse_python
 
 __all__ = [
     "DATA_SUFFIXES",
@@ -218,7 +219,7 @@ def _check_function(where: Where, target: str) -> None:
     if place.endswith(".py"):
         path = Path(place).expanduser()
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = parse_python(path.read_text(encoding="utf-8"))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: cannot read {place!r} of {target!r}: {error}") from error
         names = _top_level_names(tree)

@@ -3,6 +3,7 @@
     device_map: {actor: "cuda:0-3", critic: "cuda:4-5", reward.code: cpu}
 
 Every device of the actor is a learner rank; on a CPU ranks are numbered the same way, ``actor: "cpu:0-3"``.
+``actor: "cuda:0-3 sharded"`` gives every rank a part of the weights instead of a copy.
 
 Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. Two roles
 may use the same set of devices (that is placing them together on purpose); sets that overlap in part are
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from multitask_rl.config.build import suggest
@@ -23,8 +24,8 @@ __all__ = ["DeviceSet", "count_cuda_devices", "parse_device_map", "parse_devices
 
 _ROLES = ("actor", "critic", "reference", "rollout")
 _PER_TASK = ("reward", "constraint")
-_ALLOWED = "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3"
-_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
+_ALLOWED = "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded"
+_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class DeviceSet:
     """``cpu`` or ``cuda``"""
     indices: tuple[int, ...] = ()
     """Indices, ascending, each once; empty for plain ``cpu`` and ``cuda``."""
+    is_sharded: bool = field(default=False, compare=False)
+    """Each holds a part of the model."""
 
     @property
     def first(self) -> str:
@@ -59,7 +62,8 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
     (0, 1, 2, 5)
 
     Raises:
-        ConfigError: another form than ``cpu``, ``cuda``, ``cuda:0``, ``cuda:0-3``, ``cuda:4,5``, ``cpu:0-3``.
+        ConfigError: another form than ``cpu``, ``cuda``, ``cuda:0``, ``cuda:0-3``, ``cuda:4,5``, ``cpu:0-3``,
+            the last four with or without ``sharded``.
     """
     text = str(text).replace(" ", "")
     if text in ("cpu", "cuda"):
@@ -77,7 +81,9 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
         raise ConfigError(f"{where}: {text!r} names a device twice")
     if match[1] == "cpu" and sorted(indices) != list(range(len(indices))):
         raise ConfigError(f"{where}: {text!r}: ranks on a CPU are counted from 0 ({_ALLOWED})")
-    return DeviceSet(match[1], tuple(sorted(indices)))
+    if match[3] and len(indices) == 1:
+        raise ConfigError(f"{where}: {text!r}: sharded wants several devices, e.g. cuda:0-3 sharded")
+    return DeviceSet(match[1], tuple(sorted(indices)), is_sharded=bool(match[3]))
 
 
 def parse_device_map(
@@ -100,6 +106,10 @@ def parse_device_map(
         if parsed[role].kind == "cpu" and parsed[role].indices and role != "actor":
             raise ConfigError(
                 f"device_map.{role}: {text!r}: only the actor has ranks on a CPU; write {role}: cpu"
+            )
+        if parsed[role].is_sharded and role != "actor":
+            raise ConfigError(
+                f"device_map.{role}: {text!r}: only the actor is sharded, and its reference with it"
             )
     if any(d.kind == "cuda" for d in parsed.values()):
         available = count_cuda_devices() if num_cuda is None else num_cuda

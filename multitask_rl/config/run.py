@@ -326,7 +326,8 @@ class RunConfig:
     """``local`` (in process) or ``ray``."""
     device_map: dict[str, str] = field(default_factory=dict)
     """Role -> devices: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``; default: cuda if
-    there is one, else cpu. Each device of the actor (``cuda:0-3``, ``cpu:0-1``) is a learner rank."""
+    there is one, else cpu. Each device of the actor (``cuda:0-3``, ``cpu:0-1``) is a learner rank with a copy
+    of the weights; with a part of them where it says ``cuda:0-3 sharded`` (FSDP)."""
     profile: str = ""
     """``torch``: a trace of three steps and a memory report in ``<output_dir>/profile``; empty = off."""
     num_threads: int = 0

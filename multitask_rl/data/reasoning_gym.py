@@ -20,6 +20,7 @@ from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
+from multitask_rl.python_source import parse_python
 from multitask_rl.seeding import derive_seed
 
 __all__ = ["create_generator", "entry_of", "generate_rows"]
@@ -124,7 +125,7 @@ def entry_of(row: Row) -> dict[str, Any]:
     entry = dict(row)
     literal = entry.pop(_LITERAL, None)
     if isinstance(literal, str):
-        entry["metadata"] = ast.literal_eval(literal)
+        entry["metadata"] = ast.literal_eval(parse_python(literal, mode="eval"))
     return entry
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -128,7 +129,8 @@ class _Rank:
     def serve(self, where: dict[str, Any]) -> None:
         from multitask_rl.training.parallel.replica import serve
 
-        serve(**where)
+        if not serve(**where):
+            os._exit(1)  # its connections end with it, and with them the waiting of the others
 
 
 def _make_rank(index: int) -> _Rank:

@@ -103,6 +103,7 @@ class HFEngine:
         self._grammars = grammars
         self._cached = not (getattr(model, "_is_stateful", False))
         self._shares_prompts: bool | None = None
+        self._is_open = False
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> HFEngine:
@@ -131,6 +132,11 @@ class HFEngine:
     @torch.no_grad()
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield the rows of each decoding step that ended in it (see ``rollout.base.stream``)."""
+        if self._is_open:  # two would put back the model's modes and attention in the wrong order
+            raise EngineError(
+                "the engine is at work on another call; end that one, or close its stream, first"
+            )
+        self._is_open = True
         device = next(self.model.parameters()).device
         try:
             with evaluating(self.model), self._attention():
@@ -149,6 +155,8 @@ class HFEngine:
                 f"out of memory while sampling {self.max_batch_tokens} tokens at once; lower "
                 f"rollout.max_batch_tokens ({error})"
             ) from error
+        finally:
+            self._is_open = False
 
     def _attention(self) -> AbstractContextManager[None]:
         if self._shares_prompts is None:

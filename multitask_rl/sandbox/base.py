@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol, Self, runtime_checkable
 
+from multitask_rl.python_source import parse_python
+
 __all__ = [
     "AssertsTask",
     "Limits",
@@ -306,7 +308,7 @@ class Sandbox(Protocol):
 
 def _parse(source: str, where: str) -> ast.Module:
     try:
-        return ast.parse(source)
+        return parse_python(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{where} is not Python: {error}: {source[:200]!r}") from error
 
@@ -345,7 +347,7 @@ def _undefined_names(sources: Sequence[str]) -> list[str]:
     used: dict[str, None] = {}
     bound: set[str] = set()
     for source in sources:
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse_python(source)):
             match node:
                 case ast.Name(id=name, ctx=ast.Load()):
                     used[name] = None

@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from multitask_rl.python_source import parse_python
 from multitask_rl.sandbox.base import (
     AssertsTask,
     Limits,
@@ -123,7 +124,7 @@ def _literal_tests(entry_point: str, tests: tuple[str, ...]) -> list[list[Any]] 
 
 
 def _literal_test(entry_point: str, test: str) -> list[Any] | None:
-    match ast.parse(test.strip()).body:
+    match parse_python(test.strip()).body:
         case [
             ast.Assert(
                 test=ast.Compare(
@@ -156,5 +157,5 @@ def _no_handle(value: Any) -> tuple[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _count_methods(code: str) -> int:
-    classes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.walk(parse_python(code)) if isinstance(node, ast.ClassDef)]
     return sum(isinstance(m, ast.FunctionDef) and m.name.startswith("test") for c in classes for m in c.body)

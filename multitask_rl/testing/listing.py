@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multitask_rl.plugins import PluginInfo
+from multitask_rl.python_source import parse_python
 
 __all__ = ["Description", "describe"]
 
@@ -29,7 +30,7 @@ def describe(info: PluginInfo) -> Description:
     if path is None:
         return Description()
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse_python(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return Description(summary="(its source cannot be read)")
     node = next((n for n in tree.body if getattr(n, "name", None) == name.split(".")[0]), None)

@@ -15,7 +15,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import Score, TrainSample, Verdict
 from multitask_rl.training.runner import ModelRunner, scatter
 
-__all__ = ["Before", "CreditAssigner", "CreditedSample", "LearnerTask", "look_before"]
+__all__ = ["Before", "CreditAssigner", "CreditedSample", "LearnerTask", "look_before", "merge_before"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,9 +187,33 @@ def look_before(
         for batch in runner.batches(samples):
             out = runner.forward(batch, samples, want_hidden=want_values and runner.shares_trunk)
             scatter(old, batch, out.logprobs)
-            if values is not None:
+            if values is not None and batch.indices:
                 scatter(values, batch, runner.values(task, batch, out))
         return Before(old, runner.reference_logprobs(samples) if want_ref else None, values)
+
+
+def merge_before(shares: Sequence[Sequence[int]], parts: Sequence[Before]) -> Before:
+    """Return what ``parts`` say in the order of all samples.
+
+    Args:
+        shares: places of each part's samples.
+        parts: of disjoint samples.
+    """
+    number = sum(map(len, shares))
+
+    def whole(lists: Sequence[list[Tensor] | None]) -> list[Tensor] | None:
+        result = [torch.empty(0)] * number
+        for share, own in zip(shares, lists, strict=True):
+            if own is None:
+                return None
+            for index, tensor in zip(share, own, strict=True):
+                result[index] = tensor
+        return result
+
+    old = whole([part.old_logprobs for part in parts])
+    if old is None:
+        raise AssertionError("log-probabilities are always computed")
+    return Before(old, whole([part.ref_logprobs for part in parts]), whole([part.values for part in parts]))
 
 
 def _credit_batch(

@@ -9,7 +9,7 @@ Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,17 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.modes import evaluating
 from multitask_rl.rollout.sampling import TokenMask, keep_top
 from multitask_rl.training.microbatch import MicroBatch
+from multitask_rl.training.parallel.sharded import forward_pass
 from multitask_rl.training.shared_prompt import read_shared
 
-__all__ = ["TokenOutputs", "forward_tokens", "response_hidden", "split_head"]
+__all__ = [
+    "TokenOutputs",
+    "assume_split",
+    "forward_sharded",
+    "forward_tokens",
+    "response_hidden",
+    "split_head",
+]
 
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
@@ -145,6 +153,16 @@ def forward_tokens(
     )
 
 
+def forward_sharded(model: Any, *args: Any, **wants: Any) -> TokenOutputs:
+    """Return what ``forward_tokens`` returns, of a model whose parts ranks gather together."""
+
+    def act() -> dict[str, Any]:
+        out = forward_tokens(model, *args, **wants)
+        return {f.name: getattr(out, f.name) for f in fields(out)}
+
+    return TokenOutputs(**forward_pass(model, act))
+
+
 def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
     """Return the last hidden states [N, H] at the position before each response token."""
     split = split_head(model)
@@ -208,23 +226,28 @@ def _run(
     return tuple(one[batch.row, batch.column - (width - one.shape[1])] for one in read(out))
 
 
-_SPLIT: weakref.WeakKeyDictionary[Any, tuple[Any, Any] | None] = weakref.WeakKeyDictionary()
+_CAN_SPLIT: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def split_head(model: Any) -> tuple[Any, Any] | None:
     """Return decoder and language-model head of ``model``; None where the head is not all that follows it."""
-    if model not in _SPLIT:
-        _SPLIT[model] = _try_split(model)
-    return _SPLIT[model]
+    if model not in _CAN_SPLIT:
+        _CAN_SPLIT[model] = _try_split(model)
+    return (model.get_decoder(), model.get_output_embeddings()) if _CAN_SPLIT[model] else None
+
+
+def assume_split(model: Any, can_split: bool) -> None:
+    """Say what ``split_head`` would find out of ``model``, where it cannot be tried."""
+    _CAN_SPLIT[model] = can_split
 
 
 @torch.no_grad()
-def _try_split(model: Any) -> tuple[Any, Any] | None:
+def _try_split(model: Any) -> bool:
     handle: Any = None
     try:
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         if head is None or decoder is model or head.weight.dim() != 2:
-            return None
+            return False
         # amplified, so that whatever caps or scales the logits after the head shows
         handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
         ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
@@ -233,9 +256,9 @@ def _try_split(model: Any) -> tuple[Any, Any] | None:
             whole = model(**given).logits.float()
             parts = head(decoder(**given).last_hidden_state).float()
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError):
-        return None
+        return False
     finally:
         if handle is not None:
             handle.remove()
     gap = float((whole - parts).abs().max() / whole.abs().max().clamp(min=1e-6))
-    return (decoder, head) if gap < 1e-2 else None
+    return gap < 1e-2

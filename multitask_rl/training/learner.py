@@ -8,7 +8,7 @@ Samples whose gradient is known to be zero (a group in which all rewards are equ
 and are not computed.
 
 With several learner ranks (``parallel/team.py``) each computes its part of the samples; the gradients are
-summed and every rank makes the same optimizer step.
+summed, and each rank moves its part of the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from multitask_rl.training.forward import TokenOutputs
 from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.microbatch import MicroBatch, padding_share
 from multitask_rl.training.optimizer import ActorCriticOptimizer
-from multitask_rl.training.parallel.ranks import Ranks
 from multitask_rl.training.runner import ModelRunner
 
 __all__ = ["Learner", "Learnt", "UpdateReport", "Weighted"]
@@ -76,6 +75,15 @@ class Team(Protocol):
         """Move everybody's reference towards the actor."""
         ...
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's moments in this process."""
+        ...
+
+    def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Return everybody's part of the optimizer's state (see ``ActorCriticOptimizer.tensors``)."""
+        ...
+
     def report(self) -> tuple[dict[str, float], list[tuple[str, tuple[float, float]]]]:
         """Return metrics and spans since the last call."""
         ...
@@ -93,12 +101,9 @@ class Learner:
         runner: ModelRunner,
         tasks: Mapping[str, LearnerTask],
         config: RunConfig,
-        ranks: Ranks | None = None,
     ) -> None:
         self.runner = runner
         self.tasks = tasks
-        self.ranks = ranks
-        """Where this process stands among several; None: it is alone."""
         self.team: Team | None = None
         """In rank 0 the others."""
         self._config = config
@@ -155,6 +160,23 @@ class Learner:
         report.task_metrics = means.by_task()
         return report
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's moments in this process."""
+        return self.optimizer.state_bytes if self.team is None else self.team.optimizer_bytes
+
+    def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Return the whole state of the optimizer, for a checkpoint (see ``ActorCriticOptimizer.tensors``).
+
+        Raises:
+            TrainingError: other ranks that had a part of it have ended.
+        """
+        if self.team is not None:
+            return self.team.optimizer_tensors(names)
+        if self.optimizer.shared is not None:
+            self.optimizer.shared.check_open()
+        return self.optimizer.tensors(names)
+
     def close(self) -> None:
         """End the other ranks, if any. Idempotent."""
         if self.team is not None:
@@ -199,7 +221,8 @@ class Learner:
         means = TokenMeans()
         self.optimizer.zero_grad()
         batches = self.runner.cut([c.sample for c, _ in active])
-        means.add_padding(padding_share(batches), sum(b.num_cells for b in batches))
+        own = [batch for batch in batches if batch.indices]
+        means.add_padding(padding_share(own), sum(b.num_cells for b in own))
         total = 0.0
         with self.runner.together():
             for batch in batches:
@@ -207,8 +230,6 @@ class Learner:
                 total += float(loss.detach())
                 if loss.requires_grad:
                     torch.autograd.backward(loss)
-        if self.ranks is not None:
-            self.ranks.sum_gradients(*self.optimizer.parameters)
         return Learnt(loss=total, norms=self.optimizer.step(factor), means=means)
 
     def follow(self) -> None:
@@ -246,6 +267,11 @@ class Learner:
             want_logits=any(self._wants_exact_kl(t) for t in tasks),
             entropy_gradient=any(t.algorithm.config.entropy_coefficient > 0 for t in tasks),
         )
+        for name, task in self.tasks.items():
+            if self.runner.is_sharded and self._wants_exact_kl(task) and name not in names:
+                self.runner.pass_reference_idly()
+        if not batch.indices:
+            return 0.0 * out.logprobs.sum()
         device = out.logprobs.device
         weight = torch.tensor([w for _, w in chosen], device=device)[batch.sequence]
         total = out.logprobs.new_zeros(())
@@ -267,6 +293,8 @@ class Learner:
                 metrics["grammar/forced_share"] = out.forced[tokens].float()
             means.add(name, metrics)
             total = total + (result.loss * weight[tokens]).sum()
+        if self.runner.is_sharded and not total.requires_grad:
+            total = total + 0.0 * out.logprobs.sum()  # the other ranks go backward
         return total
 
     def _token_batch(
@@ -308,6 +336,8 @@ class Learner:
     def _count_bad_update(self) -> None:
         self.bad_updates += 1
         if self.bad_updates >= MAX_BAD_UPDATES:
+            if self.team is not None:
+                self.team.follow()  # who saves now saves the weights of the state
             raise TrainingError(
                 f"the gradient was not finite {self.bad_updates} updates in a row (none was applied); lower "
                 "optimizer.learning_rate, or look for rewards without bounds in metrics.jsonl. The last "

@@ -26,7 +26,7 @@ class MicroBatch:
     """Token tensors of some samples, ready for one forward."""
 
     indices: list[int]
-    """[B] position of each sample in the list that was cut."""
+    """[B] position of each sample in the list that was cut; none: the pass is made for other ranks alone."""
     input_ids: Tensor
     """[B, S] right-padded, or [1, S] packed."""
     position_ids: Tensor
@@ -73,6 +73,7 @@ def build_microbatches(
     layout: str,
     pad_token_id: int,
     device_type: str = "cpu",
+    one_pass: bool = False,
 ) -> list[MicroBatch]:
     """Cut samples into micro-batches of at most ``max_tokens`` tokens, padding counted.
 
@@ -89,10 +90,11 @@ def build_microbatches(
             no mask is needed) or ``packed``.
         pad_token_id: any valid id.
         device_type: where they will be computed; another kind than a CPU gets fewer, larger blocks.
+        one_pass: no micro-batch may take more than one pass through the model.
     """
     if layout == "shared":
         block_cells = BLOCK_CELLS.get(device_type, BLOCK_CELLS["cuda"])
-        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id, block_cells)
+        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id, block_cells, one_pass)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     order = sorted((i for i in range(len(lengths)) if responses[i]), key=lambda i: (lengths[i], i))
     batches: list[list[int]] = []
@@ -143,6 +145,7 @@ def _shared_microbatches(
     max_tokens: int,
     pad: int,
     block_cells: int,
+    one_pass: bool,
 ) -> list[MicroBatch]:
     for prompt in prompts:
         _check(prompt)
@@ -151,7 +154,7 @@ def _shared_microbatches(
     used = 0
     for piece in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
         made = make_part(piece, prompts, responses, pad, block_cells)
-        if not batches or used + made[0].budget > max_tokens:
+        if not batches or one_pass or used + made[0].budget > max_tokens:
             batches.append([])
             used = 0
         batches[-1].append(made)

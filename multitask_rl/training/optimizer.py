@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from multitask_rl.config.run import CriticConfig, OptimizerConfig
 from multitask_rl.errors import CheckpointError
+from multitask_rl.training.parallel.sharded_state import ShardedState
+from multitask_rl.training.parallel.shared_state import SharedState
 
 __all__ = ["ActorCriticOptimizer", "schedule_factor"]
 
@@ -56,6 +58,13 @@ class ActorCriticOptimizer:
         )
         self.num_loads = 0
         """How often the state was replaced; other ranks have to follow."""
+        self.shared: SharedState | ShardedState | None = None
+        """Among several learner ranks: who keeps the state of what."""
+
+    def share_out(self, shared: SharedState | ShardedState) -> None:
+        """Keep and move only what is this rank's by ``shared`` from now on."""
+        self.shared = shared
+        self.num_loads += bool(self._adamw.state)
 
     @property
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -74,30 +83,46 @@ class ActorCriticOptimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def step(self, factor: float) -> dict[str, float] | None:
-        """Clip and apply the gradients at ``factor`` times the learning rates.
+        """Clip and apply the gradients, summed over all ranks, at ``factor`` times the learning rates.
 
         Returns:
             ``grad_norm`` (and ``critic_grad_norm``) before clipping; None when a gradient was not finite, in
             which case nothing was applied.
+
+        Raises:
+            TrainingError: other learner ranks that had a part of the state have ended.
         """
-        norms: dict[str, float] = {}
-        for name, group in zip(("grad_norm", "critic_grad_norm"), self._groups, strict=True):
-            if any(p.grad is not None for p in group):
-                limit = self._max_grad_norm if self._max_grad_norm > 0 else math.inf
-                norms[name] = float(nn.utils.clip_grad_norm_(group, limit, foreach=True))
-        if not all(math.isfinite(n) for n in norms.values()):
+        if self.shared is not None:
+            self.shared.sum_gradients()
+        norms = self._norms() if self.shared is None else self.shared.norms()
+        if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
             return None
+        for group, norm in zip(self._groups, norms, strict=True):
+            if norm is not None and self._max_grad_norm > 0:
+                total = torch.tensor(norm)
+                nn.utils.clip_grads_with_norm_(group, self._max_grad_norm, total, foreach=True)
         for active, rate in zip(self._adamw.param_groups, self._active_rates(), strict=True):
             active["lr"] = rate * factor
         self._adamw.step()
-        return norms
+        if self.shared is not None:
+            self.shared.send_weights()
+        names = ("grad_norm", "critic_grad_norm")
+        return {name: norm for name, norm in zip(names, norms, strict=True) if norm is not None}
+
+    def _norms(self) -> list[float | None]:
+        found = [[p.grad for p in group if p.grad is not None] for group in self._groups]
+        return [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
 
     def _active_rates(self) -> list[float]:
         return [r for r, group in zip(self._rates, self._groups, strict=True) if group]
 
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return the state as ``<parameter name>|<key>`` -> tensor; ``names`` maps ``id(parameter)``."""
+        """Return the state that is here as ``<parameter name>|<key>`` -> tensor.
+
+        Args:
+            names: ``id(parameter)`` -> its name.
+        """
         state: dict[str, Tensor] = {}
         for parameter, values in self._adamw.state.items():
             for key, value in values.items():
@@ -121,9 +146,14 @@ class ActorCriticOptimizer:
                     f"optimizer state {name!r} has shape {tuple(value.shape)}, the parameter has "
                     f"{tuple(parameter.shape)}; the checkpoint belongs to another model"
                 )
-            kept = value.clone() if not value.dim() else value.to(parameter.device).clone()
-            state.setdefault(parameter, {})[key] = kept
+            is_own = self.shared is None or self.shared.is_own(parameter)
+            state.setdefault(parameter, {})[key] = value.to(parameter.device if is_own else "cpu").clone()
         self.num_loads += 1
         self._adamw.state.clear()
         for parameter, values in state.items():
             self._adamw.state[parameter] = values
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Drop the state of ``parameters``, which others have been given."""
+        for parameter in parameters:
+            self._adamw.state.pop(parameter, None)

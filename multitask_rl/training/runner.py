@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from multitask_rl.records import SamplingParams, TrainSample
 from multitask_rl.training.actor import Actor
 from multitask_rl.training.block_attention import attention_in_blocks
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.forward import TokenOutputs, forward_tokens
+from multitask_rl.training.forward import TokenOutputs, forward_sharded, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
 from multitask_rl.training.offload import ActivationOffload
 from multitask_rl.training.parallel.context import attention_over_parts, forward_in_parts
@@ -39,6 +40,7 @@ class ModelRunner:
         config: RunConfig,
         reference: PreTrainedModel | None = None,
         ranks: Ranks | None = None,
+        shares_prompts: bool | None = None,
     ) -> None:
         self.ranks = ranks
         """Those that compute sequences together with this process; None: it computes them alone."""
@@ -49,13 +51,19 @@ class ModelRunner:
         self.average = AveragedReference(reference, decay) if reference is not None and decay < 1.0 else None
         """Moves the reference, where it is to move."""
         self._config = config
-        self._shares_prompts: bool | None = None
+        self._shares_prompts = shares_prompts
+        """Whether the model can; None: to be tried."""
         if config.batch.layout == "shared":
             self._layout()  # told before anything is sampled
 
     @property
     def _in_parts(self) -> bool:
         return self.ranks is not None and self.ranks.context > 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Learner ranks have parts of the models, and make every pass together."""
+        return self.actor.shards is not None
 
     @property
     def shares_trunk(self) -> bool:
@@ -65,13 +73,26 @@ class ModelRunner:
     def cut(self, samples: Sequence[TrainSample], *, for_reference: bool = False) -> list[MicroBatch]:
         """Cut samples into micro-batches by the configured token budget and layout."""
         prompts = [_reference_prompt(s) if for_reference else s.prompt_ids for s in samples]
+        batches = self._cut(prompts, [s.response_ids for s in samples])
+        if self.ranks is not None and self.is_sharded:
+            # ranks gather weights together, so each makes as many passes as any other
+            missing = self.ranks.most(len(batches)) - len(batches)
+            batches += [self._idle() for _ in range(missing)]
+        return batches
+
+    def _idle(self) -> MicroBatch:
+        (batch,) = self._cut([[0]], [[0]])
+        return replace(batch, indices=[])
+
+    def _cut(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[MicroBatch]:
         return build_microbatches(
             prompts,
-            [s.response_ids for s in samples],
+            responses,
             max_tokens=self._config.batch.tokens_per_microbatch,
             layout=self._layout(),
             pad_token_id=self.actor.pad_token_id,
             device_type=self.actor.device.type,
+            one_pass=self.is_sharded,
         )
 
     def _layout(self) -> str:
@@ -130,6 +151,12 @@ class ModelRunner:
                 scatter(result, batch, out.logprobs)
         return result
 
+    @torch.no_grad()
+    def pass_reference_idly(self) -> None:
+        """Make a pass through the reference for the sake of other ranks, which compute with it."""
+        with self.actor.reference_policy(self.reference) as reference, self._autocast():
+            self._forward(reference, self._idle().to(self.actor.device), [])
+
     def exact_kl(self, samples: Sequence[TrainSample], logits: Tensor) -> Tensor:
         """Return KL(policy || reference) over the whole vocabulary: [N], with gradient in the policy.
 
@@ -172,6 +199,8 @@ class ModelRunner:
         if any(grammars):
             masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
             mask = masks.to(batch.targets.device)
+        if self.is_sharded:
+            return forward_sharded(model, batch, sampling, mask=mask, **wants)
         if self.ranks is None or not self._in_parts:
             return forward_tokens(model, batch, sampling, mask=mask, **wants)
         pad = self.actor.pad_token_id
@@ -182,11 +211,18 @@ class ModelRunner:
         return ActivationOffload(self.actor.model) if offload else contextlib.nullcontext()
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.actor.device.type, torch.bfloat16, enabled=self._config.model.autocast)
+        return torch.autocast(
+            self.actor.device.type,
+            torch.bfloat16,
+            enabled=self._config.model.autocast,
+            cache_enabled=not self.is_sharded,  # it would keep a copy of every block that was gathered
+        )
 
 
 def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
     """Hand the tokens [N] of each sample of ``batch`` back to its place in ``target``."""
+    if not batch.indices:
+        return
     sizes = torch.bincount(batch.sequence, minlength=len(batch.indices)).tolist()
     for index, part in zip(batch.indices, torch.split(flat.detach().cpu(), sizes), strict=True):
         target[index] = part

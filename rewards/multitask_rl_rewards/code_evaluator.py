@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.python_source import parse_python
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl.sandbox.base import AssertsTask, Limits, Outcome, Program, StdioTask, StdioTest
 from multitask_rl_rewards.code_blocks import CodeBlock, complete_program, defines, extract_code, parses
@@ -166,7 +167,7 @@ def _task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
 
 def _called_name(statements: Sequence[str]) -> str:
     """Return the first function that the tests call and Python does not have."""
-    for node in ast.walk(ast.parse("\n".join(statements))):
+    for node in ast.walk(parse_python("\n".join(statements))):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)

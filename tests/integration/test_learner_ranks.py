@@ -7,9 +7,11 @@ import torch
 from run_builders import run_config, train, weights_hash, write_run
 
 from multitask_rl.cli import main
-from multitask_rl.config.run import BatchConfig, ModelConfig
+from multitask_rl.config.build import build_dataclass
+from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.plan import plan_ranks
+from multitask_rl.plan import plan_ranks, plan_run
 
 TWO = {"device_map": {"actor": "cpu:0-1"}}
 
@@ -35,6 +37,35 @@ def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(tmp_path,
     said = capsys.readouterr().out
     assert "rank1" in said
     assert "gradient_sum" in said
+
+
+def test_ranks_with_parts_of_the_weights_learn_the_same_and_go_on_where_copies_ended(tmp_path):
+    write_run(tmp_path)
+    whole = train(run_config(tmp_path, "whole", 4))
+    train(run_config(tmp_path, "changing", 2, **TWO))
+    sharded = {"device_map": {"actor": "cpu:0-1 sharded"}}
+    train(run_config(tmp_path, "changing", 3, **sharded))
+    changing = train(run_config(tmp_path, "changing", 4, **sharded))
+    expected = dict(whole.actor.model.named_parameters())
+    for name, found in changing.actor.model.named_parameters():
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model": {"compile": True}}, r"model\.compile"),
+        ({"batch": {"context_ranks": 2}}, r"batch\.context_ranks"),
+        ({"critic": {"trunk": "separate"}}, r"critic\.trunk"),
+    ],
+)
+def test_what_parts_of_weights_cannot_is_refused_before_a_model_loads(tmp_path, settings, problem):
+    write_run(tmp_path)
+    path = str(tmp_path)
+    plain = {"tasks_file": f"{path}/tasks.yaml", "output_dir": f"{path}/out", **settings}
+    config = build_dataclass(RunConfig, {**plain, "device_map": {"actor": "cpu:0-1 sharded"}}, Where())
+    with pytest.raises(ConfigError, match=f"part of the weights, with which {problem}"):
+        plan_run(config)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ class RankLines:
         self._helpers: dict[int, Helper] = {}
         self.arrived: dict[int, float] = {}
         """Rank -> when it last said that it was ready for the sum of gradients (this process's clock)."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called, in a thread of its own, when a rank has failed or hung up: who waits for it must not."""
         self._lost: MultitaskRLError | None = None
         """The first failure; the ranks cannot be used after it."""
         try:
@@ -115,12 +117,16 @@ class RankLines:
                 kind, content = channel.receive()
             except (EOFError, OSError):
                 self._inbox.put((rank, "gone", None, time.monotonic()))
+                self.on_lost()
                 return
             except Exception as error:  # noqa: BLE001 - unpickling can raise anything; raised by who waits
                 text = f"its message cannot be read: {error!r}"
                 self._inbox.put((rank, "failed", (None, text), time.monotonic()))
+                self.on_lost()
                 return
             self._inbox.put((rank, kind, content, time.monotonic()))
+            if kind == "failed":
+                self.on_lost()
 
     def send(self, rank: int, message: Any) -> None:
         """Send ``message`` to ``rank``.
@@ -217,7 +223,7 @@ class RankLines:
         """End the other ranks. Idempotent."""
         self._lost = self._lost or TrainingError("the learner ranks are closed")
         for channel in self._channels.values():
-            channel.close()
+            channel.hang_up()
         for helper in self._helpers.values():
             helper.kill()
         self._helpers = {}

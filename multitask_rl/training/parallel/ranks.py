@@ -8,23 +8,25 @@ Rank = data index * context + context index: the ranks of a context group are ne
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Ranks", "Traffic", "host_store", "join_store"]
 
 _STORE: Any = getattr(torch.distributed, "TCPStore")  # noqa: B009 - unknown to type checkers
-BUCKET_CELLS = 2**24
-"""Gradient numbers summed at once: 64 MiB in float32."""
 _MEET_WITHIN = timedelta(minutes=3)
 """All ranks are started by then."""
+_NUMBERS = itertools.count()
+"""Of groups in this process: torch keeps their names."""
 _TIMEOUT = timedelta(hours=2)
 """Of one collective. Who is late is said long before, by rank 0 (``lines.py``)."""
 
@@ -64,7 +66,8 @@ class Ranks:
         self.summed_at = 0.0
         """When the last sum of gradients ended (``time.monotonic``)."""
         self._store = store
-        self._all = self._group("all", rank, size, address)
+        self._mesh: DeviceMesh | None = None
+        self._all: Any = self._group("all", rank, size, address)
         self._context: Any = None
         if context > 1:
             self._context = self._group(f"context/{rank // context}", rank % context, context, address)
@@ -90,47 +93,82 @@ class Ranks:
         group._set_default_timeout(_TIMEOUT)
         return group
 
+    def mesh(self) -> DeviceMesh:
+        """Return all ranks as torch's FSDP takes them; the group is the one here, not the default one."""
+        if self._mesh is None:
+            name: Any = f"multitask_rl/{next(_NUMBERS)}"
+            kinds = c10d.ProcessGroup.BackendType
+            kind = kinds.NCCL if self.device.type == "cuda" else kinds.GLOO
+            group = c10d.ProcessGroup(c10d.PrefixStore("mesh", self._store), self.rank, self.size)
+            group._set_group_name(name)
+            group._register_backend(torch.device(self.device.type), kind, self._all)
+            group._set_default_backend(kind)
+            register: Any = getattr(c10d, "_register_process_group")  # noqa: B009 - unknown to type checkers
+            register(name, group)
+            places = torch.arange(self.size)
+            self._mesh = DeviceMesh(self.device.type, places, _init_backend=False, _rank=self.rank)
+            self._mesh._dim_group_names = [name]
+            self._mesh._pg_registry[name] = group
+        return self._mesh
+
+    def abort(self) -> None:
+        """Let collectives on GPUs end in an error; gloo's end when the other process does. For any thread."""
+        for group in (self._all, self._context):
+            if group is not None:
+                group.abort()
+
+    def close(self) -> None:
+        """Give the connections back. Idempotent."""
+        self.abort()
+        if self._mesh is not None:
+            self._mesh._pg_registry.clear()  # torch keeps meshes for ever
+        self._mesh = self._all = self._context = self._store = None
+
     # -- all ranks ------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank what rank 0 has in ``tensors``, in place."""
-        with torch.no_grad():
-            for tensor in tensors:
-                sent = tensor.detach().to(self.device).contiguous()
-                self._all.broadcast([sent]).wait()
-                if self.rank and sent.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(sent)
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        """Give every rank what rank ``root`` has in ``tensors``, in place."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        for tensor in tensors:
+            sent = tensor.detach().to(self.device).contiguous()
+            self._all.broadcast([sent], options).wait()
+            if self.rank != root and sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
 
-    def sum_gradients(self, actor: Sequence[nn.Parameter], critic: Sequence[nn.Parameter] = ()) -> None:
-        """Sum the gradients of all ranks in place, in float32.
-
-        A parameter that has a gradient on some rank gets one on every rank; where none has, it stays None.
+    def sum(self, tensor: Tensor, at: int | None = None) -> None:
+        """Sum a tensor over all ranks in place.
 
         Args:
-            actor: parameters whose gradients are parts.
-            critic: parameters whose gradients every rank of a context group has whole.
+            tensor: contiguous and on this rank's device.
+            at: the only rank that gets the sum; what the others have in ``tensor`` is then undefined.
         """
-        parameters = [*actor, *critic]
-        share = [1.0] * len(actor) + [1.0 / self.context] * len(critic)
-        self.before_sum()
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
-        self._all.allreduce([present]).wait()  # also where early ranks wait for late ones
-        began = time.monotonic()
-        wanted = [(p, s) for p, s, n in zip(parameters, share, present.tolist(), strict=True) if n]
-        for bucket in _buckets(wanted):
-            flat = torch.cat([_flat_gradient(p, s, self.device) for p, s in bucket])
-            self._all.allreduce([flat]).wait()
-            self.traffic.num_bytes += flat.numel() * flat.element_size()
-            for (parameter, _), part in zip(
-                bucket, torch.split(flat, [p.numel() for p, _ in bucket]), strict=True
-            ):
-                found = part.view_as(parameter).to(parameter)
-                if parameter.grad is None:
-                    parameter.grad = found.clone()
-                else:
-                    parameter.grad.copy_(found)
-        self.summed_at = time.monotonic()
-        self.traffic.seconds += self.summed_at - began
+        if at is None:
+            self._all.allreduce([tensor]).wait()
+            return
+        options = c10d.ReduceOptions()
+        options.rootRank = at
+        self._all.reduce([tensor], options).wait()
+        self.traffic.num_bytes += tensor.numel() * tensor.element_size()
+
+    def most(self, number: int) -> int:
+        """Return the largest ``number`` of any rank."""
+        found = torch.tensor([number], device=self.device)
+        options: Any = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX
+        self._all.allreduce([found], options).wait()
+        return int(found)
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send ``tensor`` to ``rank``, which calls ``receive``."""
+        self._all.send([tensor.detach().to(self.device).contiguous()], rank, 0).wait()
+
+    def receive(self, shape: torch.Size, dtype: torch.dtype, rank: int) -> Tensor:
+        """Return what ``rank`` sends, on the CPU."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._all.recv([tensor], rank, 0).wait()
+        return tensor.cpu()
 
     # -- ranks that share a sequence ------------------------------------------------------------------------
 
@@ -171,25 +209,3 @@ def host_store(host: str) -> tuple[Any, int]:
 def join_store(host: str, port: int) -> Any:
     """Return the store of rank 0."""
     return _STORE(host, port, is_master=False, timeout=_MEET_WITHIN)
-
-
-def _flat_gradient(parameter: nn.Parameter, share: float, device: torch.device) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros(parameter.numel(), device=device)
-    flat = parameter.grad.detach().reshape(-1).to(device=device, dtype=torch.float32)
-    return flat if share == 1.0 else flat * share
-
-
-def _buckets(
-    wanted: Sequence[tuple[nn.Parameter, float]],
-) -> Iterator[list[tuple[nn.Parameter, float]]]:
-    bucket: list[tuple[nn.Parameter, float]] = []
-    cells = 0
-    for one in wanted:
-        if bucket and cells + one[0].numel() > BUCKET_CELLS:
-            yield bucket
-            bucket, cells = [], 0
-        bucket.append(one)
-        cells += one[0].numel()
-    if bucket:
-        yield bucket

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.utils import output_capturing
 
 from multitask_rl.channel import Channel
 from multitask_rl.config.run import RunConfig
@@ -31,10 +33,17 @@ from multitask_rl.training.credit import Before, look_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.parallel.context import check_model
 from multitask_rl.training.parallel.ranks import Ranks, Traffic, join_store
+from multitask_rl.training.parallel.sharded import Shards
+from multitask_rl.training.parallel.sharded_learner import Traits, shard_learner
+from multitask_rl.training.parallel.sharded_state import ShardedState
+from multitask_rl.training.parallel.shared_state import SharedState
 from multitask_rl.training.parallel.skeleton import thaw
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = ["Done", "Setup", "main", "serve"]
+__all__ = ["Described", "Done", "Setup", "describe", "main", "register_outputs", "serve"]
+
+Described = tuple[str, torch.Size, torch.dtype]
+"""Name, shape and type of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +79,10 @@ def main() -> None:
     os._exit(0)  # threads of the process groups must not keep the process
 
 
-def serve(*, host: str, port: int, token: str, rank: int) -> None:
-    """Connect to rank 0 and do what it says until it hangs up.
+def serve(*, host: str, port: int, token: str, rank: int) -> bool:
+    """Connect to rank 0 and do what it says until it hangs up; return whether nothing failed.
+
+    After a failure the process has to end: others may wait in collectives for it.
 
     Args:
         host: of rank 0.
@@ -84,6 +95,7 @@ def serve(*, host: str, port: int, token: str, rank: int) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(f"{token} {rank:08d}".encode())
     channel = Channel(sock)
+    replica: _Replica | None = None
     with contextlib.suppress(EOFError, OSError):
         try:
             replica = _Replica(rank, channel.receive(), channel, address)
@@ -94,9 +106,27 @@ def serve(*, host: str, port: int, token: str, rank: int) -> None:
             raise
         except MultitaskRLError as error:
             channel.send(("failed", (type(error), str(error))))
+            return False
         except Exception:  # noqa: BLE001 - rank 0 raises it; the collectives it may wait in end with this process
             channel.send(("failed", (None, traceback.format_exc())))
+            return False
+    if replica is not None:
+        replica.ranks.close()
     channel.close()
+    return True
+
+
+def register_outputs(model: nn.Module) -> None:
+    """Let unpickled models record hidden states: transformers notes in their ``__init__`` that they can."""
+    registry: dict[str, Any] = getattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            registry.setdefault(str(type(module)), module._can_record_outputs)
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
+    """Return what a receiver has to know of ``tensors``."""
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
 
 class _Replica:
@@ -109,6 +139,9 @@ class _Replica:
         device = torch.device(setup.device)
         thawed, self._tensors = thaw(setup.frozen, setup.places)
         actor, critic, reference, average, tasks, config = thawed
+        for model in (actor.model, reference, critic.trunk):
+            if model is not None:
+                register_outputs(model)
         self._config: RunConfig = config
         critic.device = torch.device(setup.places[str(critic.device)])
         channel.send(("thawed", None))
@@ -119,7 +152,8 @@ class _Replica:
             compile_blocks(actor.model)
         runner = ModelRunner(actor, critic, config, reference, self.ranks)
         runner.average = average
-        self._learner = Learner(runner, tasks, config, self.ranks)
+        self._learner = Learner(runner, tasks, config)
+        self._learner.optimizer.share_out(SharedState(self.ranks, *self._learner.optimizer.parameters))
 
     def do(self, method: str, arguments: tuple[Any, ...]) -> Done:
         result = getattr(self, method)(*arguments)
@@ -130,12 +164,58 @@ class _Replica:
         """Receive the tensors ``numbers`` from rank 0."""
         self.ranks.broadcast([self._tensors[i] for i in numbers])
 
-    def load_optimizer(self, found: Sequence[tuple[str, torch.Size, torch.dtype]]) -> None:
-        """Receive the optimizer's state from rank 0."""
-        state = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in found}
-        self.ranks.broadcast(list(state.values()))
-        actor, critic = self._learner.optimizer.parameters
-        self._learner.optimizer.load_tensors(state, {str(i): p for i, p in enumerate([*actor, *critic])})
+    def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: Traits) -> None:
+        """Keep a part of actor and reference.
+
+        Args:
+            places: numbers of the tensors that are the actor's parameters.
+            gone: numbers of the reference's.
+            traits: of the models.
+        """
+        for number in (*places, *gone):
+            self._tensors[number] = torch.empty(0)
+        whole = self._learner.runner
+        self._learner = shard_learner(
+            whole.actor, whole.critic, whole.reference, self._learner.tasks, self._config, self.ranks, traits
+        )
+
+    def fill_parts(self, numbers: Sequence[int]) -> None:
+        """Receive this rank's part of the parameters ``numbers``."""
+        self._shards.fill(numbers)
+
+    def gather(self) -> None:
+        """Show rank 0 the weights of this rank's parts."""
+        for _ in self._shards.gather():
+            pass
+
+    @property
+    def _shards(self) -> Shards:
+        shards = self._learner.runner.actor.shards
+        if shards is None:
+            raise AssertionError("the models are whole")
+        return shards
+
+    @property
+    def _shared(self) -> SharedState | ShardedState:
+        shared = self._learner.optimizer.shared
+        if shared is None:
+            raise AssertionError("the state was not shared out")
+        return shared
+
+    def load_optimizer(self, described: Sequence[Described]) -> None:
+        """Receive this rank's part of the optimizer's state from rank 0."""
+        state = {name: self.ranks.receive(shape, dtype, 0) for name, shape, dtype in described}
+        numbered = {self._shared.names[id(p)]: p for p in self._shared.parameters}
+        self._learner.optimizer.load_tensors(state, numbered)
+
+    def describe_optimizer(self) -> list[Described]:
+        """Return what ``send_optimizer`` sends."""
+        return describe(self._learner.optimizer.tensors(self._shared.names))
+
+    def send_optimizer(self) -> None:
+        """Send this rank's part of the optimizer's state to rank 0."""
+        for tensor in self._learner.optimizer.tensors(self._shared.names).values():
+            self.ranks.send(tensor, 0)
 
     def check(self) -> None:
         """Try whether the actor can be computed in parts of a sequence."""

@@ -7,6 +7,8 @@ before the next call.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,23 +17,27 @@ from typing import Any
 import torch
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
+from multitask_rl.errors import ConfigError
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import Ended, GenerationRequest, most_tokens
 from multitask_rl.seeding import derive_seed
-from multitask_rl.training.credit import Before, look_before
+from multitask_rl.training.actor import Actor
+from multitask_rl.training.credit import Before, look_before, merge_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.parallel.balance import deal, share_out
+from multitask_rl.training.parallel.calls import RankCalls, Span
 from multitask_rl.training.parallel.context import check_model
 from multitask_rl.training.parallel.lines import Launch, RankLines
-from multitask_rl.training.parallel.ranks import Ranks, Traffic, host_store
-from multitask_rl.training.parallel.replica import Done, Setup
+from multitask_rl.training.parallel.ranks import Ranks, host_store
+from multitask_rl.training.parallel.replica import Setup, describe
+from multitask_rl.training.parallel.sharded import Shards
+from multitask_rl.training.parallel.sharded_learner import check_shardable, find_traits, shard_learner
+from multitask_rl.training.parallel.sharded_state import ShardedState
+from multitask_rl.training.parallel.shared_state import SharedState
 from multitask_rl.training.parallel.skeleton import freeze
 
 __all__ = ["LearnerTeam"]
-
-Span = tuple[float, float]
 
 
 class LearnerTeam:
@@ -43,6 +49,7 @@ class LearnerTeam:
         launch: how a rank is started.
         devices: of actor and critic in ranks 0, 1, ...
         context: ranks that share a sequence.
+        sharded: every rank holds a part of the actor and its reference; this process the whole actor besides.
         host: where this process can be reached by the others.
         num_threads: of torch in each rank on a CPU; 0 = torch's choice.
 
@@ -59,15 +66,16 @@ class LearnerTeam:
         *,
         devices: Sequence[tuple[str, str]],
         context: int = 1,
+        sharded: bool = False,
         host: str = "127.0.0.1",
         num_threads: int = 0,
     ) -> None:
-        self._learner = learner
+        self._learner = self._own = learner
         self._size, self._context = len(devices), context
         self._num_threads = num_threads
-        self._numbers: dict[str, float] = {}
-        self._spans: list[tuple[str, Span]] = []
         runner = learner.runner
+        if sharded:
+            check_shardable(runner)
         models = (runner.actor, runner.critic, runner.reference, runner.average)
         parts = (*models, learner.tasks, config)
         try:
@@ -78,18 +86,29 @@ class LearnerTeam:
                 "name one device in device_map.actor"
             ) from error
         self._seed, self._version, self._number_in_step = config.seed, -1, 0
-        self._is_busy = False
         self._known = [-1] * len(self._tensors)
+        self._places: dict[int, int] = {}
+        """Number of a tensor -> number of the parameter, of which every rank has a part."""
+        self._config = config
         self._num_loads = 0
+        self._undo = contextlib.ExitStack()
         self._lines = RankLines(launch, self._size, host)
         try:
             self._ranks = self._start(frozen, devices, host)
-            learner.ranks = runner.ranks = self._ranks
+            self._undo.callback(self._ranks.close)
+            self._lines.on_lost = self._ranks.abort
+            self._calls = RankCalls(self._lines, self._ranks, num_threads)
             learner.team = self
-            self._synchronise()
+            self._send_tensors()
+            if sharded:
+                self._shard()
+            else:
+                runner.ranks = self._ranks
+                learner.optimizer.share_out(SharedState(self._ranks, *learner.optimizer.parameters))
+                self._wholes = [p for group in learner.optimizer.parameters for p in group]
             if context > 1:
                 model, pad = runner.actor.model, runner.actor.pad_token_id
-                self._call("check", {}, lambda: check_model(self._ranks, model, pad))
+                self._calls.call("check", {}, lambda: check_model(self._ranks, model, pad))
         except BaseException:
             self.close()
             raise
@@ -119,8 +138,35 @@ class LearnerTeam:
         except RuntimeError:
             self._lines.collect("done", "the start", until=time.monotonic() + 5.0)
             raise
-        ranks.before_sum = self._wait_for_all
         return ranks
+
+    def _shard(self) -> None:
+        """Cut the models; who reads whole weights goes on reading this process's actor."""
+        runner, number = self._learner.runner, {}
+        actor, reference = runner.actor, runner.reference
+        for place, (_, parameter) in enumerate(actor.model.named_parameters()):
+            number[parameter.data_ptr()] = place
+        cut = {p.data_ptr() for p in (reference.parameters() if reference is not None else ())}
+        self._places = {
+            i: number[t.data_ptr()] for i, t in enumerate(self._tensors) if t.data_ptr() in number
+        }
+        gone = [i for i, t in enumerate(self._tensors) if t.data_ptr() in cut]
+        for i in gone:
+            self._tensors[i] = torch.empty(0)
+        traits = find_traits(actor.model)
+        # its buffers are the actor's own: what changes them changes both
+        same = {id(buffer): buffer for buffer in actor.model.buffers()}
+        double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
+        self._own, _ = self._calls.call(
+            "shard",
+            dict.fromkeys(range(1, self._size), (self._places, gone, traits)),
+            lambda: shard_learner(
+                double, runner.critic, reference, self._learner.tasks, self._config, self._ranks, traits
+            ),
+        )
+        self._remember()
+        self._wholes = [*actor.trainable_parameters(), *self._learner.optimizer.parameters[1]]
+        self._learner.optimizer.share_out(self._shared)
 
     # -- the work -------------------------------------------------------------------------------------------
 
@@ -139,8 +185,8 @@ class LearnerTeam:
             sent = [(c.compact(), weight) for c, weight in parts[rank // self._context]]
             work[rank] = (sent, factor, coefficients, seed)
         began = time.monotonic()
-        own, others = self._call("learn", work, lambda: self._learner.learn(parts[0], factor))
-        self._note(began)
+        own, others = self._calls.call("learn", work, lambda: self._learn(parts[0], factor))
+        self._calls.note(began)
         means = TokenMeans()
         results = [own, *(result for result in others if result is not None)]
         for one in results:
@@ -148,19 +194,25 @@ class LearnerTeam:
         self._remember()
         return Learnt(loss=sum(one.loss for one in results), norms=own.norms, means=means)
 
+    def _learn(self, active: Sequence[Weighted], factor: float) -> Learnt:
+        if self._own is self._learner:  # the trainer's learner has put its model into the mode of an update
+            return self._own.learn(active, factor)
+        with self._own.runner.actor.learning():
+            return self._own.learn(active, factor)
+
     def look(self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool) -> Before:
         """Return what ``credit.look_before`` returns, everybody for a part of ``samples``."""
         self._synchronise()
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
         work = {r: (task, parts[r // self._context], want_values, want_ref) for r in range(1, self._size)}
-        runner = self._learner.runner
-        own, others = self._call(
+        runner = self._own.runner
+        own, others = self._calls.call(
             "look",
             work,
             lambda: look_before(runner, task, parts[0], want_values=want_values, want_ref=want_ref),
         )
-        return _merge(shares, [own, *(result for result in others if result is not None)])
+        return merge_before(shares, [own, *(result for result in others if result is not None)])
 
     def sample(
         self,
@@ -179,45 +231,43 @@ class LearnerTeam:
         indices = [[free[position] for position in share] for share in shares]
         indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
         busy: set[int] = set()
-        threads = torch.get_num_threads()
-        self._begin()
-        try:
-            for rank in range(1, self._size):
-                if indices[rank]:
-                    self._lines.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
-                    busy.add(rank)
-            if self._num_threads and busy:
-                torch.set_num_threads(self._num_threads)
-            for ended in own([requests[i] for i in indices[0]]):
-                yield [(indices[0][i], j, generation) for i, j, generation in ended]
-                while busy and (message := self._lines.receive("sampling", sorted(busy), time.monotonic())):
+        with self._calls.at_work():
+            try:
+                for rank in range(1, self._size):
+                    if indices[rank]:
+                        self._lines.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
+                        busy.add(rank)
+                for ended in own([requests[i] for i in indices[0]]):
+                    yield [(indices[0][i], j, generation) for i, j, generation in ended]
+                    while busy and (
+                        message := self._lines.receive("sampling", sorted(busy), time.monotonic())
+                    ):
+                        yield _ended(message, indices, busy)
+                while busy and (message := self._lines.receive("sampling", sorted(busy))):
                     yield _ended(message, indices, busy)
-            torch.set_num_threads(threads)
-            while busy and (message := self._lines.receive("sampling", sorted(busy))):
-                yield _ended(message, indices, busy)
-        except GeneratorExit:
-            while busy and (message := self._lines.receive("sampling", sorted(busy))):
-                _ended(message, indices, busy)  # nobody wants the rest, but the next call wants a quiet line
-            raise
-        except BaseException as error:
-            self._lines.give_up(repr(error))
-            raise
-        finally:
-            self._is_busy = False
-            torch.set_num_threads(threads)
+            except GeneratorExit:
+                while busy and (message := self._lines.receive("sampling", sorted(busy))):
+                    _ended(message, indices, busy)  # nobody wants the rest, but the next call a quiet line
+                raise
 
     def follow(self) -> None:
-        """Move everybody's reference towards the actor; rank 0's has moved."""
-        if self._learner.runner.average is None:
-            return
-        self._call("follow", {}, lambda: None)
+        """Move everybody's reference towards the actor; rank 0's has moved. So do whole weights."""
+        if self._own is not self._learner:
+            self._calls.call("gather", {}, self._gather)
+        elif self._learner.runner.average is not None:
+            self._calls.call("follow", {}, lambda: None)
         self._remember()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        wholes = dict(self._learner.runner.actor.model.named_parameters())
+        for name, found in self._shards.gather():
+            if wholes[name].requires_grad:
+                wholes[name].copy_(found)
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
         """Return metrics and spans since the last call."""
-        numbers, self._numbers = self._numbers, {}
-        spans, self._spans = self._spans, []
-        return numbers, spans
+        return self._calls.report()
 
     def _deal(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         return deal(
@@ -231,99 +281,100 @@ class LearnerTeam:
 
     def _synchronise(self) -> None:
         """Send what was changed here since the last call."""
-        changed = [i for i, t in enumerate(self._tensors) if t._version != self._known[i]]
-        if changed:
-            tensors = [self._tensors[i] for i in changed]
-            work = dict.fromkeys(range(1, self._size), (changed,))
-            self._call("fill", work, lambda: self._ranks.broadcast(tensors))
-            self._remember()
+        self._send_tensors()
         optimizer = self._learner.optimizer
         if optimizer.num_loads != self._num_loads:
             self._num_loads = optimizer.num_loads
-            actor, critic = optimizer.parameters
-            state = optimizer.tensors({id(p): str(i) for i, p in enumerate([*actor, *critic])})
-            found = [(name, value.shape, value.dtype) for name, value in state.items()]
-            self._call(
-                "load_optimizer",
-                dict.fromkeys(range(1, self._size), (found,)),
-                lambda: self._ranks.broadcast(list(state.values())),
+            self._share_out_state()
+
+    def _send_tensors(self) -> None:
+        changed = [i for i, t in enumerate(self._tensors) if t._version != self._known[i]]
+        whole = [i for i in changed if i not in self._places]
+        cut = [i for i in changed if i in self._places]
+        everybody = range(1, self._size)
+        if whole:
+            tensors = [self._tensors[i] for i in whole]
+            self._calls.call(
+                "fill", dict.fromkeys(everybody, (whole,)), lambda: self._ranks.broadcast(tensors)
             )
+        if cut:
+            numbers, wholes = [self._places[i] for i in cut], [self._tensors[i] for i in cut]
+            self._calls.call(
+                "fill_parts", dict.fromkeys(everybody, (numbers,)), lambda: self._shards.fill(numbers, wholes)
+            )
+        self._remember()
+
+    @property
+    def _shards(self) -> Shards:
+        shards = self._own.runner.actor.shards
+        if shards is None:
+            raise AssertionError("the models are whole")
+        return shards
+
+    @property
+    def _shared(self) -> SharedState | ShardedState:
+        shared = self._own.optimizer.shared
+        if shared is None:
+            raise AssertionError("the state was not shared out")
+        return shared
+
+    def _share_out_state(self) -> None:
+        """Give every rank its part of the optimizer's state, all of which is here."""
+        optimizer = self._learner.optimizer
+        numbers = {id(p): str(number) for number, p in enumerate(self._wholes)}
+        parts: dict[int, dict[str, torch.Tensor]] = {rank: {} for rank in range(self._size)}
+        for name, value in optimizer.tensors(numbers).items():
+            for rank, part in self._shared.deal(name, value):
+                parts[rank][name] = part
+        own = parts.pop(0)
+
+        def send() -> None:
+            for rank, part in parts.items():
+                for value in part.values():
+                    self._ranks.send(value, rank)
+
+        self._calls.call("load_optimizer", {rank: (describe(part),) for rank, part in parts.items()}, send)
+        is_elsewhere = self._own is not self._learner
+        optimizer.forget(p for p in self._wholes if is_elsewhere or not self._shared.is_own(p))
+        if is_elsewhere:
+            self._own.optimizer.load_tensors(
+                own, {self._shared.names[id(p)]: p for p in self._shared.parameters}
+            )
+
+    def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+        """Return everybody's part of the optimizer's state (see ``ActorCriticOptimizer.tensors``)."""
+        self._synchronise()
+        own = self._own.optimizer.tensors(self._shared.names)
+        parts = {name: [value.cpu()] for name, value in own.items()}
+        _, described = self._calls.call("describe_optimizer", {}, lambda: None)
+
+        def receive() -> None:
+            for rank, part in enumerate(described, start=1):
+                for name, shape, dtype in part:
+                    parts.setdefault(name, []).append(self._ranks.receive(shape, dtype, rank))
+
+        self._calls.call("send_optimizer", {}, receive)
+        kept = {}
+        for name, found in parts.items():
+            number, _, key = name.partition("|")
+            kept[f"{names[id(self._wholes[int(number)])]}|{key}"] = self._shared.join(name, found)
+        return kept
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's moments in this process."""
+        return self._own.optimizer.state_bytes
 
     def _remember(self) -> None:
         self._known = [t._version for t in self._tensors]
 
-    # -- the connection -------------------------------------------------------------------------------------
-
-    def _call(
-        self, method: str, work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
-    ) -> tuple[Any, list[Any]]:
-        """Let every rank do its part at the same time; return this rank's result and those of the others."""
-        threads = torch.get_num_threads()
-        self._lines.arrived = {}
-        self._begin()
-        try:
-            for rank in range(1, self._size):
-                self._lines.send(rank, (method, work.get(rank, ())))
-            if self._num_threads:
-                torch.set_num_threads(self._num_threads)
-            result = own()
-            answers: dict[int, Done] = self._lines.collect("done", method)
-        except MultitaskRLError as error:
-            self._lines.give_up(repr(error))
-            raise
-        except RuntimeError as error:
-            # a collective that broke: a rank that failed or died says more about it
-            self._lines.collect("done", method, until=time.monotonic() + 5.0)
-            self._lines.give_up(repr(error))
-            raise
-        except BaseException as error:
-            self._lines.give_up(repr(error))
-            raise
-        finally:
-            self._is_busy = False
-            torch.set_num_threads(threads)
-        self._count(answers)
-        return result, [answers[rank].result for rank in sorted(answers)]
-
-    def _begin(self) -> None:
-        if self._is_busy:
-            raise TrainingError(
-                "the samples of the last call of the engine have to be fetched to the end first"
-            )
-        self._is_busy = True
-
-    def _wait_for_all(self) -> None:
-        """Wait until every rank is ready for the sum of gradients."""
-        self._lines.arrived[0] = time.monotonic()
-        self._lines.collect("arrived", "learn")
-
-    # -- who waits for whom ---------------------------------------------------------------------------------
-
-    def _count(self, answers: Mapping[int, Done]) -> None:
-        own, self._ranks.traffic = self._ranks.traffic, Traffic()
-        for traffic in [own, *(answer.traffic for answer in answers.values())]:
-            self._add("sent_mb", traffic.num_bytes / 2**20)
-        self._add("communication_s", own.seconds)
-
-    def _add(self, name: str, value: float) -> None:
-        self._numbers[f"ranks/{name}"] = self._numbers.get(f"ranks/{name}", 0.0) + value
-
-    def _note(self, began: float) -> None:
-        """Note who computed how long, and that the others waited for the last."""
-        arrived = self._lines.arrived
-        last = max(arrived, key=lambda rank: arrived[rank])
-        for rank, at in sorted(arrived.items()):
-            self._spans.append((f"rank{rank}", (began, at)))
-            self._add(f"{rank}/busy_s", at - began)
-            self._add(f"{rank}/waits_s", arrived[last] - at)
-        self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
-        self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
-
     def close(self) -> None:
         """End the other ranks. Idempotent."""
         self._lines.close()
-        self._learner.team = None
-        self._learner.ranks = self._learner.runner.ranks = None
+        self._learner.team = self._learner.runner.ranks = None
+        if self._own.optimizer.shared is not None:
+            self._own.optimizer.shared.close()
+        self._undo.close()
 
 
 def _ended(message: tuple[int, str, Any], indices: Sequence[Sequence[int]], busy: set[int]) -> list[Ended]:
@@ -333,22 +384,3 @@ def _ended(message: tuple[int, str, Any], indices: Sequence[Sequence[int]], busy
         busy.discard(rank)
         return []
     return [(indices[rank][i], j, generation) for i, j, generation in content]
-
-
-def _merge(shares: Sequence[Sequence[int]], parts: Sequence[Before]) -> Before:
-    """Return the parts' tensors in the order of all samples."""
-    number = sum(map(len, shares))
-
-    def whole(lists: Sequence[list[torch.Tensor] | None]) -> list[torch.Tensor] | None:
-        result = [torch.empty(0)] * number
-        for share, own in zip(shares, lists, strict=True):
-            if own is None:
-                return None
-            for index, tensor in zip(share, own, strict=True):
-                result[index] = tensor
-        return result
-
-    old = whole([part.old_logprobs for part in parts])
-    if old is None:
-        raise AssertionError("log-probabilities are always computed")
-    return Before(old, whole([part.ref_logprobs for part in parts]), whole([part.values for part in parts]))

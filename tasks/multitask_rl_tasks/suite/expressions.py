@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.python_source import parse_python
 from multitask_rl.records import Rollout
 
 __all__ = ["ExpressionTests", "evaluate_expression"]
@@ -49,7 +50,7 @@ class ExpressionTests:
         if body == response:
             return False
         try:
-            tree = ast.parse(body, mode="eval").body
+            tree = parse_python(body, mode="eval").body
             return all(evaluate_expression(tree, x) == y for x, y in self._tests(row))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return False

@@ -22,7 +22,20 @@ def test_form_is_read(text: str, expected: DeviceSet) -> None:
     assert parse_devices(text) == expected
 
 
-@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:a", "cuda:0-", "cuda:3-1", "cuda:0,0", "cpu:1", ""])
+def test_the_actors_weights_may_be_shared_out() -> None:
+    parsed = parse_device_map({"actor": "cuda:0-3 sharded", "rollout": "cuda:0-3"}, num_cuda=4)
+    assert parsed["actor"].is_sharded
+    assert parsed["actor"].names == parsed["rollout"].names
+    assert not parsed["rollout"].is_sharded
+    with pytest.raises(ConfigError, match="sharded wants several devices"):
+        parse_devices("cuda:1 sharded")
+    with pytest.raises(ConfigError, match="only the actor is sharded"):
+        parse_device_map({"actor": "cuda:0-1", "critic": "cuda:2-3 sharded"}, num_cuda=4)
+
+
+@pytest.mark.parametrize(
+    "text", ["gpu", "cuda sharded", "cuda:", "cuda:a", "cuda:0-", "cuda:3-1", "cuda:0,0", "cpu:1", ""]
+)
 def test_malformed_device_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"allowed|backwards|twice"):
         parse_devices(text)

@@ -107,3 +107,24 @@ def test_the_mode_of_the_model_is_put_back():
     model = build("qwen2.Qwen2").train()
     HFEngine(model, eos_token_ids=[1], pad_token_id=0).generate(REQUESTS[:1])
     assert model.training
+
+
+def test_a_call_beside_an_open_stream_is_refused_and_disturbs_nothing():
+    model = build("qwen2.Qwen2").train()
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+    expected = engine.generate(REQUESTS)
+    parts = engine.generate_stream(REQUESTS)
+    ended = next(parts)
+    with pytest.raises(EngineError, match="at work on another call"):
+        engine.generate(REQUESTS)
+    for part in parts:
+        ended += part
+    assert {(i, j): g for i, j, g in ended} == {
+        (i, j): g for i, group in enumerate(expected) for j, g in enumerate(group)
+    }
+    assert model.training
+
+    parts = engine.generate_stream(REQUESTS)
+    next(parts)
+    parts.close()
+    assert engine.generate(REQUESTS) == expected

@@ -17,8 +17,10 @@ from multitask_rl.training.runner import ModelRunner
 class Bench:
     """A learner over two tasks, with the gradient of its next update kept."""
 
-    def __init__(self, *, layout="bucketed", tokens=100_000, second="grpo", kl=None, trunk="actor", **batch):
-        self.actor = build_actor()
+    def __init__(
+        self, *, layout="bucketed", tokens=100_000, second="grpo", kl=None, trunk="actor", actor=None, **batch
+    ):
+        self.actor = actor or build_actor()
         self.config = RunConfig(
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
             optimizer=OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.0),
@@ -42,7 +44,8 @@ class Bench:
             n: LearnerTask(spec=s, algorithm=self.algorithms[n], kl_coefficient=s.kl.coefficient)
             for n, s in specs.items()
         }
-        runner = ModelRunner(self.actor, critic, self.config, build_model(seed=3))
+        reference = None if self.actor.config.lora.rank else build_model(seed=3)
+        runner = ModelRunner(self.actor, critic, self.config, reference)
         many = self.config.batch.num_minibatches * self.config.batch.num_epochs > 1
         self.credit = CreditAssigner(runner, self.tasks, many_updates=many)
         self.learner = Learner(runner, self.tasks, self.config)

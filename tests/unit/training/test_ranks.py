@@ -38,7 +38,9 @@ def small_gpt2(positions):
 class TeamBench(Bench):
     """The same with other ranks; ``helpers`` are their processes."""
 
-    def __init__(self, *, num_ranks, context=1, checkpointing=False, launch=None, host="127.0.0.1", **kwargs):
+    def __init__(
+        self, *, num_ranks, context=1, sharded=False, checkpointing=False, host="127.0.0.1", **kwargs
+    ):
         super().__init__(**kwargs)
         if checkpointing:
             self.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -47,9 +49,10 @@ class TeamBench(Bench):
         self.team = LearnerTeam(
             self.learner,
             self.config,
-            launch or self._launch,
+            self._launch,
             devices=[("cpu", "cpu")] * num_ranks,
             context=context,
+            sharded=sharded,
             host=host,
             num_threads=1,
         )
@@ -58,6 +61,17 @@ class TeamBench(Bench):
     def _launch(self, where):
         self.helpers.append(LocalRank(where))
         return self.helpers[-1]
+
+
+def parameters_of(bench):
+    return dict([*bench.actor.model.named_parameters(), *bench.critic.named_parameters()])
+
+
+def moments(bench):
+    """Return what the optimizer remembers of all gradients, whichever rank does."""
+    state = bench.learner.optimizer_tensors({id(p): n for n, p in parameters_of(bench).items()})
+    assert {name.partition("|")[2] for name in state} == {"step", "exp_avg", "exp_avg_sq"}
+    return {name: value for name, value in state.items() if name.endswith("exp_avg")}
 
 
 def assert_same_numbers(found, expected):
@@ -106,6 +120,19 @@ def assert_ranks_sample_as_one_does(bench):
             assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
 
 
+def assert_a_gradient_that_is_not_finite_moves_nobody(bench):
+    """Whichever rank has it, and whichever owns the parameters."""
+    before = {name: p.detach().clone() for name, p in parameters_of(bench).items()}
+    for spoilt in (0, len(bench.credited) - 1):
+        active = [(c, 1.0) for c in bench.credited]
+        active[spoilt] = (active[spoilt][0], float("nan"))
+        assert bench.team.learn(active, 1.0).norms is None
+        bench.team.follow()
+        for name, parameter in parameters_of(bench).items():
+            assert torch.equal(parameter, before[name])
+            assert parameter.grad is None
+
+
 def assert_a_call_beside_unfetched_samples_is_refused(bench):
     sampling = SamplingParams(max_new_tokens=12)
     requests = [GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i]) for i in range(8)]
@@ -125,7 +152,7 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
     try:
         for _ in range(2):
             expected, found = alone.update(scored), team.update(scored)
-            assert relative_difference(team.gradient, alone.gradient) < 1e-5
+            assert relative_difference(moments(team), moments(alone)) < 1e-5
             assert_same_numbers(found, expected)
         assert {f"ranks/{r}/busy_s" for r in range(4)} < found.metrics.keys()
         assert found.metrics["ranks/sent_mb"] > 0.0
@@ -136,15 +163,17 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
                 for parameter in bench.actor.model.parameters():
                     parameter.mul_(0.9)
             bench.critic.rescale("a", 2.0, 0.5)
-            names = {id(p): n for n, p in bench.actor.model.named_parameters()}
-            names |= {id(p): n for n, p in bench.critic.named_parameters()}
-            kept = bench.learner.optimizer.tensors(names)
-            parameters = dict([*bench.actor.model.named_parameters(), *bench.critic.named_parameters()])
+            parameters = parameters_of(bench)
+            kept = bench.learner.optimizer_tensors({id(p): n for n, p in parameters.items()})
             bench.learner.optimizer.load_tensors({n: 0.5 * t for n, t in kept.items()}, parameters)
+        own, all_states = (b.learner.optimizer.state_bytes for b in (team, alone))
+        assert own == all_states  # until the other ranks are given theirs
         for _ in range(2):
             alone.update(scored)
             team.update(scored)
-            assert relative_difference(team.gradient, alone.gradient) < 1e-4
+            assert relative_difference(moments(team), moments(alone)) < 1e-4
+        assert 0.2 < team.learner.optimizer.state_bytes / all_states < 0.3
+        assert_a_gradient_that_is_not_finite_moves_nobody(team)
         assert_ranks_sample_as_one_does(team)
         assert_a_call_beside_unfetched_samples_is_refused(team)
         # what a rank raises is raised here: the cheaper sample goes to the other ranks
@@ -155,6 +184,10 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
     finally:
         team.team.close()
     assert all(helper.ended() for helper in team.helpers)
+    with pytest.raises(TrainingError, match="their parts of the optimizer's state with them"):
+        moments(team)
+    with pytest.raises(TrainingError, match="start again from the last checkpoint"):
+        team.learner.learn([], 1.0)
 
 
 def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_kl():
@@ -163,7 +196,7 @@ def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_k
     team = TeamBench(num_ranks=2, context=2, checkpointing=True, second="reward_conditioned")
     try:
         expected, found = alone.update(scored), team.update(scored)
-        assert relative_difference(team.gradient, alone.gradient) < 1e-5
+        assert relative_difference(moments(team), moments(alone)) < 1e-5
         assert_same_numbers(found, expected)
         assert team.actor.model.config._attn_implementation == "sdpa"
         own = HFEngine.build(team.actor, team.config.rollout, seed=0, output_dir=Path("unused"))

@@ -14,7 +14,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
@@ -24,6 +24,7 @@ from multitask_rl.training.actor import Actor
 from multitask_rl.training.block_attention import Block, Blocks, attention_in_blocks, mask_of
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import forward_tokens, split_head
+from multitask_rl.training.lora import add_adapters
 from multitask_rl.training.microbatch import build_microbatches, padding_share
 from multitask_rl.training.offload import ActivationOffload
 from multitask_rl.training.runner import ModelRunner
@@ -139,9 +140,16 @@ def test_the_first_look_at_a_model_that_learns_leaves_its_modes_alone():
         assert [module.training for module in actor.model.modules()] == before
 
 
-def test_a_model_given_in_training_mode_learns_what_it_sampled():
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_given_in_training_mode_learns_what_it_sampled(adapted):
     config = GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1)
-    actor = Actor(GPT2LMHeadModel(config).train(), build_tokenizer(), ModelConfig())
+    model = GPT2LMHeadModel(config).train()
+    settings = ModelConfig(lora=LoraConfig(rank=4, dropout=0.5) if adapted else LoraConfig())
+    if adapted:  # peft hands over models in training mode, the base model's dropout with them
+        model = add_adapters(model, settings.lora).train()
+        torch.nn.init.normal_(model.base_model.model.transformer.h[0].attn.c_attn.lora_B["default"].weight)
+    actor = Actor(model, build_tokenizer(), settings)
     engine = HFEngine(actor.model, eos_token_ids=[1], pad_token_id=0)
     request = GenerationRequest(prompt_ids=[5, 6], sampling=SamplingParams(max_new_tokens=8), seeds=[1, 2, 3])
     (found,) = engine.generate([request])

@@ -1,0 +1,39 @@
+"""Python source to its tree, from any thread.
+
+CPython before 3.11.8 and 3.12.2 keeps the depth of the tree that ``ast.parse`` builds in one place for all
+threads: where the garbage collector lets another thread in, which parses too, a sound source ends in a
+``SystemError`` (python/cpython#106905). Rewards parse in threads of their own, so every parser here goes
+through this one.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Literal, overload
+
+__all__ = ["parse_python"]
+
+_ATTEMPTS = 16
+
+
+@overload
+def parse_python(source: str, mode: Literal["exec"] = "exec") -> ast.Module: ...
+
+
+@overload
+def parse_python(source: str, mode: Literal["eval"]) -> ast.Expression: ...
+
+
+def parse_python(source: str, mode: str = "exec") -> ast.AST:
+    """Return ``ast.parse(source, mode=mode)``.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as ``ast.parse`` does.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return ast.parse(source, mode=mode)
+        except SystemError as error:
+            if "recursion depth mismatch" not in str(error):
+                raise
+    return ast.parse(source, mode=mode)

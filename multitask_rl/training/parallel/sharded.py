@@ -1,0 +1,163 @@
+"""Models of which every learner rank holds a part: torch's FSDP2 over the ranks' own process group.
+
+A block of the model is gathered when its forward or backward pass needs it and given up after; its gradient
+arrives summed, cut like the weights. All ranks pass through a model together, so each must make as many
+passes as the others (``ModelRunner.cut`` fills up with idle ones).
+
+Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from multitask_rl.training.parallel.ranks import Ranks
+
+__all__ = ["Shards", "blocks", "forward_pass", "shard_model"]
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """Return what is gathered as one, inner before outer: the layers that transformers would not part."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in kinds]
+
+
+def shard_model(model: Any, ranks: Ranks) -> None:
+    """Leave this rank a part of each parameter of ``model`` (of its first dimension), in place.
+
+    Args:
+        model: a model of ``transformers``, adapted or not, the same on every rank.
+        ranks: all of them.
+    """
+    mesh = ranks.mesh()
+    # bfloat16 gradients are summed in float32, as those of whole models are
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # a sum: the loss has counted all ranks' samples
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    # an expert that no token of this rank met
+    model.set_reduce_scatter_unused_params(True)
+    # the head is read outside of the model's own forward: any function may be the pass
+    model.one_pass = MethodType(_one_pass, model)
+    register_fsdp_forward_method(model, "one_pass")
+
+
+def _one_pass(_model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    # a hook on a view would be lost where the view is changed in place
+    return {
+        name: value.clone() if isinstance(value, Tensor) and value._is_view() else value
+        for name, value in act().items()
+    }
+
+
+def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``act`` returns, which makes one forward pass of ``model``, sharded or not.
+
+    Args:
+        model: what ``act`` calls.
+        act: returns tensors that the backward pass begins at, by name.
+    """
+    if not hasattr(model, "one_pass"):
+        return act()
+    found: dict[str, Any] = model.one_pass(act)
+    if not any(p.requires_grad for p in model.parameters()):
+        model.reset_iter_state()  # what torch notes in a pass it else forgets after the backward pass
+    elif not torch.is_grad_enabled():
+        model.reshard()  # torch keeps the outermost weights gathered for a backward pass
+    return found
+
+
+def _note(names: set[str], name: str, _parameter: Tensor) -> None:
+    names.add(name)
+
+
+class Shards:
+    """This rank's part of a sharded model's parameters, and how wholes are cut and put together.
+
+    Args:
+        model: after ``shard_model``.
+        ranks: all of them.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
+        named = dict(model.named_parameters())
+        self.names = list(named)
+        """Of the parameters, tied ones once."""
+        self._sharded: list[Any] = list(named.values())
+        # what the optimizer moves shares its memory with torch's own parameter
+        self.local = [
+            nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in self._sharded
+        ]
+        """[names] this rank's parts; one may be empty."""
+        self._met: set[str] = set()
+        """Parameters that a backward pass here gave a gradient."""
+        for name, gathered in self.gather():  # torch gathers into the same parameters every time
+            if gathered.requires_grad:
+                # the set alone: a hook that held this object would keep it and the model for ever
+                cast(Any, gathered).register_post_accumulate_grad_hook(partial(_note, self._met, name))
+
+    def cut(self, whole: Tensor) -> list[Tensor]:
+        """Return the ranks' parts of ``whole``; the last ones may be empty."""
+        parts = list(torch.chunk(whole, self._ranks.size))
+        return parts + [whole[:0]] * (self._ranks.size - len(parts))
+
+    def holders(self, number: int) -> list[int]:
+        """Return the ranks whose part of the parameter is not empty."""
+        rows = torch.empty(self._sharded[number].shape[0])
+        return [rank for rank, part in enumerate(self.cut(rows)) if len(part)]
+
+    @torch.no_grad()
+    def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
+        """Take this rank's part of the parameters ``numbers``, which rank 0 has in ``wholes``."""
+        for place, number in enumerate(numbers):
+            sharded = self._sharded[number]
+            whole = torch.empty(sharded.shape, dtype=sharded.dtype, device=self._ranks.device)
+            if wholes is not None:
+                whole.copy_(wholes[place])
+            self._ranks.broadcast([whole])
+            self.local[number].copy_(self.cut(whole)[self._ranks.rank])
+
+    def take_gradients(self) -> None:
+        """Move the gradients that the backward passes left to the local parts.
+
+        torch has zeros for parameters that no rank met. They get none: the optimizer leaves them alone.
+        """
+        met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
+        self._ranks.sum(met)
+        self._met.clear()
+        for local, sharded, number in zip(self.local, self._sharded, met.tolist(), strict=True):
+            if sharded.grad is not None:
+                local.grad = sharded.grad.to_local().to(local.dtype) if number else None
+                sharded.grad = None
+
+    @torch.no_grad()
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole weights, each there until the next is asked for.
+
+        Every rank has to go through to the end.
+        """
+        known = set(self.names)
+        for module in [m for m in self._model.modules() if isinstance(m, FSDPModule)]:
+            sharded = {id(p) for p in self._sharded}
+            module.unshard()
+            for name, found in self._model.named_parameters():
+                if id(found) not in sharded and name in known:
+                    yield name, found
+            module.reshard()
