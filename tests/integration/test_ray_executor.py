@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
 
 from model_builders import build_actor, sample_scored
 from test_learner import Bench, relative_difference
-from test_ranks import TeamBench
+from test_ranks import TeamBench, moments
 
 from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
-from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError
+from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError, TrainingError
 from multitask_rl.executor import group
 from multitask_rl.executor.engine import RayEngine, RayEngineFactory
 from multitask_rl.executor.ranks import RayRanks
@@ -252,7 +252,20 @@ def test_learner_ranks_in_actors_learn_what_one_process_learns(cluster: None) ->
     try:
         alone.update(scored)
         team.update(scored)
-        assert relative_difference(team.gradient, alone.gradient) < 1e-5
+        assert relative_difference(moments(team), moments(alone)) < 1e-5
+    finally:
+        team.team.close()
+
+
+def test_nobody_waits_for_a_rank_that_failed_in_an_actor(cluster: None) -> None:
+    ranks = RayRanks(1)
+    team = TeamBench(num_ranks=2, launch=ranks, host=ranks.host, sharded=True)
+    try:
+        team.update(sample_scored(build_actor()))
+        broken = [c.sample for c in team.credited[:2]]
+        broken[1].prompt_ids = []  # the cheaper one goes to the actor; the other's passes wait for it
+        with pytest.raises(TrainingError, match="has an empty prompt"):
+            team.team.look("b", broken, want_values=False, want_ref=False)
     finally:
         team.team.close()
 

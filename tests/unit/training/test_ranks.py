@@ -39,7 +39,15 @@ class TeamBench(Bench):
     """The same with other ranks; ``helpers`` are their processes."""
 
     def __init__(
-        self, *, num_ranks, context=1, sharded=False, checkpointing=False, host="127.0.0.1", **kwargs
+        self,
+        *,
+        num_ranks,
+        context=1,
+        sharded=False,
+        checkpointing=False,
+        launch=None,
+        host="127.0.0.1",
+        **kwargs,
     ):
         super().__init__(**kwargs)
         if checkpointing:
@@ -49,7 +57,7 @@ class TeamBench(Bench):
         self.team = LearnerTeam(
             self.learner,
             self.config,
-            self._launch,
+            launch or self._launch,
             devices=[("cpu", "cpu")] * num_ranks,
             context=context,
             sharded=sharded,
