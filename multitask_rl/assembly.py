@@ -89,7 +89,7 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         f"truncated importance sampling; rollout engine {name!r} {weights}; "
         f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s) with "
         f"{'parts' if plan.is_sharded else 'all'} of the weights, sequences in "
-        f"{config.batch.context_ranks} part(s), no tensor or pipeline parallelism in training"
+        f"{config.batch.context_ranks} part(s), layers in {plan.tensor_ranks}; no pipeline parallelism"
     )
 
 
@@ -133,6 +133,7 @@ def build_learner(
             devices=devices,
             context=config.batch.context_ranks,
             sharded=plan.is_sharded,
+            tensor=plan.tensor_ranks,
             host=host,
             num_threads=threads,
         )

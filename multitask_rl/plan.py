@@ -44,6 +44,8 @@ class RunPlan:
     engine_class: Any
     is_sharded: bool = False
     """Learner ranks hold parts of the weights, not copies."""
+    tensor_ranks: int = 1
+    """Those that compute every layer together."""
 
     @property
     def output_dir(self) -> Path:
@@ -89,6 +91,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         raise ConfigError("every task is evaluation_only; at least one task must be trained")
     devices = resolve_devices(config.device_map, tasks=list(specs))
     rank_devices = plan_ranks(config)
+    actor_devices = parse_devices(config.device_map.get("actor", "cpu"))
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
     load = load_rows if dataloader is None else dataloader.load
@@ -103,7 +106,8 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         rows=rows,
         devices=devices,
         rank_devices=rank_devices,
-        is_sharded=parse_devices(config.device_map.get("actor", "cpu")).is_sharded,
+        is_sharded=actor_devices.is_sharded,
+        tensor_ranks=actor_devices.tensor,
         engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=("build", "generate")),
     )
     for name, spec in specs.items():

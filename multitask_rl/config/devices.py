@@ -3,7 +3,8 @@
     device_map: {actor: "cuda:0-3", critic: "cuda:4-5", reward.code: cpu}
 
 Every device of the actor is a learner rank; on a CPU ranks are numbered the same way, ``actor: "cpu:0-3"``.
-``actor: "cuda:0-3 sharded"`` gives every rank a part of the weights instead of a copy.
+``actor: "cuda:0-3 sharded"`` gives every rank a part of the weights instead of a copy; with
+``cuda:0-3 tensor=2`` two ranks each compute every layer together besides.
 
 Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. Two roles
 may use the same set of devices (that is placing them together on purpose); sets that overlap in part are
@@ -24,8 +25,11 @@ __all__ = ["DeviceSet", "count_cuda_devices", "parse_device_map", "parse_devices
 
 _ROLES = ("actor", "critic", "reference", "rollout")
 _PER_TASK = ("reward", "constraint")
-_ALLOWED = "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded"
-_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded)?")
+_ALLOWED = (
+    "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded and "
+    "cuda:0-3 tensor=2"
+)
+_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded)?(?:tensor=(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class DeviceSet:
     """Indices, ascending, each once; empty for plain ``cpu`` and ``cuda``."""
     is_sharded: bool = field(default=False, compare=False)
     """Each holds a part of the model."""
+    tensor: int = field(default=1, compare=False)
+    """Neighbours that compute every layer together."""
 
     @property
     def first(self) -> str:
@@ -63,7 +69,7 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
 
     Raises:
         ConfigError: another form than ``cpu``, ``cuda``, ``cuda:0``, ``cuda:0-3``, ``cuda:4,5``, ``cpu:0-3``,
-            the last four with or without ``sharded``.
+            the last four with or without ``sharded`` and ``tensor=2``.
     """
     text = str(text).replace(" ", "")
     if text in ("cpu", "cuda"):
@@ -81,9 +87,15 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
         raise ConfigError(f"{where}: {text!r} names a device twice")
     if match[1] == "cpu" and sorted(indices) != list(range(len(indices))):
         raise ConfigError(f"{where}: {text!r}: ranks on a CPU are counted from 0 ({_ALLOWED})")
-    if match[3] and len(indices) == 1:
-        raise ConfigError(f"{where}: {text!r}: sharded wants several devices, e.g. cuda:0-3 sharded")
-    return DeviceSet(match[1], tuple(sorted(indices)), is_sharded=bool(match[3]))
+    tensor = int(match[4] or 1)
+    is_sharded = bool(match[3]) or tensor > 1
+    if is_sharded and len(indices) == 1:
+        raise ConfigError(f"{where}: {text!r}: parts of weights want several devices, e.g. cuda:0-3 sharded")
+    if tensor < 1 or len(indices) % tensor:
+        raise ConfigError(
+            f"{where}: {text!r}: tensor={tensor} must divide the number of devices, {len(indices)}"
+        )
+    return DeviceSet(match[1], tuple(sorted(indices)), is_sharded=is_sharded, tensor=tensor)
 
 
 def parse_device_map(

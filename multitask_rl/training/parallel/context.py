@@ -115,7 +115,7 @@ def forward_in_parts(
         pad_token_id: any valid id.
         wants: see ``forward_tokens``.
     """
-    part = cut_sequences(batch, ranks.context_index, ranks.context, pad_token_id)
+    part = cut_sequences(batch, ranks.peer_index, ranks.context, pad_token_id)
     own_mask = None if mask is None else mask.select(part.tokens, len(batch.targets))
     out = forward_tokens(model, part.batch, sampling, mask=own_mask, **wants)
 
@@ -143,8 +143,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: Ranks) -> Tensor:
-        ctx.index = ranks.context_index
-        return ranks.gather_context(own)
+        ctx.index = ranks.peer_index
+        return ranks.gather_peers(own)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -157,12 +157,12 @@ class _GatherAndSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return ranks.gather_context(own)
+        return ranks.gather_peers(own)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ranks: Ranks = ctx.ranks
-        return ranks.sum_context(gradients[0]), None
+        return ranks.sum_rows(gradients[0]), None
 
 
 def context_attention(
@@ -202,7 +202,7 @@ def context_attention(
     )
     keys, values = everything[..., :width], everything[..., width:]
     outputs = []
-    for half, number_of_piece in enumerate(_pieces(ranks.context_index, number)):
+    for half, number_of_piece in enumerate(_pieces(ranks.peer_index, number)):
         start, stop = half * length, (half + 1) * length
         while start < stop:
             before = number_of_piece * length + start - half * length

@@ -3,7 +3,8 @@
 Process groups are made directly, not through ``torch.distributed``'s default group: an engine in the same
 process (vLLM) or the user's own script may have one.
 
-Rank = data index * context + context index: the ranks of a context group are neighbours.
+Rank = data index * peers + peer index. Peers are neighbours that compute the same samples: parts of each
+sequence (``context``), or of each layer (``tensor``).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Ranks:
         rank: of this process; 0 is the trainer's.
         size: number of ranks.
         context: ranks that share a sequence; divides ``size``.
+        tensor: ranks that share a layer; divides ``size``. One of the two is 1.
         address: where this rank can be reached by the others.
         store: see ``host_store`` and ``join_store``.
         device: of this rank's tensors; decides between nccl and gloo.
@@ -55,9 +57,18 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int, size: int, context: int, *, address: str, store: Any, device: torch.device
+        self,
+        rank: int,
+        size: int,
+        context: int = 1,
+        tensor: int = 1,
+        *,
+        address: str,
+        store: Any,
+        device: torch.device,
     ) -> None:
-        self.rank, self.size, self.context = rank, size, context
+        self.rank, self.size, self.context, self.tensor = rank, size, context, tensor
+        self.peers = peers = context * tensor
         self.device = device
         self.traffic = Traffic()
         """Since it was last replaced."""
@@ -68,14 +79,17 @@ class Ranks:
         self._store = store
         self._mesh: DeviceMesh | None = None
         self._all: Any = self._group("all", rank, size, address)
-        self._context: Any = None
-        if context > 1:
-            self._context = self._group(f"context/{rank // context}", rank % context, context, address)
+        self._peers: Any = None
+        self._data: Any = self._all
+        if peers > 1:
+            self._peers = self._group(f"peers/{rank // peers}", rank % peers, peers, address)
+        if tensor > 1:
+            self._data = self._group(f"data/{rank % peers}", rank // peers, size // peers, address)
 
     @property
-    def context_index(self) -> int:
-        """Which part of every sequence is this rank's."""
-        return self.rank % self.context
+    def peer_index(self) -> int:
+        """Which part of every sequence or layer is this rank's."""
+        return self.rank % self.peers
 
     def _group(self, name: str, rank: int, size: int, address: str) -> Any:
         store = c10d.PrefixStore(name, self._store)
@@ -94,18 +108,22 @@ class Ranks:
         return group
 
     def mesh(self) -> DeviceMesh:
-        """Return all ranks as torch's FSDP takes them; the group is the one here, not the default one."""
+        """Return the ranks with other samples and the same part of each layer, as torch's FSDP takes them.
+
+        The group is the one here, not the default one.
+        """
         if self._mesh is None:
             name: Any = f"multitask_rl/{next(_NUMBERS)}"
             kinds = c10d.ProcessGroup.BackendType
             kind = kinds.NCCL if self.device.type == "cuda" else kinds.GLOO
-            group = c10d.ProcessGroup(c10d.PrefixStore("mesh", self._store), self.rank, self.size)
+            store = c10d.PrefixStore(f"mesh/{self.peer_index}", self._store)
+            group = c10d.ProcessGroup(store, self.rank // self.peers, self.size // self.peers)
             group._set_group_name(name)
-            group._register_backend(torch.device(self.device.type), kind, self._all)
+            group._register_backend(torch.device(self.device.type), kind, self._data)
             group._set_default_backend(kind)
             register: Any = getattr(c10d, "_register_process_group")  # noqa: B009 - unknown to type checkers
             register(name, group)
-            places = torch.arange(self.size)
+            places = torch.arange(self.peer_index, self.size, self.peers)
             self._mesh = DeviceMesh(self.device.type, places, _init_backend=False, _rank=self.rank)
             self._mesh._dim_group_names = [name]
             self._mesh._pg_registry[name] = group
@@ -113,7 +131,7 @@ class Ranks:
 
     def abort(self) -> None:
         """Let collectives on GPUs end in an error; gloo's end when the other process does. For any thread."""
-        for group in (self._all, self._context):
+        for group in (self._all, self._peers, self._data):
             if group is not None:
                 group.abort()
 
@@ -122,7 +140,7 @@ class Ranks:
         self.abort()
         if self._mesh is not None:
             self._mesh._pg_registry.clear()  # torch keeps meshes for ever
-        self._mesh = self._all = self._context = self._store = None
+        self._mesh = self._all = self._peers = self._data = self._store = None
 
     # -- all ranks ------------------------------------------------------------------------------------------
 
@@ -170,27 +188,34 @@ class Ranks:
         self._all.recv([tensor], rank, 0).wait()
         return tensor.cpu()
 
-    # -- ranks that share a sequence ------------------------------------------------------------------------
+    # -- peers ----------------------------------------------------------------------------------------------
 
-    def gather_context(self, local: Tensor) -> Tensor:
-        """Return ``local`` of every rank of the context group, which all have its shape: [context, ...]."""
+    def gather_peers(self, local: Tensor) -> Tensor:
+        """Return ``local`` of every peer, which all have its shape: [peers, ...]."""
         began = time.monotonic()
         sent = local.detach().contiguous()
-        parts = [torch.empty_like(sent) for _ in range(self.context)]
-        self._context.allgather([parts], [sent]).wait()
+        parts = [torch.empty_like(sent) for _ in range(self.peers)]
+        self._peers.allgather([parts], [sent]).wait()
         self.traffic.seconds += time.monotonic() - began
-        self.traffic.num_bytes += sent.numel() * sent.element_size() * (self.context - 1)
+        self.traffic.num_bytes += sent.numel() * sent.element_size() * (self.peers - 1)
         return torch.stack(parts)
 
-    def sum_context(self, parts: Tensor) -> Tensor:
-        """Return this rank's row of the sum over the context group of ``parts`` [context, ...]."""
+    def sum_rows(self, parts: Tensor) -> Tensor:
+        """Return this rank's row of the sum over the peers of ``parts`` [peers, ...]."""
         began = time.monotonic()
         sent = [part.contiguous() for part in parts]
         own = torch.empty_like(sent[0])
-        self._context.reduce_scatter([own], [sent]).wait()
+        self._peers.reduce_scatter([own], [sent]).wait()
         self.traffic.seconds += time.monotonic() - began
-        self.traffic.num_bytes += own.numel() * own.element_size() * (self.context - 1)
+        self.traffic.num_bytes += own.numel() * own.element_size() * (self.peers - 1)
         return own
+
+    def sum_peers(self, tensor: Tensor) -> None:
+        """Sum a contiguous tensor over the peers in place."""
+        began = time.monotonic()
+        self._peers.allreduce([tensor]).wait()
+        self.traffic.seconds += time.monotonic() - began
+        self.traffic.num_bytes += tensor.numel() * tensor.element_size()
 
 
 def host_store(host: str) -> tuple[Any, int]:

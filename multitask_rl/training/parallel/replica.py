@@ -34,7 +34,7 @@ from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.parallel.context import check_model
 from multitask_rl.training.parallel.ranks import Ranks, Traffic, join_store
 from multitask_rl.training.parallel.sharded import Shards
-from multitask_rl.training.parallel.sharded_learner import Traits, shard_learner
+from multitask_rl.training.parallel.sharded_learner import Traits, probe, shard_learner
 from multitask_rl.training.parallel.sharded_state import ShardedState
 from multitask_rl.training.parallel.shared_state import SharedState
 from multitask_rl.training.parallel.skeleton import thaw
@@ -52,6 +52,7 @@ class Setup:
 
     size: int
     context: int
+    tensor: int
     host: str
     port: int
     device: str
@@ -146,7 +147,9 @@ class _Replica:
         critic.device = torch.device(setup.places[str(critic.device)])
         channel.send(("thawed", None))
         store = join_store(setup.host, setup.port)
-        self.ranks = Ranks(rank, setup.size, setup.context, address=address, store=store, device=device)
+        self.ranks = Ranks(
+            rank, setup.size, setup.context, setup.tensor, address=address, store=store, device=device
+        )
         self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
         if config.model.compile:
             compile_blocks(actor.model)
@@ -188,6 +191,10 @@ class _Replica:
         for _ in self._shards.gather():
             pass
 
+    def probe(self) -> None:
+        """Take part in a pass over fixed tokens."""
+        probe(self._learner.runner.actor.model)
+
     @property
     def _shards(self) -> Shards:
         shards = self._learner.runner.actor.shards
@@ -225,10 +232,10 @@ class _Replica:
     def look(
         self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool
     ) -> Before | None:
-        """Return what the models say of this rank's samples; one rank of a context group answers."""
+        """Return what the models say of this rank's samples; one of the peers answers."""
         runner = self._learner.runner
         before = look_before(runner, task, samples, want_values=want_values, want_ref=want_ref)
-        if self.ranks.context_index:
+        if self.ranks.peer_index:
             return None
         return before.compact()
 
@@ -246,13 +253,13 @@ class _Replica:
     def learn(
         self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float], seed: int
     ) -> Learnt | None:
-        """Make an optimizer step with the others; one rank of a context group answers."""
+        """Make an optimizer step with the others; one of the peers answers."""
         torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
         for name, coefficient in coefficients.items():
             self._learner.tasks[name].kl_coefficient = coefficient
         with self._learner.runner.actor.learning():
             learnt = self._learner.learn(active, factor)
-        return learnt if self.ranks.context_index == 0 else None
+        return learnt if self.ranks.peer_index == 0 else None
 
     def follow(self) -> None:
         """Move the reference towards the actor."""

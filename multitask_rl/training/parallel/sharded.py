@@ -4,6 +4,8 @@ A block of the model is gathered when its forward or backward pass needs it and 
 arrives summed, cut like the weights. All ranks pass through a model together, so each must make as many
 passes as the others (``ModelRunner.cut`` fills up with idle ones).
 
+Ranks may compute every layer together besides (``tensor.py``); each then cuts its part of a layer further.
+
 Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
 """
 
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from multitask_rl.training.parallel.ranks import Ranks
+from multitask_rl.training.parallel.tensor import Cuts, cut_layers
 
 __all__ = ["Shards", "blocks", "forward_pass", "shard_model"]
 
@@ -34,13 +37,14 @@ def blocks(model: Any) -> list[nn.Module]:
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in kinds]
 
 
-def shard_model(model: Any, ranks: Ranks) -> None:
-    """Leave this rank a part of each parameter of ``model`` (of its first dimension), in place.
+def shard_model(model: Any, ranks: Ranks) -> Cuts:
+    """Leave this rank a part of each parameter of ``model``, in place; return which the peers have cut.
 
     Args:
         model: a model of ``transformers``, adapted or not, the same on every rank.
         ranks: all of them.
     """
+    cuts = cut_layers(model, ranks) if ranks.tensor > 1 else Cuts()
     mesh = ranks.mesh()
     # bfloat16 gradients are summed in float32, as those of whole models are
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -56,6 +60,7 @@ def shard_model(model: Any, ranks: Ranks) -> None:
     # the head is read outside of the model's own forward: any function may be the pass
     model.one_pass = MethodType(_one_pass, model)
     register_fsdp_forward_method(model, "one_pass")
+    return cuts
 
 
 def _one_pass(_model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -93,10 +98,11 @@ class Shards:
     Args:
         model: after ``shard_model``.
         ranks: all of them.
+        cuts: what ``shard_model`` returned.
     """
 
-    def __init__(self, model: Any, ranks: Ranks) -> None:
-        self._model, self._ranks = model, ranks
+    def __init__(self, model: Any, ranks: Ranks, cuts: Cuts | None = None) -> None:
+        self._model, self._ranks, self._cuts = model, ranks, cuts or Cuts()
         named = dict(model.named_parameters())
         self.names = list(named)
         """Of the parameters, tied ones once."""
@@ -108,31 +114,52 @@ class Shards:
         """[names] this rank's parts; one may be empty."""
         self._met: set[str] = set()
         """Parameters that a backward pass here gave a gradient."""
-        for name, gathered in self.gather():  # torch gathers into the same parameters every time
+        for name, gathered in self._unsharded():  # torch gathers into the same parameters every time
             if gathered.requires_grad:
                 # the set alone: a hook that held this object would keep it and the model for ever
                 cast(Any, gathered).register_post_accumulate_grad_hook(partial(_note, self._met, name))
 
-    def cut(self, whole: Tensor) -> list[Tensor]:
-        """Return the ranks' parts of ``whole``; the last ones may be empty."""
-        parts = list(torch.chunk(whole, self._ranks.size))
-        return parts + [whole[:0]] * (self._ranks.size - len(parts))
+    def is_cut(self, number: int) -> bool:
+        """The peers have different parts of the parameter."""
+        return self.names[number] in self._cuts.dims
+
+    def cut(self, number: int, whole: Tensor) -> list[Tensor]:
+        """Return the ranks' parts of ``whole``, of the parameter's shape; the last ones may be empty."""
+        ranks = self._ranks
+        columns = [whole] * ranks.tensor
+        if self.is_cut(number):
+            columns = list(whole.chunk(ranks.tensor, self._cuts.dims[self.names[number]]))
+        num_rows = ranks.size // ranks.tensor
+        parts = [list(column.chunk(num_rows)) for column in columns]
+        return [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
+
+    def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole of the parts that are not empty, in the order of the ranks."""
+        peers = self._ranks.tensor
+        if not self.is_cut(number):
+            return torch.cat(list(parts[::peers]))
+        columns = [torch.cat(list(parts[index::peers])) for index in range(peers)]
+        return torch.cat(columns, self._cuts.dims[self.names[number]])
 
     def holders(self, number: int) -> list[int]:
         """Return the ranks whose part of the parameter is not empty."""
-        rows = torch.empty(self._sharded[number].shape[0])
-        return [rank for rank, part in enumerate(self.cut(rows)) if len(part)]
+        peers = self._ranks.tensor
+        parts = torch.empty(self._sharded[number].shape[0]).chunk(self._ranks.size // peers)
+        return list(range(len(parts) * peers))
 
     @torch.no_grad()
     def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
         """Take this rank's part of the parameters ``numbers``, which rank 0 has in ``wholes``."""
         for place, number in enumerate(numbers):
             sharded = self._sharded[number]
-            whole = torch.empty(sharded.shape, dtype=sharded.dtype, device=self._ranks.device)
+            shape = list(sharded.shape)
+            if self.is_cut(number):
+                shape[self._cuts.dims[self.names[number]]] *= self._ranks.tensor
+            whole = torch.empty(shape, dtype=sharded.dtype, device=self._ranks.device)
             if wholes is not None:
                 whole.copy_(wholes[place])
             self._ranks.broadcast([whole])
-            self.local[number].copy_(self.cut(whole)[self._ranks.rank])
+            self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
 
     def take_gradients(self) -> None:
         """Move the gradients that the backward passes left to the local parts.
@@ -146,6 +173,26 @@ class Shards:
             if sharded.grad is not None:
                 local.grad = sharded.grad.to_local().to(local.dtype) if number else None
                 sharded.grad = None
+        if self._ranks.tensor > 1:
+            self._agree()
+
+    def _agree(self) -> None:
+        """Give the peers the same gradient of what all of them have.
+
+        Each has a part of some; of the others, which should be the same already, they take the mean: sums in
+        another order (scattered adds on a GPU) would let the copies drift apart.
+        """
+        chosen = [
+            (local.grad, 1.0 if name in self._cuts.partial else 1.0 / self._ranks.tensor)
+            for name, local in zip(self.names, self.local, strict=True)
+            if local.grad is not None and name not in self._cuts.dims
+        ]
+        if not chosen:
+            return
+        flat = torch.cat([(grad.float() * share).reshape(-1) for grad, share in chosen])
+        self._ranks.sum_peers(flat)
+        for (grad, _), part in zip(chosen, torch.split(flat, [g.numel() for g, _ in chosen]), strict=True):
+            grad.copy_(part.view(grad.shape))
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:
@@ -153,6 +200,12 @@ class Shards:
 
         Every rank has to go through to the end.
         """
+        for name, found in self._unsharded():
+            dim = self._cuts.dims.get(name)
+            yield name, found if dim is None else torch.cat(list(self._ranks.gather_peers(found)), dim)
+
+    def _unsharded(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and what the peers of this rank have of the weights."""
         known = set(self.names)
         for module in [m for m in self._model.modules() if isinstance(m, FSDPModule)]:
             sharded = {id(p) for p in self._sharded}

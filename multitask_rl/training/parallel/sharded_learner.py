@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.modes import evaluating
 from multitask_rl.training.actor import Actor
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.forward import assume_split, split_head
+from multitask_rl.training.forward import assume_split, forward_sharded, split_head
 from multitask_rl.training.learner import Learner
+from multitask_rl.training.microbatch import make_microbatch
 from multitask_rl.training.parallel.ranks import Ranks
 from multitask_rl.training.parallel.sharded import Shards, blocks, shard_model
 from multitask_rl.training.parallel.sharded_state import ShardedState
+from multitask_rl.training.parallel.tensor import check_layers
 from multitask_rl.training.runner import ModelRunner
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Traits", "check_shardable", "find_traits", "shard_learner"]
+__all__ = ["Traits", "check_probe", "check_shardable", "find_traits", "probe", "shard_learner"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +41,8 @@ class Traits:
     can_split_head: bool
 
 
-def check_shardable(runner: ModelRunner) -> None:
-    """Refuse models that cannot be cut.
+def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
+    """Refuse models that cannot be cut, or whose layers cannot be cut into ``tensor`` parts.
 
     Raises:
         ConfigError: what they are or have does not go with parts of weights.
@@ -53,6 +58,8 @@ def check_shardable(runner: ModelRunner) -> None:
     odd = [name for name, p in model.named_parameters() if not p.dim() or not p.numel()]
     if odd:
         raise ConfigError(f"{where}: {odd[0]!r} of {type(model).__name__} is a single number or empty")
+    if tensor > 1:
+        check_layers(model, tensor)
     for block in [*blocks(model), model]:
         dtypes = {p.dtype for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
@@ -60,6 +67,41 @@ def check_shardable(runner: ModelRunner) -> None:
                 f"{where}: {type(block).__name__} trains weights of {len(dtypes)} types ("
                 f"{', '.join(sorted(map(str, dtypes)))}); set model.dtype=float32"
             )
+
+
+@torch.no_grad()
+def probe(model: Any) -> Tensor:
+    """Return log-probabilities of fixed tokens [12]; of a sharded model every rank calls this.
+
+    Raises:
+        ConfigError: the model cannot be run as it is cut.
+    """
+    size = int(model.config.get_text_config().vocab_size)
+    ids = [(7 * i + 3) % size for i in range(24)]
+    batch = make_microbatch([0], [ids[:12]], [ids[12:]], layout="bucketed", pad_token_id=0)
+    batch = batch.to(next(model.parameters()).device)
+    try:
+        with evaluating(model):
+            return forward_sharded(model, batch, [SamplingParams()]).logprobs.clone()
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"device_map.actor=... sharded: {type(model).__name__} cannot be computed in parts: {error}"
+        ) from error
+
+
+def check_probe(model: Any, found: Tensor, expected: Tensor) -> None:
+    """Refuse a model that says something else in parts than whole.
+
+    Raises:
+        ConfigError: the log-probabilities differ by more than rounding.
+    """
+    gap = float((found - expected).abs().max())
+    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    if not gap <= limit:
+        raise ConfigError(
+            f"device_map.actor=... sharded: {type(model).__name__} computed in parts says something else "
+            f"than whole: log-probabilities move by {gap:.2g}; leave tensor, or sharded, out"
+        )
 
 
 def find_traits(model: PreTrainedModel) -> Traits:
@@ -80,11 +122,12 @@ def shard_learner(
 
     Every rank calls this at the same time.
     """
+    cuts = {}
     for model in (actor.model, reference):
         if model is not None:
-            shard_model(model, ranks)
+            cuts[model] = shard_model(model, ranks)
             assume_split(model, traits.can_split_head)
-    actor.shards = Shards(actor.model, ranks)
+    actor.shards = Shards(actor.model, ranks, cuts[actor.model])
     runner = ModelRunner(actor, critic, config, reference, ranks, shares_prompts=traits.shares_prompts)
     learner = Learner(runner, tasks, config)
     heads = list(critic.parameters()) if critic.is_used else []

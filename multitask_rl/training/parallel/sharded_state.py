@@ -49,11 +49,18 @@ class ShardedState:
 
     def norms(self) -> list[float | None]:
         """Return the norm of the whole gradient of actor and critic; None where no rank had any."""
-        found = [p.grad for p in self.parameters[: self._num_sharded] if p.grad is not None]
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
-        if found:
-            total[0] = nn.utils.get_total_norm(found, foreach=True).double() ** 2
-            total[1] = 1.0
+        # what no peer has cut every peer has
+        for is_cut, share in ((True, 1.0), (False, 1.0 / self._ranks.tensor)):
+            found = [
+                grad
+                for number in self._trained
+                if (grad := self._shards.local[number].grad) is not None
+                and self._shards.is_cut(number) == is_cut
+            ]
+            if found:
+                total[0] += share * nn.utils.get_total_norm(found, foreach=True).double() ** 2
+                total[1] = 1.0
         self._ranks.sum(total)
         norm, number = float(total[0].sqrt()), float(total[1])
         return [norm if number else None, self._heads.norms()[1]]
@@ -68,14 +75,16 @@ class ShardedState:
         if number >= self._num_sharded:
             return self._heads.deal(f"{number - self._num_sharded}|", value)
         if value.dim():
-            return [(rank, part) for rank, part in enumerate(self._shards.cut(value)) if part.numel()]
+            parts = self._shards.cut(self._trained[number], value)
+            return [(rank, part) for rank, part in enumerate(parts) if part.numel()]
         return [(rank, value) for rank in self._shards.holders(self._trained[number])]
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole of what the ranks, in their order, have of ``<number>|<key>``."""
-        if int(name.partition("|")[0]) >= self._num_sharded or not parts[0].dim():
+        number = int(name.partition("|")[0])
+        if number >= self._num_sharded or not parts[0].dim():
             return parts[0]
-        return torch.cat(list(parts))
+        return self._shards.join(self._trained[number], parts)
 
     def check_open(self) -> None:
         """Raise if the other ranks, and their parts of the state, are gone."""

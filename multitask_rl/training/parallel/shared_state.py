@@ -31,7 +31,7 @@ class SharedState:
     Args:
         ranks: all of them.
         actor: parameters whose gradients are parts.
-        critic: parameters whose gradients every rank of a context group has whole.
+        critic: parameters whose gradients every peer has whole.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SharedState:
         self.parameters = [*actor, *critic]
         self.names = {id(p): str(number) for number, p in enumerate(self.parameters)}
         """``id(parameter)`` -> its number, by which ranks speak of it."""
-        self._share = [1.0] * len(actor) + [1.0 / ranks.context] * len(critic)
+        self._share = [1.0] * len(actor) + [1.0 / ranks.peers] * len(critic)
         self._groups = [range(len(actor)), range(len(actor), len(self.parameters))]
         self._owner = [0] * len(self.parameters)
         for rank, share in enumerate(share_out([p.numel() for p in self.parameters], ranks.size)):

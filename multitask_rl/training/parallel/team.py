@@ -19,23 +19,30 @@ import torch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import TrainSample
-from multitask_rl.rollout.base import Ended, GenerationRequest, most_tokens
+from multitask_rl.rollout.base import Ended, GenerationRequest
 from multitask_rl.seeding import derive_seed
 from multitask_rl.training.actor import Actor
 from multitask_rl.training.credit import Before, look_before, merge_before
 from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.metrics import TokenMeans
-from multitask_rl.training.parallel.balance import deal, share_out
+from multitask_rl.training.parallel.balance import deal
 from multitask_rl.training.parallel.calls import RankCalls, Span
 from multitask_rl.training.parallel.context import check_model
 from multitask_rl.training.parallel.lines import Launch, RankLines
 from multitask_rl.training.parallel.ranks import Ranks, host_store
 from multitask_rl.training.parallel.replica import Setup, describe
 from multitask_rl.training.parallel.sharded import Shards
-from multitask_rl.training.parallel.sharded_learner import check_shardable, find_traits, shard_learner
+from multitask_rl.training.parallel.sharded_learner import (
+    check_probe,
+    check_shardable,
+    find_traits,
+    probe,
+    shard_learner,
+)
 from multitask_rl.training.parallel.sharded_state import ShardedState
 from multitask_rl.training.parallel.shared_state import SharedState
 from multitask_rl.training.parallel.skeleton import freeze
+from multitask_rl.training.parallel.spreading import spread_samples
 
 __all__ = ["LearnerTeam"]
 
@@ -50,6 +57,7 @@ class LearnerTeam:
         devices: of actor and critic in ranks 0, 1, ...
         context: ranks that share a sequence.
         sharded: every rank holds a part of the actor and its reference; this process the whole actor besides.
+        tensor: ranks that compute every layer together; above 1 only with ``sharded``.
         host: where this process can be reached by the others.
         num_threads: of torch in each rank on a CPU; 0 = torch's choice.
 
@@ -67,15 +75,17 @@ class LearnerTeam:
         devices: Sequence[tuple[str, str]],
         context: int = 1,
         sharded: bool = False,
+        tensor: int = 1,
         host: str = "127.0.0.1",
         num_threads: int = 0,
     ) -> None:
         self._learner = self._own = learner
-        self._size, self._context = len(devices), context
+        self._size, self._context, self._tensor = len(devices), context, tensor
+        self._peers = context * tensor
         self._num_threads = num_threads
         runner = learner.runner
         if sharded:
-            check_shardable(runner)
+            check_shardable(runner, tensor)
         models = (runner.actor, runner.critic, runner.reference, runner.average)
         parts = (*models, learner.tasks, config)
         try:
@@ -120,6 +130,7 @@ class LearnerTeam:
             setup = Setup(
                 size=self._size,
                 context=self._context,
+                tensor=self._tensor,
                 host=host,
                 port=port,
                 device=devices[rank][0],
@@ -134,7 +145,9 @@ class LearnerTeam:
         self._lines.collect("thawed", "start")
         device = runner.actor.device
         try:
-            ranks = Ranks(0, self._size, self._context, address=host, store=store, device=device)
+            ranks = Ranks(
+                0, self._size, self._context, self._tensor, address=host, store=store, device=device
+            )
         except RuntimeError:
             self._lines.collect("done", "the start", until=time.monotonic() + 5.0)
             raise
@@ -153,7 +166,7 @@ class LearnerTeam:
         gone = [i for i, t in enumerate(self._tensors) if t.data_ptr() in cut]
         for i in gone:
             self._tensors[i] = torch.empty(0)
-        traits = find_traits(actor.model)
+        traits, expected = find_traits(actor.model), probe(actor.model)
         # its buffers are the actor's own: what changes them changes both
         same = {id(buffer): buffer for buffer in actor.model.buffers()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
@@ -164,6 +177,8 @@ class LearnerTeam:
                 double, runner.critic, reference, self._learner.tasks, self._config, self._ranks, traits
             ),
         )
+        found, _ = self._calls.call("probe", {}, lambda: probe(self._own.runner.actor.model))
+        check_probe(actor.model, found, expected)
         self._remember()
         self._wholes = [*actor.trainable_parameters(), *self._learner.optimizer.parameters[1]]
         self._learner.optimizer.share_out(self._shared)
@@ -181,8 +196,8 @@ class LearnerTeam:
         self._version = version
         work: dict[int, tuple[Any, ...]] = {}
         for rank in range(1, self._size):
-            seed = derive_seed(self._seed, "learner rank", rank, version, self._number_in_step)
-            sent = [(c.compact(), weight) for c, weight in parts[rank // self._context]]
+            seed = self._seed_of(rank)
+            sent = [(c.compact(), weight) for c, weight in parts[rank // self._peers]]
             work[rank] = (sent, factor, coefficients, seed)
         began = time.monotonic()
         own, others = self._calls.call("learn", work, lambda: self._learn(parts[0], factor))
@@ -197,15 +212,31 @@ class LearnerTeam:
     def _learn(self, active: Sequence[Weighted], factor: float) -> Learnt:
         if self._own is self._learner:  # the trainer's learner has put its model into the mode of an update
             return self._own.learn(active, factor)
-        with self._own.runner.actor.learning():
+        with self._own.runner.actor.learning(), self._own_stream():
             return self._own.learn(active, factor)
+
+    def _seed_of(self, rank: int) -> int:
+        """Return the seed of the adapters' dropout in the next step: peers in layers drop the same."""
+        return derive_seed(
+            self._seed, "learner rank", rank // self._tensor, self._version, self._number_in_step
+        )
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Let this rank drop what its peers drop; the trainer's own stream stays as it is."""
+        if self._tensor == 1:
+            yield
+            return
+        with torch.random.fork_rng(devices=None if self._ranks.device.type == "cuda" else []):
+            torch.manual_seed(self._seed_of(0))
+            yield
 
     def look(self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool) -> Before:
         """Return what ``credit.look_before`` returns, everybody for a part of ``samples``."""
         self._synchronise()
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
-        work = {r: (task, parts[r // self._context], want_values, want_ref) for r in range(1, self._size)}
+        work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in range(1, self._size)}
         runner = self._own.runner
         own, others = self._calls.call(
             "look",
@@ -226,29 +257,7 @@ class LearnerTeam:
             own: this process's engine.
         """
         self._synchronise()
-        free = [i for i, request in enumerate(requests) if request.watch is None]
-        shares = share_out([most_tokens(requests[i]) for i in free], self._size)
-        indices = [[free[position] for position in share] for share in shares]
-        indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
-        busy: set[int] = set()
-        with self._calls.at_work():
-            try:
-                for rank in range(1, self._size):
-                    if indices[rank]:
-                        self._lines.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
-                        busy.add(rank)
-                for ended in own([requests[i] for i in indices[0]]):
-                    yield [(indices[0][i], j, generation) for i, j, generation in ended]
-                    while busy and (
-                        message := self._lines.receive("sampling", sorted(busy), time.monotonic())
-                    ):
-                        yield _ended(message, indices, busy)
-                while busy and (message := self._lines.receive("sampling", sorted(busy))):
-                    yield _ended(message, indices, busy)
-            except GeneratorExit:
-                while busy and (message := self._lines.receive("sampling", sorted(busy))):
-                    _ended(message, indices, busy)  # nobody wants the rest, but the next call a quiet line
-                raise
+        yield from spread_samples(self._calls, self._lines, self._size, requests, own)
 
     def follow(self) -> None:
         """Move everybody's reference towards the actor; rank 0's has moved. So do whole weights."""
@@ -273,7 +282,7 @@ class LearnerTeam:
         return deal(
             [s.prompt_ids for s in samples],
             [s.response_ids for s in samples],
-            self._size // self._context,
+            self._size // self._peers,
             self._learner.runner.actor.hidden_size,
         )
 
@@ -375,12 +384,3 @@ class LearnerTeam:
         if self._own.optimizer.shared is not None:
             self._own.optimizer.shared.close()
         self._undo.close()
-
-
-def _ended(message: tuple[int, str, Any], indices: Sequence[Sequence[int]], busy: set[int]) -> list[Ended]:
-    """Return what a rank's message tells of samples; a rank that is done is busy no more."""
-    rank, kind, content = message
-    if kind == "done":
-        busy.discard(rank)
-        return []
-    return [(indices[rank][i], j, generation) for i, j, generation in content]

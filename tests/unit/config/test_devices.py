@@ -27,8 +27,13 @@ def test_the_actors_weights_may_be_shared_out() -> None:
     assert parsed["actor"].is_sharded
     assert parsed["actor"].names == parsed["rollout"].names
     assert not parsed["rollout"].is_sharded
-    with pytest.raises(ConfigError, match="sharded wants several devices"):
+    with pytest.raises(ConfigError, match="parts of weights want several devices"):
         parse_devices("cuda:1 sharded")
+    assert (parsed["actor"].tensor, parse_devices("cpu:0-3 sharded tensor=2").tensor) == (1, 2)
+    assert parse_devices("cuda:0-1 tensor=2").is_sharded
+    for text in ("cuda:0-2 tensor=2", "cuda:0-1 tensor=0", "cuda:0-1 tensor=4"):
+        with pytest.raises(ConfigError, match="must divide the number of devices"):
+            parse_devices(text)
     with pytest.raises(ConfigError, match="only the actor is sharded"):
         parse_device_map({"actor": "cuda:0-1", "critic": "cuda:2-3 sharded"}, num_cuda=4)
 

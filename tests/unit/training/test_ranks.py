@@ -44,6 +44,7 @@ class TeamBench(Bench):
         num_ranks,
         context=1,
         sharded=False,
+        tensor=1,
         checkpointing=False,
         launch=None,
         host="127.0.0.1",
@@ -61,6 +62,7 @@ class TeamBench(Bench):
             devices=[("cpu", "cpu")] * num_ranks,
             context=context,
             sharded=sharded,
+            tensor=tensor,
             host=host,
             num_threads=1,
         )
