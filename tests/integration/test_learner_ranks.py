@@ -45,7 +45,8 @@ def test_ranks_with_parts_of_the_weights_learn_the_same_and_go_on_where_copies_e
     train(run_config(tmp_path, "changing", 2, **TWO))
     sharded = {"device_map": {"actor": "cpu:0-1 sharded"}}
     train(run_config(tmp_path, "changing", 3, **sharded))
-    changing = train(run_config(tmp_path, "changing", 4, **sharded))
+    in_layers = {"device_map": {"actor": "cpu:0-1 tensor=2"}}
+    changing = train(run_config(tmp_path, "changing", 4, **in_layers))
     expected = dict(whole.actor.model.named_parameters())
     for name, found in changing.actor.model.named_parameters():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=2e-5)
