@@ -6,8 +6,8 @@
 *Parts*: one long sample, of which each rank computes a part (``batch.context_ranks``). The sides take turns
 in one run: one process with one thread, one process with as many threads as ranks, the ranks with one thread
 each. Memory is what a process has more than before the update, at its highest, from ``/proc`` (Linux).
-*Weights*: a larger actor and few samples, every rank with a copy of the weights or, sharded, with a part.
-Memory is what the last rank takes for it, less what a rank with a tiny actor takes.
+*Weights*: a larger actor and few samples, every rank with a copy of the weights, a part (sharded) or a part
+of every layer (tensor). Memory is what the last rank takes for it, less what one with a tiny actor takes.
 """
 
 from __future__ import annotations
@@ -113,23 +113,34 @@ def compare(
 
 def compare_weights(folder: str, samples: list[CreditedSample], args: argparse.Namespace) -> dict[str, Any]:
     """Return seconds of an update and MiB of the last rank, with copies of the weights and with parts."""
-    sides = {"copies": False, "parts": True}
+    sides = {"copies": (False, 1), "parts": (True, 1), "layers": (True, args.ranks)}
     make_actor(Path(folder) / "tiny", "tiny", 0)
-    empty = weigh(f"{folder}/tiny", samples[:1], args, sharded=False)["at_rest_mib"]
+    empty = weigh(f"{folder}/tiny", samples[:1], args)["at_rest_mib"]
     make_actor(Path(folder) / "larger", args.larger, 0)
-    figures = {name: weigh(f"{folder}/larger", samples, args, sharded=s) for name, s in sides.items()}
+    figures = {
+        name: weigh(f"{folder}/larger", samples, args, sharded=sharded, tensor=tensor)
+        for name, (sharded, tensor) in sides.items()
+    }
     for figure in figures.values():
         for key in ("at_rest_mib", "highest_mib"):
             figure[key] -= empty
-    ratios = {key: figures["copies"][key] / figures["parts"][key] for key in figures["parts"]}
-    return {"actor": args.larger, "samples": len(samples), **figures, "copies/parts": ratios}
+    ratios = {
+        f"copies/{side}": {key: figures["copies"][key] / value for key, value in figures[side].items()}
+        for side in ("parts", "layers")
+    }
+    return {"actor": args.larger, "samples": len(samples), **figures, **ratios}
 
 
 def weigh(
-    folder: str, samples: list[CreditedSample], args: argparse.Namespace, *, sharded: bool
+    folder: str,
+    samples: list[CreditedSample],
+    args: argparse.Namespace,
+    *,
+    sharded: bool = False,
+    tensor: int = 1,
 ) -> dict[str, float]:
     """Return seconds of an update, and MiB of the last rank after it and at its highest."""
-    learner, processes = build(folder, args.ranks, 1, sharded=sharded)
+    learner, processes = build(folder, args.ranks, 1, sharded=sharded, tensor=tensor)
     rank, figures = processes[-1], []
     torch.set_num_threads(1)
     try:
@@ -146,7 +157,9 @@ def weigh(
     return dict(zip(("seconds", "at_rest_mib", "highest_mib"), middle, strict=True))
 
 
-def build(folder: str, num_ranks: int, context: int, *, sharded: bool = False) -> tuple[Learner, list[int]]:
+def build(
+    folder: str, num_ranks: int, context: int, *, sharded: bool = False, tensor: int = 1
+) -> tuple[Learner, list[int]]:
     """Return a learner and the processes it computes in."""
     actor = load_actor(ModelConfig(name_or_path=folder), "cpu")
     config = RunConfig(batch=BatchConfig(layout="bucketed" if context > 1 else "auto"))
@@ -167,6 +180,7 @@ def build(folder: str, num_ranks: int, context: int, *, sharded: bool = False) -
             devices=[("cpu", "cpu")] * num_ranks,
             context=context,
             sharded=sharded,
+            tensor=tensor,
             num_threads=1,
         )
     return learner, processes

@@ -194,7 +194,11 @@ def _ranks(results: Sequence[dict[str, Any]]) -> str:
     weights = result["weights"]
     of_weights = [
         [name, f"{own['seconds']:.2f}", *(f"{own[key]:.0f}" for key in ("at_rest_mib", "highest_mib"))]
-        for name, own in (("a copy", weights["copies"]), ("a part (sharded)", weights["parts"]))
+        for name, own in (
+            ("a copy", weights["copies"]),
+            ("a part (sharded)", weights["parts"]),
+            (f"a part of every layer (tensor={number})", weights["layers"]),
+        )
     ]
     return (
         f"{text}\n\nEach of {number} ranks has of a {weights['actor']} actor, "

@@ -60,7 +60,8 @@ class ModelConfig:
     name_or_path: str = ""
     """Directory or Hugging Face id of a causal language model with its tokenizer."""
     dtype: str = "auto"
-    """Dtype of the weights: ``auto`` (float32 on CPU, bfloat16 on CUDA), ``float32``, ``bfloat16``."""
+    """Dtype of the weights: ``auto`` (float32 on CPU, bfloat16 on CUDA), ``float32``, ``bfloat16``. The
+    optimizer moves bfloat16 weights through float32 masters, and their gradients add up in float32."""
     autocast: bool = False
     """bfloat16 autocast in the training forward and in the ``hf`` engine."""
     compile: bool = False

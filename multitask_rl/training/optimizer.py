@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from multitask_rl.config.run import CriticConfig, OptimizerConfig
 from multitask_rl.errors import CheckpointError
+from multitask_rl.training.masters import Masters
 from multitask_rl.training.parallel.sharded_state import ShardedState
 from multitask_rl.training.parallel.shared_state import SharedState
 
 __all__ = ["ActorCriticOptimizer", "schedule_factor"]
+
+MASTER = "master"
 
 
 def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
@@ -34,7 +37,7 @@ class ActorCriticOptimizer:
     """One AdamW with a parameter group for the actor and one for the critic.
 
     Parameters without a gradient in a step are left untouched: the value head of a task that had no sample
-    neither decays nor moves by old momentum.
+    neither decays nor moves by old momentum. Weights below float32 are moved through float32 masters.
     """
 
     def __init__(
@@ -50,8 +53,12 @@ class ActorCriticOptimizer:
         ]
         self._groups = [actor, critic]
         self._max_grad_norm = config.max_grad_norm
+        self._masters = Masters(p for group in self._groups for p in group)
         self._adamw = torch.optim.AdamW(
-            [{"params": p, "lr": r} for p, r in zip(self._groups, self._rates, strict=True) if p],
+            [
+                {"params": [p for p in group if p not in self._masters], "lr": rate}
+                for group, rate in zip(self._groups, self._rates, strict=True)
+            ],
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
             fused=True,
@@ -74,13 +81,15 @@ class ActorCriticOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the moments."""
+        """Bytes of the moments and masters."""
         states = [v for s in self._adamw.state.values() for v in s.values() if isinstance(v, Tensor)]
-        return sum(v.numel() * v.element_size() for v in states)
+        return sum(v.numel() * v.element_size() for v in (*states, *self._masters.tensors().values()))
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for group in self._groups:
+            for parameter in group:
+                parameter.grad = None
 
     def step(self, factor: float) -> dict[str, float] | None:
         """Clip and apply the gradients, summed over all ranks, at ``factor`` times the learning rates.
@@ -98,13 +107,15 @@ class ActorCriticOptimizer:
         if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
             return None
-        for group, norm in zip(self._groups, norms, strict=True):
+        moved = [self._masters.take_gradients(group) for group in self._groups]
+        for params, norm in zip(moved, norms, strict=True):
             if norm is not None and self._max_grad_norm > 0:
                 total = torch.tensor(norm)
-                nn.utils.clip_grads_with_norm_(group, self._max_grad_norm, total, foreach=True)
-        for active, rate in zip(self._adamw.param_groups, self._active_rates(), strict=True):
-            active["lr"] = rate * factor
+                nn.utils.clip_grads_with_norm_(params, self._max_grad_norm, total, foreach=True)
+        for active, params, rate in zip(self._adamw.param_groups, moved, self._rates, strict=True):
+            active["params"], active["lr"] = params, rate * factor
         self._adamw.step()
+        self._masters.give_weights()
         if self.shared is not None:
             self.shared.send_weights()
         names = ("grad_norm", "critic_grad_norm")
@@ -114,9 +125,6 @@ class ActorCriticOptimizer:
         found = [[p.grad for p in group if p.grad is not None] for group in self._groups]
         return [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
 
-    def _active_rates(self) -> list[float]:
-        return [r for r, group in zip(self._rates, self._groups, strict=True) if group]
-
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return the state that is here as ``<parameter name>|<key>`` -> tensor.
 
@@ -124,9 +132,12 @@ class ActorCriticOptimizer:
             names: ``id(parameter)`` -> its name.
         """
         state: dict[str, Tensor] = {}
-        for parameter, values in self._adamw.state.items():
+        for moved, values in self._adamw.state.items():
+            name = names[id(self._masters.owner(moved))]
             for key, value in values.items():
-                state[f"{names[id(parameter)]}|{key}"] = torch.as_tensor(value)
+                state[f"{name}|{key}"] = torch.as_tensor(value)
+        for parameter, master in self._masters.tensors().items():
+            state[f"{names[id(parameter)]}|{MASTER}"] = master
         return state
 
     def load_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -150,10 +161,14 @@ class ActorCriticOptimizer:
             state.setdefault(parameter, {})[key] = value.to(parameter.device if is_own else "cpu").clone()
         self.num_loads += 1
         self._adamw.state.clear()
+        self._masters.clear()
         for parameter, values in state.items():
-            self._adamw.state[parameter] = values
+            moved = self._masters.load(parameter, values.pop(MASTER, None))
+            self._adamw.state[moved] = {
+                key: value.to(moved.dtype) if value.dim() else value for key, value in values.items()
+            }
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the state of ``parameters``, which others have been given."""
         for parameter in parameters:
-            self._adamw.state.pop(parameter, None)
+            self._adamw.state.pop(self._masters.forget(parameter), None)

@@ -171,7 +171,7 @@ class Shards:
         self._met.clear()
         for local, sharded, number in zip(self.local, self._sharded, met.tolist(), strict=True):
             if sharded.grad is not None:
-                local.grad = sharded.grad.to_local().to(local.dtype) if number else None
+                local.grad = sharded.grad.to_local().to(local.grad_dtype) if number else None
                 sharded.grad = None
         if self._ranks.tensor > 1:
             self._agree()

@@ -81,7 +81,7 @@ class SharedState:
                     parameter.grad = None
                     continue
                 if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
+                    parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
                 parameter.grad.copy_(part)
         ranks.summed_at = time.monotonic()
         ranks.traffic.seconds += ranks.summed_at - began

@@ -18,12 +18,21 @@ class Bench:
     """A learner over two tasks, with the gradient of its next update kept."""
 
     def __init__(
-        self, *, layout="bucketed", tokens=100_000, second="grpo", kl=None, trunk="actor", actor=None, **batch
+        self,
+        *,
+        layout="bucketed",
+        tokens=100_000,
+        second="grpo",
+        kl=None,
+        trunk="actor",
+        actor=None,
+        rate=1e-3,
+        **batch,
     ):
         self.actor = actor or build_actor()
         self.config = RunConfig(
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
-            optimizer=OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.0),
+            optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0),
         )
         specs = {"a": TaskSpec(name="a", kl=KLSpec(coefficient=0.1)), "b": TaskSpec(name="b")}
         self.algorithms = {"a": PPO(PPO.Config()), "b": GRPO(GRPO.Config())}

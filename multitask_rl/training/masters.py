@@ -1,0 +1,119 @@
+"""Float32 masters of weights that are kept in less.
+
+An update of a millionth is lost on a bfloat16 weight, whose neighbours are half a percent away: at the usual
+learning rates almost none would ever move. So the optimizer moves a float32 copy, and the weight is that copy
+rounded; gradients add up in float32, too.
+
+Source: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Masters"]
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Masters:
+    """The float32 copies that are here: made when a weight is first moved, by whoever moves it.
+
+    Args:
+        parameters: all that may be moved; gradients of those below float32 are float32 from now on.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._low = {p for p in parameters if p.dtype in _LOW}
+        for parameter in self._low:
+            parameter.grad_dtype = torch.float32
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        self._owners: dict[Tensor, nn.Parameter] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+        """Of the weights when they were last the rounded masters."""
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """It is moved through a master."""
+        return parameter in self._low
+
+    def owner(self, moved: Tensor) -> Tensor:
+        """Return the weight that ``moved`` is, or is the master of."""
+        return self._owners.get(moved, moved)
+
+    def tensors(self) -> dict[nn.Parameter, Tensor]:
+        """Return weight -> master of those that are here."""
+        for parameter in self._masters:
+            self._follow(parameter)
+        return {parameter: master.detach() for parameter, master in self._masters.items()}
+
+    @torch.no_grad()
+    def take_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return what is to be moved for those of ``parameters`` that have a gradient, which it now has."""
+        moved = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if parameter not in self._low:
+                moved.append(parameter)
+                continue
+            master = self._master(parameter)
+            self._follow(parameter)
+            master.grad, parameter.grad = parameter.grad.float(), None
+            moved.append(master)
+        return moved
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Round the masters that have moved to their weights."""
+        chosen = [(p, m) for p, m in self._masters.items() if m.grad is not None]
+        if chosen:
+            torch._foreach_copy_([p for p, _ in chosen], [m for _, m in chosen])
+        for parameter, master in chosen:
+            master.grad = None
+            self._versions[parameter] = parameter._version
+
+    def load(self, parameter: nn.Parameter, master: Tensor | None) -> nn.Parameter:
+        """Return what is moved for ``parameter``; ``master`` as it was saved, None if it was not."""
+        if parameter not in self._low:
+            return parameter
+        own = self._master(parameter)
+        if master is not None:
+            with torch.no_grad():
+                own.data = master.to(device=own.device, dtype=torch.float32)
+            self._versions[parameter] = -1
+        return own
+
+    def forget(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Give up the master of ``parameter``; return what was moved for it."""
+        master = self._masters.pop(parameter, None)
+        if master is None:
+            return parameter
+        self._owners.pop(master)
+        return master
+
+    def clear(self) -> None:
+        """Give up all of them."""
+        self._masters.clear()
+        self._owners.clear()
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in self._masters:
+            self._masters[parameter] = master = nn.Parameter(parameter.detach().float())
+            self._owners[master] = parameter
+            self._versions[parameter] = parameter._version
+        return self._masters[parameter]
+
+    @torch.no_grad()
+    def _follow(self, parameter: nn.Parameter) -> None:
+        """Take over a weight that somebody else has set (a checkpoint, a rescaled head)."""
+        master = self._masters[parameter]
+        if self._versions[parameter] == parameter._version:
+            return
+        self._versions[parameter] = parameter._version
+        # what is the rounded master already keeps the digits that rounding took
+        rounded = master.to(parameter.dtype)
+        if not torch.equal(rounded, parameter):
+            master.copy_(torch.where(rounded == parameter, master, parameter.float()))
