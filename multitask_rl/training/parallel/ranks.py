@@ -131,9 +131,8 @@ class Ranks:
 
     def abort(self) -> None:
         """Let collectives on GPUs end in an error; gloo's end when the other process does. For any thread."""
-        for group in (self._all, self._peers, self._data):
-            if group is not None:
-                group.abort()
+        for group in {self._all, self._peers, self._data} - {None}:
+            group.abort()
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
