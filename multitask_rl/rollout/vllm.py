@@ -146,9 +146,7 @@ class VLLMEngine:
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield the samples that ended in each of vLLM's steps (see ``rollout.base.stream``)."""
-        self._check_usable()
-        if self._llm.llm_engine.has_unfinished_requests():
-            raise EngineError("vLLM is at work on another call; finish that one, or close its stream, first")
+        self._check_idle()
         self.num_prompt_tokens = self.num_cached_tokens = 0
         decoding = Decoding(self._llm, self._sampling)
         self._open = open_ = _Open(decoding)
@@ -240,10 +238,10 @@ class VLLMEngine:
         """Use ``weights`` from now on; cached prefixes of the old ones are dropped.
 
         Raises:
-            EngineError: a shape differs (nothing has changed then), or vLLM fails on the way: it may hold a
-                mixture and cannot be used any more.
+            EngineError: a stream is open or a shape differs (nothing has changed then), or vLLM fails on the
+                way: it may hold a mixture and cannot be used any more.
         """
-        self._check_usable()
+        self._check_idle()
         for name, tensor in weights.items():
             if self._shapes.get(name, tensor.shape) != tensor.shape:
                 raise EngineError(
@@ -262,7 +260,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give the device's memory back until the next call; nothing without ``sleep_level``."""
         if self.config.sleep_level and not self._asleep:
-            self._check_usable()
+            self._check_idle()
             self._llm.sleep(level=self.config.sleep_level)
             self._asleep = {"weights", "kv_cache"}
             self._has_weights = self.config.sleep_level == 1
@@ -276,6 +274,11 @@ class VLLMEngine:
     def _check_usable(self) -> None:
         if self._unusable:
             raise EngineError(f"the vLLM engine cannot be used: {self._unusable}")
+
+    def _check_idle(self) -> None:
+        self._check_usable()
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise EngineError("vLLM is at work on another call; finish that one, or close its stream, first")
 
     def _check_weights(self) -> None:
         if not self._has_weights:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from multitask_rl.errors import EngineError
 from multitask_rl.rollout.vllm_worker import Parcel, SharedWeights
 
 __all__ = ["WeightLoader"]
@@ -53,7 +54,7 @@ class WeightLoader:
                 self._planned = frozenset(weights)
         else:
             self._bring("reload", weights)
-        self._llm.reset_prefix_cache()
+        self._forget_prefixes()
 
     def _bring(self, how: str, weights: Mapping[str, Tensor]) -> list[str]:
         """Have every worker load the weights; return what each of them says."""
@@ -78,16 +79,20 @@ class WeightLoader:
         """Load by the plan, then by a reload, and compare what the engine says."""
         before = self._probe()
         self._bring("copy", weights)
-        self._llm.reset_prefix_cache()
+        self._forget_prefixes()
         planned = self._probe()
         self._bring("reload", weights)
-        self._llm.reset_prefix_cache()
+        self._forget_prefixes()
         reloaded = self._probe()
         if not all(abs(a - b) <= 1e-3 for a, b in zip(planned, reloaded, strict=True)):
             self._planned = None
             logger.warning("vLLM reloads its weights at every update: copies alone give other weights")
         # weights that change nothing prove nothing
         self.is_proven = self._planned is not None and reloaded != before
+
+    def _forget_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("it keeps the prefixes of the old weights: samples are under way")
 
     def close(self) -> None:
         """Give up what is shared with other processes. Idempotent."""

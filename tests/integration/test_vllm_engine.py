@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,8 @@ def test_a_call_beside_an_open_stream_is_refused(engine: VLLMEngine) -> None:
     first = next(parts)
     with pytest.raises(EngineError, match="at work on another call"):
         engine.generate(requests)
+    with pytest.raises(EngineError, match="at work on another call"):
+        engine.update_weights(small_model(tie=True).state_dict(), engine.policy_version)
     full = GenerationRequest(prompt_ids=[5] * 128, sampling=SamplingParams(), seeds=[0])
     engine.admit([full, replace(full, prompt_ids=[5])])
     assert {place for part in parts for place in ((i, j) for i, j, _ in part)} == {(1, 0), (2, 0), (3, 0)}
@@ -175,6 +178,22 @@ def test_the_cpu_build_is_not_asked_to_sleep(engine: VLLMEngine, tmp_path: Path)
     engine.sleep()
     fine = GenerationRequest(prompt_ids=[5], sampling=SamplingParams(max_new_tokens=2), seeds=[0])
     assert len(engine.generate([fine])) == 1
+
+
+def test_what_only_a_cuda_build_is_asked_for_is_there(engine: VLLMEngine) -> None:
+    """Both builds of a version have the same Python, file by file."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    signature(EngineArgs).bind_partial(enable_sleep_mode=True)
+    signature(engine._llm.sleep).bind(level=2)
+    signature(engine._llm.wake_up).bind(tags=["weights"])
+    for taker in (Worker, GPUModelRunner, model_runner.GPUModelRunner):
+        signature(taker.reload_weights).bind(None, weights_iterator=iter([]))
+    for runner in (GPUModelRunner, model_runner.GPUModelRunner):
+        signature(runner.get_model).bind(None)
 
 
 def test_weights_of_another_shape_are_refused_and_change_nothing(engine: VLLMEngine, tied: Any) -> None:

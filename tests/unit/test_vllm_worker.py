@@ -2,9 +2,13 @@
 
 import json
 import multiprocessing
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from multitask_rl.errors import EngineError
+from multitask_rl.rollout.vllm_weights import WeightLoader
 from multitask_rl.rollout.vllm_worker import SharedWeights, WeightReceiver
 
 
@@ -43,3 +47,9 @@ def test_another_process_reads_what_is_shared_and_its_renewal() -> None:
         child.join()
         shared.close()
         shared.close()
+
+
+def test_keys_and_values_of_old_weights_are_not_kept_in_silence() -> None:
+    llm = SimpleNamespace(collective_rpc=lambda method, args: [""], reset_prefix_cache=lambda: False)
+    with pytest.raises(EngineError, match="prefixes of the old weights"):
+        WeightLoader(llm, lambda: [0.0], num_elsewhere=0).load({"weight": torch.ones(1)})
