@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from multitask_rl.task_run import TaskRun, render_rows
 from multitask_rl.training.actor import Actor
 
 __all__ = ["Evaluator", "mean_interval", "primary_value"]
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -121,10 +124,13 @@ def served(scored: Sequence[Scored]) -> list[Scored]:
 
 
 def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:
-    """Append one line per task to ``evaluations.jsonl``."""
-    with file.open("a", encoding="utf-8") as stream:
-        for evaluation in evaluations.values():
-            stream.write(json.dumps(evaluation_row(evaluation)) + "\n")
+    """Append one line per task to ``evaluations.jsonl``; what cannot be written is lost, not the run."""
+    lines = [json.dumps(evaluation_row(evaluation)) + "\n" for evaluation in evaluations.values()]
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.writelines(lines)
+    except OSError as error:
+        logger.warning("%s lacks an evaluation: %s", file, error)
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.errors import CheckpointError
+from multitask_rl.directory_lock import DirectoryLock
+from multitask_rl.errors import CheckpointError, ConfigError
+from multitask_rl.records import Event
 from multitask_rl.tracking.jsonl import cut_after_step
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
 from multitask_rl.training.critic import rename_head
@@ -34,19 +36,44 @@ __all__ = ["RunStore"]
 
 logger = logging.getLogger(__name__)
 
+_MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile")
+"""Settings that say how far and where, not what is learnt."""
+
 
 class RunStore:
-    """Checkpoints of one run and the reference policy beside them."""
+    """Checkpoints of one run and the reference policy beside them.
 
-    def __init__(self, output_dir: Path, config: CheckpointConfig) -> None:
+    Args:
+        output_dir: of the run.
+        config: which checkpoint it starts from.
+        track: the run goes on; no other process may have it then. False: it is only looked at.
+
+    Raises:
+        ConfigError: another process trains into the directory.
+    """
+
+    def __init__(self, output_dir: Path, config: CheckpointConfig, *, track: bool = True) -> None:
         self._output_dir = output_dir
         self._config = config
+        self._track = track
+        self._lock = DirectoryLock(output_dir) if track else None
         directory = output_dir / "checkpoints"
-        if config.resume == "never" and any(directory.glob("step_*")):
-            _set_aside(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.checkpoints = CheckpointStore(directory, config.keep)
-        self._found = self._find()
+        try:
+            if track and config.resume == "never" and any(directory.glob("step_*")):
+                _set_aside(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            self.checkpoints = CheckpointStore(directory, config.keep, is_writer=track)
+            self._found = self._find()
+        except BaseException:
+            self.close()
+            raise
+        self.events: list[Event] = []
+        """What is to be told of the resume."""
+
+    def close(self) -> None:
+        """Let others have the directory. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def timeline(self) -> Path:
@@ -76,34 +103,59 @@ class RunStore:
             from multitask_rl.training.actor import copy_weights, read_weights
 
             copy_weights(reference, read_weights(directory))
-        else:
+        elif self._track:
             reference.save_pretrained(directory, safe_serialization=True)
         return reference
 
-    def resume(self, trainer: Trainer, *, track: bool = True) -> str | None:
-        """Restore the checkpoint found, if any; return the trackers' identity in it.
+    def resume(self, trainer: Trainer) -> str | None:
+        """Restore the checkpoint found, if any; return the trackers' identity, if it is of this run.
 
-        Args:
-            trainer: what is restored.
-            track: the run goes on: what it recorded after the checkpoint is cut off.
+        If the run goes on, what it recorded after the checkpoint is cut off.
+
+        Raises:
+            ConfigError: the run was made with another model.
         """
+        track = self._track
         records = [path for path in (self._output_dir / "evaluations.jsonl", self.timeline) if path.exists()]
         if self._found is None:
             for path in records if track else ():
                 _set_aside(path)
             return None
+        changed = self._changed(trainer.config) if track else {}
         restore(trainer, self._found)
+        if changed:
+            self.events.append(_changed_event(trainer.step, changed))
         trainer.scorer.load_state_dict(self._found.state.get("scorer", {}))
         if track:
             self.checkpoints.set_aside_after(trainer.step)
         if trainer.guard is not None and self._found.state["guard"]:
             trainer.guard.load_state_dict(self._found.state["guard"], _renames(trainer))
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
-        run_id = self._found.state["run_id"]
+        # who goes on from another run's checkpoint does not go on in its records
+        is_own = self._found.path.resolve().parent == self.checkpoints.directory.resolve()
+        run_id = self._found.state["run_id"] if is_own else None
         self._found = None
         for path in records if track else ():
             cut_after_step(path, trainer.step)
         return None if run_id is None else str(run_id)
+
+    def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the keys whose values the run had otherwise: key -> (before, now)."""
+        try:
+            before = yaml.safe_load((self._output_dir / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):
+            return {}  # of another run's checkpoint, or lost
+        old = dict(_flat(before if isinstance(before, dict) else {}))
+        new = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
+        model = "model.name_or_path"
+        if old.get(model) and Path(str(old[model])).name != Path(str(new[model])).name:
+            raise ConfigError(
+                f"the run in {str(self._output_dir)!r} was made with {model}={old[model]!r}, and now it is "
+                f"{new[model]!r}: its checkpoints would go on with the former weights. Choose another "
+                "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
+                "another name, correct config.yaml there"
+            )
+        return {key: (old.get(key), value) for key, value in new.items() if old.get(key, value) != value}
 
     def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:
         """Write a checkpoint of everything."""
@@ -156,7 +208,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         else:
             logger.info("task %r is new since %s: it starts fresh", name, checkpoint.path)
     trainer.scheduler.load_state_dict(state["scheduler"], names)
-    trainer.restore_counters(state["counters"])
+    _restore_counters(trainer, state["counters"])
     _restore_random(state["random"], tensors)
 
 
@@ -169,7 +221,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
-        "counters": trainer.counters(),
+        "counters": _counters(trainer),
         "tasks": {name: run.state_dict() for name, run in trainer.runs.items()},
         "scheduler": trainer.scheduler.state_dict(),
         "scorer": trainer.scorer.state_dict(),
@@ -180,6 +232,26 @@ def _state(trainer: Trainer) -> dict[str, Any]:
             "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
         },
     }
+
+
+def _counters(trainer: Trainer) -> dict[str, int]:
+    return {
+        "step": trainer.step,
+        "policy_version": trainer.actor.policy_version,
+        "evaluated_at": trainer.supervisor.evaluated_at,
+        "num_confirmations": trainer.supervisor.num_confirmations,
+        "bad_updates": trainer.learner.bad_updates,
+    }
+
+
+def _restore_counters(trainer: Trainer, counters: Mapping[str, int]) -> None:
+    """Restore ``_counters``; the checkpoint they come from counts as saved."""
+    trainer.pipeline.clear()
+    trainer.step = trainer.supervisor.saved_at = counters["step"]
+    trainer.actor.policy_version = counters["policy_version"]
+    trainer.supervisor.evaluated_at = counters["evaluated_at"]
+    trainer.supervisor.num_confirmations = counters.get("num_confirmations", 0)
+    trainer.learner.bad_updates = counters.get("bad_updates", 0)
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
@@ -216,6 +288,19 @@ def _parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
     found = {f"actor.{n}": p for n, p in trainer.actor.model.named_parameters()}
     found.update({f"critic.{n}": p for n, p in trainer.critic.named_parameters()})
     return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif prefix or key not in _MAY_DIFFER:
+            yield f"{prefix}{key}", value
+
+
+def _changed_event(step: int, changed: Mapping[str, tuple[Any, Any]]) -> Event:
+    told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+    return Event(step=step, source="run", kind="changed", reason=f"resumed with other settings: {told}")
 
 
 def _set_aside(path: Path) -> None:

@@ -33,7 +33,8 @@ from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.evaluation import Evaluator
 from multitask_rl.flow import DataFlow, Stage
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.pipeline import Pipeline, build_stages
+from multitask_rl.interrupts import check_interrupt, finishing
+from multitask_rl.pipeline import Experience, Pipeline, build_stages
 from multitask_rl.plan import RunPlan, check_overlap, initial_weights, plan_run
 from multitask_rl.profiling import StepProfiler, memory_numbers, memory_report
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
@@ -178,24 +179,17 @@ class Trainer:
             TrainingError: the run is already complete, or gradients stayed non-finite.
             RewardError: a task's rewards fail beyond its error budget.
         """
-        self._open()
-        first = self.step
-        if first >= self.config.max_steps:
-            self._close("finished")
-            raise TrainingError(
-                f"the run in {self.config.output_dir} already made its {first} steps; raise max_steps to go "
-                "on, or choose another output_dir for a new run"
-            )
+        self._open(to_the_end=True)
         status = "failed"
         try:
             while self.step < self.config.max_steps:
-                if self._supervisor.inspect():
+                if self.supervisor.inspect():
                     self.train_step()
                 # judged like any other: a regression in the last steps is taken back too
                 if self.step == self.config.max_steps:
-                    self._supervisor.inspect(last=True)
+                    self.supervisor.inspect(last=True)
             status = "finished"
-        except GuardStop:
+        except (GuardStop, KeyboardInterrupt):
             status = "stopped"
             raise
         finally:
@@ -214,8 +208,14 @@ class Trainer:
         """Make one step: sample, score, learn, decide."""
         self._open()
         self.timeline.begin_step()
-        with self._supervisor.keeping_what_was_learnt():
+        with self.supervisor.keeping_what_was_learnt():
+            check_interrupt()
             experience = self.pipeline.next(self.step)
+        with finishing():
+            return self._finish_step(experience)
+
+    def _finish_step(self, experience: Experience) -> StepReport:
+        """Learn from what was sampled, and decide."""
         quotas, drawn = experience.quotas, experience.drawn
         report = StepReport(step=self.step, quotas=quotas, drawn=drawn, kept=experience.kept)
         self.note(observe_groups(report, self.runs))
@@ -280,25 +280,6 @@ class Trainer:
             self.events.append(event)
             self.trackers.log_event(event)
 
-    def counters(self) -> dict[str, int]:
-        """Return the run's own counters, for the checkpoint."""
-        return {
-            "step": self.step,
-            "policy_version": self.actor.policy_version,
-            "evaluated_at": self._supervisor.evaluated_at,
-            "num_confirmations": self._supervisor.num_confirmations,
-            "bad_updates": self.learner.bad_updates,
-        }
-
-    def restore_counters(self, counters: Mapping[str, int]) -> None:
-        """Restore ``counters``; the checkpoint they come from counts as saved."""
-        self.pipeline.clear()
-        self.step = self._supervisor.saved_at = counters["step"]
-        self.actor.policy_version = counters["policy_version"]
-        self._supervisor.evaluated_at = counters["evaluated_at"]
-        self._supervisor.num_confirmations = counters.get("num_confirmations", 0)
-        self.learner.bad_updates = counters.get("bad_updates", 0)
-
     @property
     def run_id(self) -> str | None:
         """Identity of the run with its trackers."""
@@ -306,19 +287,21 @@ class Trainer:
 
     # -- opening and closing --------------------------------------------------------------------------------
 
-    def _open(self, *, track: bool = True) -> None:
+    def _open(self, *, track: bool = True, to_the_end: bool = False) -> None:
         """Build what depends on the scheduler and guard in use, and resume. Once."""
-        if self._is_open:
-            return
-        self._is_open = True
-        with self._closing_on_error():
-            self._build(track=track)
+        if not self._is_open:
+            if self._is_closed:
+                raise TrainingError("this trainer could not begin, or is closed; make a new one")
+            with self._closing_on_error():
+                self._build(track=track, to_the_end=to_the_end)
+            self._is_open = True
 
-    def _build(self, *, track: bool) -> None:
+    def _build(self, *, track: bool, to_the_end: bool) -> None:
         config, plan = self.config, self.plan
         torch.manual_seed(config.seed)
         self._bind_controllers(self.scorer.reward_ranges())
-        self.store = RunStore(plan.output_dir, config.checkpoint)
+        self.store = RunStore(plan.output_dir, config.checkpoint, track=track)
+        self._built.append(self.store)
         self.timeline = Timeline(self.store.timeline if track else None)
         tracing = track and config.profile == "torch"
         self._profiler = StepProfiler(plan.output_dir / "profile") if tracing else None
@@ -334,8 +317,13 @@ class Trainer:
         self._build_flow()
         parts = (self.actor, self._engine, self.scorer, self.runs)
         self._evaluator = Evaluator(*parts, seed=config.seed, temperature=config.eval.temperature)
-        self._supervisor = Supervisor(self, self.guard, self._evaluator)
-        run_id = self.store.resume(self, track=track)
+        self.supervisor = Supervisor(self, self.guard, self._evaluator)
+        run_id = self.store.resume(self)
+        if to_the_end and self.step >= config.max_steps:  # before anything of the run is written over
+            raise TrainingError(
+                f"the run in {config.output_dir} already made its {self.step} steps; raise max_steps to go "
+                "on, or choose another output_dir for a new run"
+            )
         self.push_weights()
         self._open_trackers(run_id, track=track)
 
@@ -351,6 +339,7 @@ class Trainer:
         if track:
             parameters = self.store.write_config(self.config, self.plan.specs)
             self.trackers.start(parameters, self.step or None)
+            self.note(self.store.events)
             logger.info("%s", self.plan.describe())
 
     def close(self) -> None:
@@ -393,6 +382,7 @@ class Trainer:
         try:
             yield
         except BaseException:
+            self._is_closed = True
             self.scorer.close()
             for part in reversed(self._built):
                 part.close()

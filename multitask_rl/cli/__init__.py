@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = 2 if " ".join(arguments[:2]) in _COMMANDS else 1
         return _command(" ".join(arguments[:words]))(arguments[words:]) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print(f"interrupted by {error}" if str(error) else "interrupted", file=sys.stderr)
+        return getattr(error, "exit_code", 130)
     except MultitaskRLError as error:
         return _report(str(error), error, debug, error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last boundary: a bug ends as one paragraph and exit code 1

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from multitask_rl.config.build import suggest
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.interrupts import stopping_on_signals
 
 __all__ = ["compose_and_run", "config_keys", "evaluate", "train"]
 
@@ -66,7 +67,8 @@ _HYDRA_DEFAULTS = (
 
 def train(arguments: list[str]) -> int:
     """Train a run; prints the last evaluation."""
-    return compose_and_run(arguments, "train", _train)
+    with stopping_on_signals():
+        return compose_and_run(arguments, "train", _train)
 
 
 def evaluate(arguments: list[str]) -> int:

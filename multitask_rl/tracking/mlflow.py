@@ -8,6 +8,7 @@ MLflow cannot delete points: after a resume the steps repeated since the checkpo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -162,6 +163,19 @@ def _client(uri: str) -> MlflowClient:
     return MlflowClient(tracking_uri=uri or None)
 
 
+@contextlib.contextmanager
+def _asking_briefly() -> Iterator[None]:
+    """Wait half a minute for a server at most where MLflow would for several; what the user set holds."""
+    ours = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    ours = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
 def fetch_run(uri: str, run_id: str, directory: Path) -> None:
     """Write what MLflow holds of a run into ``directory`` as the run's own output directory has it.
 
@@ -220,15 +234,19 @@ class MLflowTracker:
         """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema)."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._client = _client(self.uri)
+        with _asking_briefly():
+            self._open_run(parameters, resume_step)
+        self._worker = _Worker(self._send_metrics)
+        self._worker.start()
+        self._worker.put(lambda: self._send_parameters(parameters))
+
+    def _open_run(self, parameters: Mapping[str, Any], resume_step: int | None) -> None:
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
             self._load_events(resume_step)
         else:
             name = self._config.run_name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
             self.run_id = self._client.create_run(self._experiment_id(), run_name=name).info.run_id
-        self._worker = _Worker(self._send_metrics)
-        self._worker.start()
-        self._worker.put(lambda: self._send_parameters(parameters))
 
     def _experiment_id(self) -> str:
         name = self._config.experiment

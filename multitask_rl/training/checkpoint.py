@@ -59,10 +59,17 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, with retention: newest ``keep``, newest judged-good, best."""
+    """The checkpoints of one run, with retention: newest ``keep``, newest judged-good, best.
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    Args:
+        directory: of the checkpoints.
+        keep: how many of the newest are kept.
+        is_writer: nobody else writes there. False: what is half written is somebody's, and left alone.
+    """
+
+    def __init__(self, directory: Path, keep: int, *, is_writer: bool = True) -> None:
         self.directory = directory
+        self.is_writer = is_writer
         self.keep = max(1, keep)
         self.entries: dict[int, CheckpointEntry] = {}
         self._read_index()
@@ -185,7 +192,7 @@ class CheckpointStore:
                 del self.entries[step]
 
     def _read_index(self) -> None:
-        for left in self.directory.glob(".writing_step_*"):
+        for left in self.directory.glob(".writing_step_*") if self.is_writer else ():
             shutil.rmtree(left, ignore_errors=True)
         file = self.directory / "index.json"
         if file.exists():

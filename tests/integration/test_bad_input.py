@@ -3,12 +3,20 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
 
 import pytest
-from run_builders import write_run
+from run_builders import run_config, write_run
 
 from multitask_rl.cli import main
+from multitask_rl.config.run import CheckpointConfig
+from multitask_rl.directory_lock import DirectoryLock
+from multitask_rl.trainer import Trainer
 
 TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
 PLUGINS = {
@@ -190,3 +198,82 @@ def test_prompts_that_are_all_too_long_end_the_run_after_each_was_tried(space, c
     assert "all longer than 1 tokens; raise rollout.max_prompt_tokens" in message
     tried = int(message.partition("the last ")[2].split()[0])
     assert tried < 1000, "as many as there are rows, a few times over"
+
+
+def steps_of(directory):
+    path = directory / "metrics.jsonl"
+    return max((json.loads(line)["step"] for line in path.read_text().splitlines()), default=0)
+
+
+def test_a_machine_that_is_taken_back_loses_no_step(space, capsys):
+    seen = []
+
+    def end():
+        while not (space / "taken/metrics.jsonl").exists() or steps_of(space / "taken") < 2:
+            time.sleep(0.05)
+        seen.append(steps_of(space / "taken"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    code = run(space, "taken", "checkpoint.every=500", "eval.every=500", steps=500)
+    thread.join()
+    assert code == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM" in capsys.readouterr().err
+    made = steps_of(space / "taken")
+    assert seen[0] <= made < 500
+    assert max((space / "taken/checkpoints").glob("step_*")).name == f"step_{made:08d}"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_directory_is_one_runs_until_its_process_ends(space, capsys):
+    hold = (
+        "import sys, time; from pathlib import Path; from multitask_rl.directory_lock import DirectoryLock; "
+        "lock = DirectoryLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", hold, str(space / "held")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        assert run(space, "held") == 2
+        told = paragraph(capsys)
+        assert [p for p in (f"process {other.pid} on", "choose another output_dir") if p not in told] == []
+        other.kill()
+    first = DirectoryLock(space / "held")
+    DirectoryLock(space / "held").release()  # what this process left open is its own
+    first.release()
+
+
+def test_a_refused_run_changes_nothing_of_the_one_before(space, capsys):
+    before = (space / "done/config.yaml").read_text()
+    assert run(space, "done", "optimizer.learning_rate=0.9") == 1
+    assert "already made its 2 steps" in paragraph(capsys)
+    shutil.copytree(space / "actor", space / "other")
+    assert run(space, "done", f"model.name_or_path={space / 'other'}", steps=3) == 2
+    assert "its checkpoints would go on with the former weights" in paragraph(capsys)
+    assert (space / "done/config.yaml").read_text() == before
+    # looking on costs a running trainer nothing: neither what it writes nor where it would go on
+    (space / "done/checkpoints/.writing_step_00000003").mkdir()
+    arguments = [f"tasks_file={space / 'tasks.yaml'}", f"model.name_or_path={space / 'actor'}", *SMALL]
+    assert main(["eval", *arguments, f"output_dir={space / 'done'}", "checkpoint.resume=never"]) == 0
+    assert (space / "done/checkpoints/.writing_step_00000003").is_dir()
+    assert (space / "done/checkpoints/step_00000002").is_dir()
+
+
+def test_another_runs_checkpoint_is_gone_on_from_but_not_its_records(space):
+    config = replace(run_config(space, "original", 2), tasks_file=str(space / "tasks.yaml"))
+    trainer = Trainer.from_config(config)
+    trainer.train_step()
+    trainer.trackers._identities["elsewhere"] = "run 7"
+    trainer.train()
+    rate = replace(config.optimizer, learning_rate=2e-3)
+    with Trainer.from_config(replace(config, max_steps=3, optimizer=rate)) as own:
+        own.train_step()
+        assert "run 7" in own.run_id
+        (changed,) = [event for event in own.events if event.kind == "changed"]
+        assert changed.reason.endswith("optimizer.learning_rate: 0.001 -> 0.002")
+    path = str(space / "original/checkpoints/step_00000002")
+    forked = replace(config, output_dir=str(space / "fork"), checkpoint=CheckpointConfig(resume=path))
+    with Trainer.from_config(replace(forked, max_steps=3)) as fork:
+        fork.train_step()
+        assert fork.step == 3
+        assert fork.run_id is None

@@ -73,7 +73,8 @@ class Done:
 
 def main() -> None:
     """Serve rank 0. One line on standard input says where it is: JSON of ``serve``'s arguments."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer's to handle: it hangs up
+        signal.signal(number, signal.SIG_IGN)
     serve(**json.loads(sys.stdin.readline()))
     sys.stdout.flush()
     sys.stderr.flush()
