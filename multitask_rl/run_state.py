@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,13 @@ from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError
 from multitask_rl.tracking.jsonl import cut_after_step
-from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
+from multitask_rl.training.checkpoint import (
+    Checkpoint,
+    CheckpointEntry,
+    CheckpointStore,
+    disk_errors,
+    sync_tree,
+)
 from multitask_rl.training.critic import rename_head
 
 if TYPE_CHECKING:
@@ -44,7 +52,8 @@ class RunStore:
         directory = output_dir / "checkpoints"
         if config.resume == "never" and any(directory.glob("step_*")):
             _set_aside(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        with disk_errors(str(directory)):
+            directory.mkdir(parents=True, exist_ok=True)
         self.checkpoints = CheckpointStore(directory, config.keep)
         self._found = self._find()
 
@@ -77,7 +86,7 @@ class RunStore:
 
             copy_weights(reference, read_weights(directory))
         else:
-            reference.save_pretrained(directory, safe_serialization=True)
+            _write_reference(reference, directory)
         return reference
 
     def resume(self, trainer: Trainer, *, track: bool = True) -> str | None:
@@ -89,6 +98,9 @@ class RunStore:
         """
         records = [path for path in (self._output_dir / "evaluations.jsonl", self.timeline) if path.exists()]
         if self._found is None:
+            if track:
+                # those that cannot be read would be the newest of the new run's, and outlive its own
+                self.checkpoints.set_aside_after(-1)
             for path in records if track else ():
                 _set_aside(path)
             return None
@@ -120,7 +132,8 @@ class RunStore:
         resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
         plain = json.loads(json.dumps(resolved))
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-        (self._output_dir / "config.yaml").write_text(text, encoding="utf-8")
+        with disk_errors(f"config.yaml in {self._output_dir}"):
+            (self._output_dir / "config.yaml").write_text(text, encoding="utf-8")
         result: dict[str, Any] = plain
         return result
 
@@ -216,6 +229,21 @@ def _parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
     found = {f"actor.{n}": p for n, p in trainer.actor.model.named_parameters()}
     found.update({f"critic.{n}": p for n, p in trainer.critic.named_parameters()})
     return found
+
+
+def _write_reference(reference: PreTrainedModel, directory: Path) -> None:
+    """Write all of it or nothing: a resumed run takes what is there."""
+    aside = directory.with_name(f".writing_{directory.name}")
+    try:
+        with disk_errors(f"the reference policy {directory}"):
+            shutil.rmtree(aside, ignore_errors=True)
+            reference.save_pretrained(aside, safe_serialization=True)
+            sync_tree(aside)
+            shutil.rmtree(directory, ignore_errors=True)
+            os.replace(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _set_aside(path: Path) -> None:

@@ -17,6 +17,7 @@ from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.run_state import restore
 from multitask_rl.satisfaction import PREFIX
 from multitask_rl.step_metrics import aggregate
+from multitask_rl.training.checkpoint import disk_errors
 
 if TYPE_CHECKING:
     from multitask_rl.trainer import Trainer
@@ -78,7 +79,9 @@ class Supervisor:
         evaluations = self._evaluator.evaluate(trainer.step)
         self.evaluated_at = trainer.step
         trainer.history.append((trainer.step, evaluations))
-        append_evaluations(trainer.plan.output_dir / "evaluations.jsonl", evaluations)
+        record = trainer.plan.output_dir / "evaluations.jsonl"
+        with disk_errors(str(record)):
+            append_evaluations(record, evaluations)
         per_task = {name: {"eval": mean_interval(e.values)[0]} for name, e in evaluations.items()}
         limits: dict[str, float] = {}
         for name, evaluation in evaluations.items():

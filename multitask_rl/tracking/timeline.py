@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 __all__ = ["Timeline", "busy_seconds", "summarise"]
+
+logger = logging.getLogger(__name__)
 
 Span = tuple[float, float]
 WAIT = "wait/"
@@ -93,9 +96,20 @@ class Timeline:
         spans, self._spans = self._spans, []
         if self._path is None or not spans:
             return
+        try:
+            self._append(self._path, spans)
+        except OSError as error:
+            # as with trackers: numbers are worth less than the run
+            logger.warning("%s cannot be written and is left out from here on: %s", self._path, error)
+            stream, self._stream, self._path = self._stream, None, None
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _append(self, path: Path, spans: Iterable[tuple[str, str, int, Span]]) -> None:
         if self._stream is None:  # not before: a resumed run cuts off first what came after its checkpoint
-            self._zero = min(start for *_, (start, _) in spans) - _last_end(self._path)
-            self._stream = self._path.open("a", encoding="utf-8")
+            self._zero = min(start for *_, (start, _) in spans) - _last_end(path)
+            self._stream = path.open("a", encoding="utf-8")
         for stage, task, step, (start, end) in spans:
             line = {
                 "stage": stage,
