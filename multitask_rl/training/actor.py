@@ -196,6 +196,11 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: a weight of the model is missing or has another shape.
     """
+    if any("lora_" in name for name in weights):
+        raise CheckpointError(
+            "the checkpoint holds adapters and no whole model: set model.lora.* as it was, or begin a new "
+            "run in another output_dir"
+        )
     own = model.state_dict()
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     wrong = [
