@@ -29,6 +29,7 @@ from multitask_rl.training.checkpoint import (
     sync_tree,
 )
 from multitask_rl.training.critic import rename_head
+from multitask_rl.training.vocabulary import fit_rows, fit_weights, vocabulary_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,6 +70,15 @@ class RunStore:
             return self.checkpoints.newest()
         return self.checkpoints.load(Path(self._config.resume))
 
+    def settle_vocabulary(self, actor: Actor) -> None:
+        """Give ``actor`` the tokens of the checkpoint found: before anything is built that has their number.
+
+        Raises:
+            CheckpointError: they are another model's.
+        """
+        if self._found is not None:
+            actor.keep_control_tokens(self._found.actor_dir)
+
     def reference(self, actor: Actor, runs: Mapping[str, TaskRun]) -> PreTrainedModel | None:
         """Return the frozen policy that the KL is measured against: the actor as it was at the very start.
 
@@ -84,7 +94,7 @@ class RunStore:
         if self._found is not None and directory.is_dir():
             from multitask_rl.training.actor import copy_weights, read_weights
 
-            copy_weights(reference, read_weights(directory))
+            copy_weights(reference, fit_weights(reference, read_weights(directory)))
         else:
             _write_reference(reference, directory)
         return reference
@@ -144,9 +154,9 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     Tasks that the checkpoint does not know start fresh; those it knows under ``renamed_from`` are found;
     those that are gone are dropped.
     """
-    state, tensors = checkpoint.state, checkpoint.tensors
     names = _renames(trainer)
     trainer.actor.load_weights(checkpoint.actor_dir)
+    state, tensors = checkpoint.state, _with_rows_of(trainer, checkpoint.tensors)
     prefix = "critic/"
     critic = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     trainer.critic.load_tensors(critic, renamed=names)
@@ -171,6 +181,27 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.scheduler.load_state_dict(state["scheduler"], names)
     trainer.restore_counters(state["counters"])
     _restore_random(state["random"], tensors)
+
+
+def _with_rows_of(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` with as many rows of tokens as the models of ``trainer`` have now."""
+    trunk = trainer.critic.trunk
+    models = {
+        "optimizer/actor.": trainer.actor.model,
+        "optimizer/critic.trunk.": trunk,
+        "critic/trunk.": trunk,
+        "reference/": trainer.learner.runner.reference,
+    }
+    rows: dict[str, int] = {}
+    for prefix, model in models.items():
+        if model is not None:
+            rows.update({f"{prefix}{name}": number for name, number in vocabulary_rows(model).items()})
+    fitted = dict(tensors)
+    for name, value in tensors.items():
+        number = rows.get(name.partition("|")[0])
+        if number is not None and value.dim():
+            fitted[name] = fit_rows(value, number, blank=name.startswith("optimizer/"))
+    return fitted
 
 
 def _renames(trainer: Trainer) -> dict[str, str]:

@@ -72,6 +72,39 @@ def test_adapters_that_fit_are_loaded_bitwise(tmp_path, targets) -> None:
     assert all(torch.equal(expected[name], value) for name, value in second.model.state_dict().items())
 
 
+def test_rows_of_another_vocabulary_are_not_taken_for_control_tokens(tmp_path) -> None:
+    build_actor().save(tmp_path / "plain")
+    conditioned = build_actor()
+    conditioned.add_control_tokens(3)
+    conditioned.save(tmp_path / "conditioned")
+    other = build_actor(vocab_size=60)
+    other.add_control_tokens(14)
+    assert other.model.config.vocab_size == 61
+    with pytest.raises(CheckpointError, match="belongs to another model: 1 weights"):
+        other.load_weights(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="belongs to another model: 1 weights"):
+        build_actor().load_weights(tmp_path / "conditioned")
+    shifted = build_actor()
+    shifted.tokenizer.add_tokens(["another"])
+    with pytest.raises(CheckpointError, match=r"its control tokens are .*47.* would be .*48"):
+        shifted.keep_control_tokens(tmp_path / "conditioned")
+    same = build_actor()
+    same.keep_control_tokens(tmp_path / "conditioned")
+    same.load_weights(tmp_path / "conditioned")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_control_tokens_begin_as_the_mean_of_what_was_learnt(tmp_path, tied) -> None:
+    learnt, actor = build_actor(7, tied=tied), build_actor(tied=tied)
+    learnt.save(tmp_path)
+    ids = actor.add_control_tokens(3)
+    actor.load_weights(tmp_path)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = (getattr(a.model, name)().weight for a in (learnt, actor))
+        assert torch.equal(new[: len(old)], old)
+        torch.testing.assert_close(new[ids], old.mean(dim=0).expand(3, -1))
+
+
 def test_a_renamed_task_keeps_its_head_and_the_optimizer_state_of_it() -> None:
     def build(task: str) -> tuple[Critic, ActorCriticOptimizer, dict[str, torch.nn.Parameter]]:
         critic = Critic()
