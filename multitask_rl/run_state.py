@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import random
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +23,15 @@ from multitask_rl.directory_lock import DirectoryLock
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.records import Event
 from multitask_rl.tracking.jsonl import cut_after_step
-from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
+from multitask_rl.training.checkpoint import (
+    Checkpoint,
+    CheckpointEntry,
+    CheckpointStore,
+    disk_errors,
+    sync_tree,
+)
 from multitask_rl.training.critic import rename_head
+from multitask_rl.training.vocabulary import fit_rows, fit_weights, vocabulary_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,12 +65,14 @@ class RunStore:
         self._output_dir = output_dir
         self._config = config
         self._track = track
-        self._lock = DirectoryLock(output_dir) if track else None
+        with disk_errors(str(output_dir)):
+            self._lock = DirectoryLock(output_dir) if track else None
         directory = output_dir / "checkpoints"
         try:
             if track and config.resume == "never" and any(directory.glob("step_*")):
                 _set_aside(directory)
-            directory.mkdir(parents=True, exist_ok=True)
+            with disk_errors(str(directory)):
+                directory.mkdir(parents=True, exist_ok=True)
             self.checkpoints = CheckpointStore(directory, config.keep, is_writer=track)
             self._found = self._find()
         except BaseException:
@@ -87,6 +98,15 @@ class RunStore:
             return self.checkpoints.newest()
         return self.checkpoints.load(Path(self._config.resume))
 
+    def settle_vocabulary(self, actor: Actor) -> None:
+        """Give ``actor`` the tokens of the checkpoint found: before anything is built that has their number.
+
+        Raises:
+            CheckpointError: they are another model's.
+        """
+        if self._found is not None:
+            actor.keep_control_tokens(self._found.actor_dir)
+
     def reference(self, actor: Actor, runs: Mapping[str, TaskRun]) -> PreTrainedModel | None:
         """Return the frozen policy that the KL is measured against: the actor as it was at the very start.
 
@@ -102,9 +122,9 @@ class RunStore:
         if self._found is not None and directory.is_dir():
             from multitask_rl.training.actor import copy_weights, read_weights
 
-            copy_weights(reference, read_weights(directory))
+            copy_weights(reference, fit_weights(reference, read_weights(directory)))
         elif self._track:
-            reference.save_pretrained(directory, safe_serialization=True)
+            _write_reference(reference, directory)
         return reference
 
     def resume(self, trainer: Trainer) -> str | None:
@@ -118,6 +138,9 @@ class RunStore:
         track = self._track
         records = [path for path in (self._output_dir / "evaluations.jsonl", self.timeline) if path.exists()]
         if self._found is None:
+            if track:
+                # those that cannot be read would be the newest of the new run's, and outlive its own
+                self.checkpoints.set_aside_after(-1)
             for path in records if track else ():
                 _set_aside(path)
             return None
@@ -172,7 +195,8 @@ class RunStore:
         resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
         plain = json.loads(json.dumps(resolved))
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-        (self._output_dir / "config.yaml").write_text(text, encoding="utf-8")
+        with disk_errors(f"config.yaml in {self._output_dir}"):
+            (self._output_dir / "config.yaml").write_text(text, encoding="utf-8")
         result: dict[str, Any] = plain
         return result
 
@@ -183,9 +207,9 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     Tasks that the checkpoint does not know start fresh; those it knows under ``renamed_from`` are found;
     those that are gone are dropped.
     """
-    state, tensors = checkpoint.state, checkpoint.tensors
     names = _renames(trainer)
     trainer.actor.load_weights(checkpoint.actor_dir)
+    state, tensors = checkpoint.state, _with_rows_of(trainer, checkpoint.tensors)
     prefix = "critic/"
     critic = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     trainer.critic.load_tensors(critic, renamed=names)
@@ -210,6 +234,27 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.scheduler.load_state_dict(state["scheduler"], names)
     _restore_counters(trainer, state["counters"])
     _restore_random(state["random"], tensors)
+
+
+def _with_rows_of(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` with as many rows of tokens as the models of ``trainer`` have now."""
+    trunk = trainer.critic.trunk
+    models = {
+        "optimizer/actor.": trainer.actor.model,
+        "optimizer/critic.trunk.": trunk,
+        "critic/trunk.": trunk,
+        "reference/": trainer.learner.runner.reference,
+    }
+    rows: dict[str, int] = {}
+    for prefix, model in models.items():
+        if model is not None:
+            rows.update({f"{prefix}{name}": number for name, number in vocabulary_rows(model).items()})
+    fitted = dict(tensors)
+    for name, value in tensors.items():
+        number = rows.get(name.partition("|")[0])
+        if number is not None and value.dim():
+            fitted[name] = fit_rows(value, number, blank=name.startswith("optimizer/"))
+    return fitted
 
 
 def _renames(trainer: Trainer) -> dict[str, str]:
@@ -301,6 +346,21 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _changed_event(step: int, changed: Mapping[str, tuple[Any, Any]]) -> Event:
     told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
     return Event(step=step, source="run", kind="changed", reason=f"resumed with other settings: {told}")
+
+
+def _write_reference(reference: PreTrainedModel, directory: Path) -> None:
+    """Write all of it or nothing: a resumed run takes what is there."""
+    aside = directory.with_name(f".writing_{directory.name}")
+    try:
+        with disk_errors(f"the reference policy {directory}"):
+            shutil.rmtree(aside, ignore_errors=True)
+            reference.save_pretrained(aside, safe_serialization=True)
+            sync_tree(aside)
+            shutil.rmtree(directory, ignore_errors=True)
+            os.replace(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _set_aside(path: Path) -> None:

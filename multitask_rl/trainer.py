@@ -126,7 +126,6 @@ class Trainer:
         default_device = plan.devices.get("critic", str(actor.device))
         self.actor, self.critic = actor, critic or Critic(trunk=config.critic.trunk, device=default_device)
         self.runs: dict[str, TaskRun] = build_task_runs(plan.specs, plan.algorithms, plan.rows, config, actor)
-        self.critic.build(actor, [n for n in plan.trained if self.runs[n].algorithm.needs_critic])
 
     def _bind_controllers(self, reward_ranges: Mapping[str, tuple[float, float]] | None = None) -> None:
         specs = self.plan.specs
@@ -302,6 +301,8 @@ class Trainer:
         self._bind_controllers(self.scorer.reward_ranges())
         self.store = RunStore(plan.output_dir, config.checkpoint, track=track)
         self._built.append(self.store)
+        self.store.settle_vocabulary(self.actor)
+        self.critic.build(self.actor, [n for n in plan.trained if self.runs[n].algorithm.needs_critic])
         self.timeline = Timeline(self.store.timeline if track else None)
         tracing = track and config.profile == "torch"
         self._profiler = StepProfiler(plan.output_dir / "profile") if tracing else None

@@ -102,7 +102,7 @@ class Timeline:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        logger.warning("%s cannot be written and ends here, the run goes on: %s", self._path, error)
+        logger.warning("%s cannot be written and is left out from here on: %s", self._path, error)
         stream, self._stream, self._path = self._stream, None, None
         if stream is not None:
             with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ from multitask_rl.rollout.wide_attention import use_wide_attention
 from multitask_rl.training.compiled import compile_blocks
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.rope import context_length, scale_rope
+from multitask_rl.training.vocabulary import control_ids, control_names, fill_new_rows, fit_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,6 +55,8 @@ class Actor:
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
         self._grammars: Grammars | None = None
+        self._own_rows = int(model.get_input_embeddings().weight.shape[0])
+        """Of the vocabulary as the model came, before control tokens."""
         if config.autocast:
             use_wide_attention(model)
 
@@ -111,7 +114,7 @@ class Actor:
 
         New embedding rows start as the mean of the old ones (deterministic, no jump of the logits' scale).
         """
-        names = [f"<|reward_{i}|>" for i in range(number)]
+        names = control_names(number)
         known = self.tokenizer.get_vocab()
         missing = [name for name in names if name not in known]
         if missing:
@@ -119,8 +122,30 @@ class Actor:
             self.tokenizer.add_tokens(missing, special_tokens=True)
             if len(self.tokenizer) > old_size:
                 self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
-                _fill_with_mean(self.model, old_size)
+                fill_new_rows(self.model, old_size)
         return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
+
+    def keep_control_tokens(self, directory: Path) -> None:
+        """Add the control tokens that ``save`` wrote with the actor, though no task uses them any more.
+
+        The vocabulary never shrinks in a run: weights, moments and engines have rows for all tokens it had.
+        Adapters leave the vocabulary as it is.
+
+        Raises:
+            CheckpointError: a token has another id than here.
+        """
+        if self.config.lora.rank > 0:
+            return
+        from transformers import AutoTokenizer
+
+        trust = self.config.trust_remote_code
+        saved = control_ids(AutoTokenizer.from_pretrained(directory, trust_remote_code=trust))
+        own = dict(zip(control_names(len(saved)), self.add_control_tokens(len(saved)), strict=True))
+        if own != saved:
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: its control tokens are {saved}, here they would "
+                f"be {own}; set model.name_or_path as it was"
+            )
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
@@ -187,7 +212,8 @@ class Actor:
 
             load_adapters(self.model, read_weights(directory))
         else:
-            copy_weights(self.model, read_weights(directory))
+            weights = fit_weights(self.model, read_weights(directory), at_least=self._own_rows)
+            copy_weights(self.model, weights)
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
@@ -196,6 +222,11 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: a weight of the model is missing or has another shape.
     """
+    if any("lora_" in name for name in weights):
+        raise CheckpointError(
+            "the checkpoint holds adapters and no whole model: set model.lora.* as it was, or begin a new "
+            "run in another output_dir"
+        )
     own = model.state_dict()
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     wrong = [
@@ -327,14 +358,6 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]) -> int:
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos_token_ids[0]
-
-
-def _fill_with_mean(model: PreTrainedModel, old_size: int) -> None:
-    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
-    with torch.no_grad():
-        for layer in embeddings:
-            if layer is not None and layer.weight.shape[0] > old_size:
-                layer.weight[old_size:] = layer.weight[:old_size].mean(dim=0)
 
 
 def _load_problem(name: str, error: Exception) -> str:

@@ -2,10 +2,10 @@
 
 ``step_00000025/`` holds ``actor/`` (an ordinary Hugging Face directory: load it anywhere),
 ``tensors.safetensors`` (optimizer, value heads, random state), ``state.json`` (every controller, as data) and
-``manifest.json`` (size and hash of each file). It is written aside, fsynced and renamed, so a crash leaves
-the former ones as they were. Nothing in it is pickled.
-
-``index.json`` beside them says which are judged good: the guard restores no other.
+``manifest.json`` (size and hash of each file, and the guard's verdict: it restores none but the good).
+It is written aside, fsynced and renamed, so a crash leaves the former ones as they were, and it is removed
+by being renamed first. The directories are all there is: nothing beside them can disagree with them.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from multitask_rl.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "CheckpointEntry", "CheckpointStore"]
+__all__ = ["Checkpoint", "CheckpointEntry", "CheckpointStore", "disk_errors", "sync_tree"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ _MANIFEST = "manifest.json"
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointEntry:
-    """A checkpoint in the index."""
+    """What is known of a checkpoint without reading it; part of its manifest."""
 
     step: int
     judged_good: bool | None = None
@@ -64,15 +66,15 @@ class CheckpointStore:
     Args:
         directory: of the checkpoints.
         keep: how many of the newest are kept.
-        is_writer: nobody else writes there. False: what is half written is somebody's, and left alone.
+        is_writer: nobody else writes there. False: it is only looked at, and somebody may be writing.
     """
 
     def __init__(self, directory: Path, keep: int, *, is_writer: bool = True) -> None:
         self.directory = directory
-        self.is_writer = is_writer
         self.keep = max(1, keep)
-        self.entries: dict[int, CheckpointEntry] = {}
-        self._read_index()
+        if is_writer:
+            self._put_back()
+        self.entries: dict[int, CheckpointEntry] = _read_entries(directory, self._on_disk())
 
     def path(self, step: int) -> Path:
         """Directory of the checkpoint of ``step``."""
@@ -96,34 +98,39 @@ class CheckpointStore:
         final = self.path(entry.step)
         aside = self.directory / f".writing_{final.name}"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            (aside / "actor").mkdir(parents=True)
-            save_actor(aside / "actor")
-            save_file(
-                {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "tensors.safetensors"
-            )
-            _write_json(aside / "state.json", dict(state))
-            files = sorted(p for p in aside.rglob("*") if p.is_file())
-            listed = {
-                str(p.relative_to(aside)): {"bytes": p.stat().st_size, "blake2b": _hash(p)} for p in files
-            }
-            _write_json(aside / _MANIFEST, {"format": FORMAT, "step": entry.step, "files": listed})
-            for file in (*files, aside / _MANIFEST, aside):
-                _fsync(file)
-            if final.exists():
-                # a rollback repeats step numbers: the old one steps aside only when the new one is complete
-                shutil.rmtree(final)
-            os.replace(aside, final)
-            _fsync(self.directory)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints are "
-                "intact; free space or choose another output_dir, then start again: the run resumes."
-            ) from error
-        self.entries[entry.step] = entry
-        self._retain()
-        self._write_index()
+            with disk_errors(f"the checkpoint {final}"):
+                self._clear()
+                (aside / "actor").mkdir(parents=True)
+                save_actor(aside / "actor")
+                save_file(
+                    {k: v.detach().cpu().contiguous() for k, v in tensors.items()},
+                    aside / "tensors.safetensors",
+                )
+                _write_json(aside / "state.json", dict(state))
+                files = sorted(p for p in aside.rglob("*") if p.is_file())
+                listed = {
+                    str(p.relative_to(aside)): {"bytes": p.stat().st_size, "blake2b": _hash(p)} for p in files
+                }
+                manifest = {"format": FORMAT, "step": entry.step, "entry": asdict(entry), "files": listed}
+                _write_json(aside / _MANIFEST, manifest)
+                sync_tree(aside)
+                self._put_in_place(aside, final)
+                self.entries[entry.step] = entry
+                self._retain()
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk is needed for the next try
+            raise
         return final
+
+    def _put_in_place(self, aside: Path, final: Path) -> None:
+        if final.exists():
+            # directories cannot be exchanged in one go: ``_put_back`` ends what a crash leaves here
+            os.replace(final, final.with_name(f".replaced_{final.name}"))
+        try:
+            os.replace(aside, final)
+        finally:
+            self._put_back()
+        _fsync(self.directory)
 
     def load(self, path: Path) -> Checkpoint:
         """Read and verify a checkpoint.
@@ -148,35 +155,37 @@ class CheckpointStore:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, None if there is none; broken ones are passed over."""
-        for directory in sorted(self.directory.glob("step_*"), reverse=True):
+        for step in sorted(self.entries, reverse=True):
             try:
-                return self.load(directory)
+                return self.load(self.path(step))
             except CheckpointError as error:
                 logger.warning("%s; trying the checkpoint before it", error)
         return None
 
-    def judge(self, step: int, *, good: bool) -> None:
-        """Note the guard's verdict on the checkpoint of ``step`` (no effect if there is none)."""
-        if step in self.entries:
-            self.entries[step].judged_good = good
-            self._write_index()
-
     def forget_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``: a rollback has reverted their weights."""
-        for newer in [s for s in self.entries if s > step]:
-            shutil.rmtree(self.path(newer), ignore_errors=True)
-            del self.entries[newer]
-        self._write_index()
+        """Remove checkpoints newer than ``step``: a rollback has reverted their weights.
+
+        Raises:
+            CheckpointError: they cannot be removed; a resumed run would take them up.
+        """
+        with disk_errors(f"{self.directory}, to remove the checkpoints after step {step},"):
+            for newer in self._after(step):
+                self._remove(newer)
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints newer than ``step``, from which the run was resumed: they are another branch."""
-        for newer in [s for s in self.entries if s > step]:
-            path, number = self.path(newer), 1
-            while (aside := path.with_name(f"abandoned_{number}_{path.name}")).exists():
-                number += 1
-            path.rename(aside)
-            del self.entries[newer]
-        self._write_index()
+        """Rename checkpoints newer than ``step``, from which the run was resumed: they are another branch.
+
+        Raises:
+            CheckpointError: they cannot be renamed.
+        """
+        with disk_errors(f"{self.directory}, to set aside the checkpoints after step {step},"):
+            for newer in self._after(step):
+                path, number = self.path(newer), 1
+                while (aside := path.with_name(f"abandoned_{number}_{path.name}")).exists():
+                    number += 1
+                path.rename(aside)
+                self.entries.pop(newer, None)
+            _fsync(self.directory)
 
     def _retain(self) -> None:
         newest_first = sorted(self.entries, reverse=True)
@@ -188,35 +197,111 @@ class CheckpointStore:
             kept.add(max(scored, key=lambda e: (e.score, e.step)).step)
         for step in newest_first:
             if step not in kept:
-                shutil.rmtree(self.path(step), ignore_errors=True)
-                del self.entries[step]
+                self._remove(step)
 
-    def _read_index(self) -> None:
-        for left in self.directory.glob(".writing_step_*") if self.is_writer else ():
-            shutil.rmtree(left, ignore_errors=True)
-        file = self.directory / "index.json"
-        if file.exists():
-            for row in _read_json(file)["checkpoints"]:
-                entry = CheckpointEntry(**row)
-                if self.path(entry.step).is_dir():
-                    self.entries[entry.step] = entry
+    def _on_disk(self) -> list[int]:
+        found = (re.fullmatch(r"step_(\d+)", p.name) for p in self.directory.glob("step_*"))
+        return sorted(int(match[1]) for match in found if match)
 
-    def _write_index(self) -> None:
-        rows = [asdict(self.entries[s]) for s in sorted(self.entries)]
-        aside = self.directory / ".index.json"
-        _write_json(aside, {"checkpoints": rows})
-        os.replace(aside, self.directory / "index.json")
+    def _after(self, step: int) -> list[int]:
+        """Steps after ``step``, newest first, of broken checkpoints too."""
+        return [s for s in reversed(self._on_disk()) if s > step]
+
+    def _remove(self, step: int) -> None:
+        """Rename, then delete: a crash in the middle leaves no half of a checkpoint under its name."""
+        path = self.path(step)
+        gone = path.with_name(f".removed_{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        if path.exists():
+            os.replace(path, gone)
+            _fsync(self.directory)
+        self.entries.pop(step, None)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _put_back(self) -> None:
+        """Settle what was renamed for its successor: back if that is not there, else removed."""
+        for replaced in self.directory.glob(".replaced_step_*"):
+            final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                with disk_errors(str(final)):
+                    os.replace(replaced, final)
+
+    def _clear(self) -> None:
+        """Remove what a kill left of checkpoints under way, in or out."""
+        for pattern in (".writing_step_*", ".removed_step_*"):
+            for left in self.directory.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn what the disk refuses while ``what`` is written into one ``CheckpointError``; a bug passes.
+
+    Extensions in Rust (safetensors, tokenizers) have exceptions of their own for what is an ``OSError``.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise CheckpointError(
+            f"cannot write {what}: {reason}. Earlier checkpoints are intact; free space or choose another "
+            "output_dir, then start again: the run resumes."
+        ) from error
+
+
+def sync_tree(directory: Path) -> None:
+    """Have every file of ``directory``, and their names, on the disk when this returns."""
+    for path in (*directory.rglob("*"), directory):
+        _fsync(path)
+
+
+def _read_entries(directory: Path, steps: list[int]) -> dict[int, CheckpointEntry]:
+    """Return the entries of complete checkpoints; those of older versions are in an index beside them."""
+    entries: dict[int, CheckpointEntry] = {}
+    before: dict[int, CheckpointEntry] | None = None
+    for step in steps:
+        path = directory / f"step_{step:08d}"
+        try:
+            known = _read_json(path / _MANIFEST).get("entry")
+        except CheckpointError as error:
+            logger.warning("%s; it is left alone", error)
+            continue
+        if known is None and before is None:
+            before = _read_index(directory / "index.json")
+        entries[step] = (
+            CheckpointEntry(**known) if known else (before or {}).get(step, CheckpointEntry(step=step))
+        )
+    return entries
+
+
+def _read_index(file: Path) -> dict[int, CheckpointEntry]:
+    if not file.exists():
+        return {}
+    try:
+        return {row["step"]: CheckpointEntry(**row) for row in _read_json(file)["checkpoints"]}
+    except (CheckpointError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read (%s): no checkpoint in it counts as judged good", file, error)
+        return {}
 
 
 def _verify(file: Path, expected: Mapping[str, Any]) -> None:
     if not file.is_file():
         raise CheckpointError(f"checkpoint {file.parent} is incomplete: {file.name} is missing")
-    size = file.stat().st_size
+    try:
+        size, found = file.stat().st_size, _hash(file)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint file {file} cannot be read: {error}") from error
     if size != expected["bytes"]:
         raise CheckpointError(
             f"checkpoint file {file} is cut off or altered: {size} bytes instead of {expected['bytes']}"
         )
-    if _hash(file) != expected["blake2b"]:
+    if found != expected["blake2b"]:
         raise CheckpointError(f"checkpoint file {file} was altered: its hash is not that of the manifest")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.run import LoraConfig
-from multitask_rl.errors import MissingExtraError
+from multitask_rl.errors import CheckpointError, MissingExtraError
 from multitask_rl.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -67,7 +67,39 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Restore the adapters that ``save_pretrained`` wrote, in place."""
+    """Restore the adapters that ``save_pretrained`` wrote, in place.
+
+    Raises:
+        CheckpointError: the checkpoint has none, or not those of the model.
+    """
     import peft
 
+    own = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved = {name: value for name, value in weights.items() if "lora_" in name}
+    if not saved:
+        raise CheckpointError(
+            "the checkpoint holds a whole model and no adapters: go on with model.lora.rank=0, or begin a "
+            "new run in another output_dir with model.name_or_path set to the checkpoint's actor directory"
+        )
+    wrong = [
+        name
+        for name in sorted(own.keys() | saved.keys())
+        if name not in own or name not in saved or own[name].shape != saved[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint's adapters are not the model's: {len(wrong)} are on one side only or differ in "
+            f"shape, the first is {wrong[0]!r}. The checkpoint has {_described(saved)}, the model has "
+            f"{_described(own)}; set model.lora.* and model.name_or_path as they were"
+        )
     peft.set_peft_model_state_dict(model, dict(weights))
+
+
+def _described(adapters: Mapping[str, Tensor]) -> str:
+    """Return what to set to get ``adapters``."""
+    modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters})
+    ranks = sorted({v.shape[1 if "embedding" in n else 0] for n, v in adapters.items() if ".lora_A" in n})
+    return (
+        f"{len(adapters)} tensors with model.lora.rank={'/'.join(map(str, ranks))} "
+        f"model.lora.target_modules={','.join(modules)}"
+    )

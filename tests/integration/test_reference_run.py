@@ -1,6 +1,8 @@
 """The KL's reference: fixed, following the actor, or the actor itself; through checkpoints and rollbacks."""
 
 import json
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from run_builders import build_actor, lines, run_config, train, weights_hash, wr
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.run_state import restore
+from multitask_rl.trainer import Trainer
 from multitask_rl.training.reference import AveragedReference
 
 TASKS = """
@@ -98,3 +101,49 @@ def test_what_cannot_be_is_refused(directory) -> None:
     average = AveragedReference(build_actor().model, 0.9)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         average.load_tensors({"lm_head.weight": torch.zeros(1)})
+
+
+@contextmanager
+def full_disk():
+    """Files end at 20 kB: enough for every record of a run, not for weights."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_full_of_reference_or_checkpoint_ends_the_run_with_one_error_and_the_next_start_goes_on(
+    tmp_path, caplog
+) -> None:
+    write_run(tmp_path, TASKS)
+    output = tmp_path / "out"
+
+    def fail(steps: int, message: str) -> None:
+        trainer = Trainer.from_config(config(tmp_path, "out", steps))
+        with full_disk(), pytest.raises(CheckpointError, match=message):
+            trainer.train()
+
+    fail(2, r"cannot write the reference policy .*: File too large")
+    assert not (output / "reference").exists()
+    train(config(tmp_path, "out", 2))
+    fail(4, r"cannot write the checkpoint .*step_00000004: .*File too large")
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_00000000", "step_00000002"]
+    caplog.set_level("INFO")
+    assert train(config(tmp_path, "out", 4)).step == 4
+    assert "step_00000002 at step 2" in caplog.text
+
+
+def test_checkpoints_none_of_which_can_be_read_are_set_aside_for_a_new_run(tmp_path, caplog) -> None:
+    write_run(tmp_path, TASKS)
+    train(config(tmp_path, "out", 2))
+    for state in (tmp_path / "out/checkpoints").glob("step_*/state.json"):
+        state.unlink()
+    assert train(config(tmp_path, "out", 1)).step == 1
+    assert sorted(p.name for p in (tmp_path / "out/checkpoints").glob("*")) == [
+        "abandoned_1_step_00000000",
+        "abandoned_1_step_00000002",
+        "step_00000000",
+        "step_00000001",
+    ]

@@ -9,15 +9,19 @@ from run_builders import lines, run_config, train, weights_hash, write_run
 from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
+    CriticConfig,
     EvalConfig,
     GuardConfig,
     ModelConfig,
     OptimizerConfig,
+    RolloutConfig,
 )
 from multitask_rl.errors import CheckpointError, ConfigError, DataError, GuardStop, TrainingError
 from multitask_rl.flow import FunctionStage
 from multitask_rl.records import Scored
+from multitask_rl.run_state import restore
 from multitask_rl.trainer import Trainer
+from multitask_rl.training.vocabulary import control_ids
 
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
 
@@ -102,6 +106,70 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(finished, tmp_path)
     assert second.runs["fresh"].stream.draw == 0
     second.train()
     assert second.step == 4
+
+
+QUARK = """
+  quark:
+    type: reward_conditioned
+    dataset: copy.jsonl
+    rewards: [rewards.py:is_short]
+    algorithm_config: {quantiles: %d}
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3), (2, 4), (4, 2)])
+def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
+    """The engine has a copy of the weights, the critic a trunk, the KL a reference: all follow."""
+    task = "tasks:\n  digit: {type: ppo, dataset: digit.jsonl, rewards: [rewards.py:starts_right], KL}\n"
+    task = task.replace("KL", "kl: {coefficient: 0.05}")
+
+    def build(quantiles, steps):
+        write_run(tmp_path, task + (QUARK % quantiles if quantiles else ""), num_rows=24)
+        config = run_config(
+            tmp_path,
+            "out",
+            steps,
+            model=ModelConfig(name_or_path=str(tmp_path / "actor"), reference_decay=0.9),
+            rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
+            critic=CriticConfig(trunk="separate"),
+            guard=GuardConfig(enabled=False),
+            eval=EvalConfig(every=0, num_prompts=4),
+            checkpoint=CheckpointConfig(every=1),
+        )
+        return Trainer.from_config(config)
+
+    first = build(before, 1)
+    first.train()
+    second = build(after, 2)
+    second._open()
+    checkpoint = second.store.checkpoints.load(second.store.checkpoints.path(1))
+    old, new = first.actor.model.get_input_embeddings(), second.actor.model.get_input_embeddings()
+    num_before = old.weight.shape[0]
+    ids = [control_ids(trainer.actor.tokenizer) for trainer in (first, second)]
+    assert len(ids[1]) == max(before, after)
+    assert ids[0].items() <= ids[1].items()
+    assert new.weight.shape[0] == len(second.actor.tokenizer)
+
+    def check(number):
+        """The first ``number`` rows are the checkpoint's."""
+        state = second.learner.optimizer._adamw.state[new.weight]
+        saved = checkpoint.tensors["optimizer/actor.model.embed_tokens.weight|exp_avg"]
+        critic = second.critic.trunk.get_input_embeddings().weight
+        reference = second.learner.runner.reference.get_input_embeddings().weight
+        assert torch.equal(new.weight[:number], old.weight)
+        assert torch.equal(state["exp_avg"][:number], saved)
+        assert torch.equal(critic[:number], first.critic.trunk.get_input_embeddings().weight)
+        assert torch.equal(reference[:number], checkpoint.tensors["reference/model.embed_tokens.weight"])
+        for row in new.weight[number:]:
+            torch.testing.assert_close(row, old.weight.mean(dim=0))
+        assert not state["exp_avg"][number:].any()
+
+    check(num_before)
+    second.train_step()
+    assert not torch.equal(new.weight[:num_before], old.weight)
+    restore(second, checkpoint)  # a rollback takes the same road
+    check(num_before)
+    second.close()
 
 
 def test_a_broken_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, caplog):

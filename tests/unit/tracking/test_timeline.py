@@ -66,3 +66,13 @@ def test_a_resumed_run_goes_on_where_the_clock_stopped(tmp_path):
 def test_busy_seconds_of_a_union():
     assert busy_seconds([(0, 2), (1, 3), (5, 6)]) == 4
     assert busy_seconds([]) == 0
+
+
+def test_a_timeline_that_cannot_be_written_is_left_out_and_the_run_goes_on(tmp_path, caplog):
+    timeline = Timeline(tmp_path / "gone" / "timeline.jsonl")
+    for step in range(2):
+        timeline.begin_step()
+        timeline.add("rollout", (0.0, math.inf), step=step)
+        assert timeline.end_step(step)["utilisation/rollout"] == 1.0
+    timeline.close()
+    assert caplog.text.count("is left out from here on") == 1

@@ -1,7 +1,13 @@
 import json
+import os
+import resource
+import shutil
+import signal
+import sys
 
 import pytest
 import torch
+from model_builders import build_actor
 
 from multitask_rl.errors import CheckpointError
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
@@ -32,7 +38,7 @@ def test_the_newest_good_ones_and_the_best_survive_the_retention(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("step_*")) == [f"step_0000000{i}" for i in (1, 2, 3, 5, 6)]
 
 
-def test_the_index_survives_a_restart(tmp_path):
+def test_verdict_and_score_survive_a_restart(tmp_path):
     save(CheckpointStore(tmp_path, keep=2), 1, good=True, score=0.5)
     entry = CheckpointStore(tmp_path, keep=2).entries[1]
     assert (entry.judged_good, entry.score) == (True, 0.5)
@@ -71,7 +77,7 @@ def test_a_crash_while_writing_leaves_the_former_ones_and_no_litter(tmp_path):
     with pytest.raises(CheckpointError, match=r"No space left on device\. Earlier checkpoints are intact"):
         store.save(CheckpointEntry(step=2), save_actor=crash, tensors={"a": torch.zeros(1)}, state={})
     reopened = CheckpointStore(tmp_path, keep=3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["index.json", "step_00000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001"]
     assert list(reopened.entries) == [1]
 
 
@@ -89,3 +95,151 @@ def test_a_rollback_forgets_newer_checkpoints(tmp_path):
     store.forget_after(1)
     assert list(store.entries) == [1]
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000001"]
+
+
+def killed_at(number, work):
+    """Do ``work`` in a process that is killed before its ``number``-th change on disk; True: it ended."""
+    if (child := os.fork()) == 0:
+        left = [number]
+
+        def count(event, arguments):
+            writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            if writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFEXITED(os.waitpid(child, 0)[1])
+
+
+def write_anew(store):
+    store.save(
+        CheckpointEntry(step=2), save_actor=lambda d: None, tensors={"a": torch.zeros(1)}, state={"step": 22}
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("work", "allowed"),
+    [
+        (lambda store: save(store, 3), {2, 3}),
+        (write_anew, {2, 22}),
+        (lambda store: store.forget_after(1), {1, 2}),
+        (lambda store: store.set_aside_after(1), {1, 2}),
+    ],
+    ids=["next", "same-step", "forget", "set-aside"],
+)
+def test_a_kill_at_any_line_leaves_a_complete_checkpoint_to_go_on_from(tmp_path, work, allowed):
+    store = CheckpointStore(tmp_path / "before", keep=1)
+    save(store, 1, good=True)
+    save(store, 2)
+    found, number, ended = set(), 0, False
+    while not ended:
+        number += 1
+        directory = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / "before", directory)
+        ended = killed_at(number, lambda: work(CheckpointStore(directory, keep=1)))  # noqa: B023
+        again = CheckpointStore(directory, keep=1)
+        for step in again.entries:
+            again.load(again.path(step))
+        found.add(again.newest().state["step"])
+        assert again.entries[1].judged_good
+    assert number > 1
+    assert found == allowed
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("number", [4, 11])
+def test_what_a_kill_left_is_removed_by_the_next_save(tmp_path, number):
+    for step in (1, 2):
+        save(CheckpointStore(tmp_path, keep=1), step)
+    assert not killed_at(number, lambda: save(CheckpointStore(tmp_path, keep=1), 3))
+    assert any(p.name.startswith(".") for p in tmp_path.iterdir())
+    save(CheckpointStore(tmp_path, keep=1), 4)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000004"]
+
+
+def test_a_checkpoint_that_the_index_of_an_older_version_missed_is_forgotten_like_any_other(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20):
+        manifest = save(store, step) / "manifest.json"
+        rows = json.loads(manifest.read_text())
+        del rows["entry"]
+        manifest.write_text(json.dumps(rows))
+    index = {"checkpoints": [{"step": 10, "judged_good": True, "score": 0.5}]}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    store = CheckpointStore(tmp_path, keep=2)
+    assert [(e.step, e.judged_good) for e in store.entries.values()] == [(10, True), (20, None)]
+    store.forget_after(10)
+    assert store.newest().state["step"] == 10
+    assert CheckpointStore(tmp_path, keep=2).newest().state["step"] == 10
+
+
+def test_an_index_cut_off_does_not_block_the_start(tmp_path, caplog):
+    manifest = save(CheckpointStore(tmp_path, keep=2), 10) / "manifest.json"
+    manifest.write_text(
+        json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != "entry"})
+    )
+    (tmp_path / "index.json").write_text("")
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.newest().state["step"] == 10
+    assert "counts as judged good" in caplog.text
+
+
+def test_a_directory_without_manifest_is_no_checkpoint_but_goes_with_its_branch(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    (save(store, 2) / "manifest.json").unlink()
+    store = CheckpointStore(tmp_path, keep=2)
+    assert list(store.entries) == [1]
+    assert "manifest.json is missing; it is left alone" in caplog.text
+    store.set_aside_after(1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["abandoned_1_step_00000002", "step_00000001"]
+
+
+@pytest.mark.parametrize("what", ["actor", "tokenizer", "tensors", "state"])
+def test_a_full_disk_is_one_error_whoever_writes_and_leaves_no_litter(tmp_path, what):
+    """A limit on the size of files stands for the disk; Python, safetensors and tokenizers write."""
+    actor = build_actor()
+    store = CheckpointStore(tmp_path / "c", keep=2)
+    save(store, 1)
+    writers = {"actor": actor.save, "tokenizer": actor.tokenizer.save_pretrained}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large.*Earlier checkpoints are intact"):
+            store.save(
+                CheckpointEntry(step=2),
+                save_actor=writers.get(what, lambda d: None),
+                tensors={"a": torch.zeros(1000 if what == "tensors" else 1)},
+                state={"long": "x" * (2000 if what == "state" else 1)},
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step_00000001"]
+    assert CheckpointStore(tmp_path / "c", keep=2).newest().state["step"] == 1
+
+
+def test_looking_at_a_run_does_not_touch_what_another_process_writes(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+
+    def look(directory):
+        CheckpointStore(tmp_path, keep=2).newest()
+        (directory / "weights.bin").write_bytes(b"x")
+
+    store.save(CheckpointEntry(step=1), save_actor=look, tensors={"a": torch.zeros(1)}, state={"step": 1})
+    assert store.newest().state["step"] == 1
+
+
+def test_a_bug_in_what_is_saved_is_not_taken_for_a_full_disk(tmp_path):
+    def bug(directory):
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        CheckpointStore(tmp_path, keep=1).save(CheckpointEntry(step=1), save_actor=bug, tensors={}, state={})
+    assert not any(tmp_path.iterdir())

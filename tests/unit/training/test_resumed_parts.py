@@ -5,8 +5,10 @@ import torch
 from model_builders import build_actor
 
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig
-from multitask_rl.training.actor import load_actor
+from multitask_rl.errors import CheckpointError
+from multitask_rl.training.actor import Actor, load_actor
 from multitask_rl.training.critic import Critic, rename_head
+from multitask_rl.training.lora import add_adapters
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 
 
@@ -23,6 +25,84 @@ def test_adapters_start_by_the_seed_of_the_run(tmp_path) -> None:
     torch.manual_seed(99)
     assert torch.equal(adapters(0), first)
     assert not torch.equal(adapters(1), first)
+
+
+def adapted(rank: int, targets: str = "all-linear", *, seed: int = 0) -> Actor:
+    actor, lora = build_actor(), LoraConfig(rank=rank, target_modules=targets)
+    adapted = Actor(add_adapters(actor.model, lora, seed), actor.tokenizer, ModelConfig(lora=lora))
+    for name, parameter in adapted.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return adapted
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize(
+    ("saved", "resumed", "message"),
+    [
+        ((0, ""), (4, "q_proj"), r"no adapters: go on with model\.lora\.rank=0"),
+        ((4, "q_proj"), (0, ""), r"adapters and no whole model: set model\.lora"),
+        (
+            (4, "q_proj"),
+            (4, "k_proj"),
+            r"4 tensors with model\.lora\.rank=4 model\.lora\.target_modules=q_proj, the model has .*=k_proj",
+        ),
+        ((4, "q_proj,k_proj"), (4, "q_proj"), r"4 are on one side only.*'base_model.*k_proj"),
+        ((4, "q_proj"), (4, "q_proj,k_proj"), r"4 are on one side only.*'base_model.*k_proj"),
+        ((4, "q_proj"), (8, "q_proj"), r"rank=4 .* the model has .*rank=8"),
+    ],
+    ids=["full-to-lora", "lora-to-full", "other-modules", "fewer", "more", "rank"],
+)
+def test_adapters_are_loaded_whole_or_refused_by_what_to_set(tmp_path, saved, resumed, message) -> None:
+    (adapted(*saved) if saved[0] else build_actor()).save(tmp_path)
+    actor = adapted(*resumed) if resumed[0] else build_actor(1)
+    before = {name: value.clone() for name, value in actor.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        actor.load_weights(tmp_path)
+    assert all(torch.equal(before[name], value) for name, value in actor.model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,embed_tokens"])
+def test_adapters_that_fit_are_loaded_bitwise(tmp_path, targets) -> None:
+    first, second = adapted(4, targets), adapted(4, targets, seed=1)
+    first.save(tmp_path)
+    second.load_weights(tmp_path)
+    expected = first.model.state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in second.model.state_dict().items())
+
+
+def test_rows_of_another_vocabulary_are_not_taken_for_control_tokens(tmp_path) -> None:
+    build_actor().save(tmp_path / "plain")
+    conditioned = build_actor()
+    conditioned.add_control_tokens(3)
+    conditioned.save(tmp_path / "conditioned")
+    other = build_actor(vocab_size=60)
+    other.add_control_tokens(14)
+    assert other.model.config.vocab_size == 61
+    with pytest.raises(CheckpointError, match="belongs to another model: 1 weights"):
+        other.load_weights(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="belongs to another model: 1 weights"):
+        build_actor().load_weights(tmp_path / "conditioned")
+    shifted = build_actor()
+    shifted.tokenizer.add_tokens(["another"])
+    with pytest.raises(CheckpointError, match=r"its control tokens are .*47.* would be .*48"):
+        shifted.keep_control_tokens(tmp_path / "conditioned")
+    same = build_actor()
+    same.keep_control_tokens(tmp_path / "conditioned")
+    same.load_weights(tmp_path / "conditioned")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_control_tokens_begin_as_the_mean_of_what_was_learnt(tmp_path, tied) -> None:
+    learnt, actor = build_actor(7, tied=tied), build_actor(tied=tied)
+    learnt.save(tmp_path)
+    ids = actor.add_control_tokens(3)
+    actor.load_weights(tmp_path)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = (getattr(a.model, name)().weight for a in (learnt, actor))
+        assert torch.equal(new[: len(old)], old)
+        torch.testing.assert_close(new[ids], old.mean(dim=0).expand(3, -1))
 
 
 def test_a_renamed_task_keeps_its_head_and_the_optimizer_state_of_it() -> None:

@@ -1,0 +1,76 @@
+"""Rows of the vocabulary: control tokens at its end, whose number follows the tasks a run has had so far."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["control_ids", "control_names", "fill_new_rows", "fit_rows", "fit_weights", "vocabulary_rows"]
+
+_CONTROL = re.compile(r"<\|reward_\d+\|>")
+
+
+def control_names(number: int) -> list[str]:
+    """Return the first ``number`` control tokens."""
+    return [f"<|reward_{i}|>" for i in range(number)]
+
+
+def control_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return name -> id of the control tokens that ``tokenizer`` has."""
+    return {name: int(i) for name, i in tokenizer.get_vocab().items() if _CONTROL.fullmatch(name)}
+
+
+def vocabulary_rows(model: PreTrainedModel) -> dict[str, int]:
+    """Return name -> number of rows of the weights that have one for each token."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    own = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.shape[0] for name, p in named if id(p) in own}
+
+
+def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
+    """Return ``saved`` [V, ...] with ``number`` rows: cut off, or with the mean of its own as new ones.
+
+    Args:
+        saved: of a run with more or fewer control tokens.
+        number: of rows now.
+        blank: new rows are zeros.
+    """
+    missing = number - saved.shape[0]
+    if missing <= 0:
+        return saved[:number]
+    row = torch.zeros_like(saved[0]) if blank else saved.mean(dim=0)
+    return torch.cat([saved, row.expand(missing, *saved.shape[1:])])
+
+
+def fit_weights(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], *, at_least: int | None = None
+) -> dict[str, Tensor]:
+    """Return ``weights`` with as many rows of tokens as ``model`` has.
+
+    Args:
+        model: has its final vocabulary.
+        weights: by name.
+        at_least: fewer rows, or more than the model's, are of another vocabulary and stay as they are; None:
+            any number is of this one.
+    """
+    fitted = dict(weights)
+    for name, number in vocabulary_rows(model).items():
+        if name in weights and (at_least is None or at_least <= weights[name].shape[0] <= number):
+            fitted[name] = fit_rows(weights[name], number)
+    return fitted
+
+
+@torch.no_grad()
+def fill_new_rows(model: PreTrainedModel, old_size: int) -> None:
+    """Make the rows of ``model`` from ``old_size`` on the mean of those before."""
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if layer is not None and layer.weight.shape[0] > old_size:
+            layer.weight[old_size:] = layer.weight[:old_size].mean(dim=0)
