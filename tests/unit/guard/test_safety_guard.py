@@ -238,6 +238,16 @@ def test_cooldown_waits_for_weights_that_no_checkpoint_could_replace() -> None:
     assert {d.action for d in _run(guard, [0.3] * 5, start=101)} == {GuardAction.keep}
 
 
+def test_rollbacks_without_a_checkpoint_to_return_to_are_not_counted() -> None:
+    guard, alarms, step = _guard(max_rollbacks=2, cooldown_steps=0), [], 0
+    for _ in range(4):
+        alarms.append(_run(guard, [0.6] * 6 + [0.3], start=step)[-1])
+        step += 70
+    assert [d.action for d in alarms] == [GuardAction.rollback] * 4
+    assert {d.adjustments.lr_factor for d in alarms} == {0.5}
+    assert guard.metrics()["guard/rollbacks"] == 0
+
+
 def test_rollbacks_are_bounded_then_the_run_stops() -> None:
     guard = _guard(max_rollbacks=2, cooldown_steps=0)
     actions, step = [], 0
@@ -422,7 +432,7 @@ def test_state_round_trip_continues_identically() -> None:
     for i in range(34):
         whole.record_step(i, {"a": _stats("a", 2, math.nan), "b": _stats("b", 3)})
         whole.observe(i, evaluations[i])
-    assert whole.metrics()["guard/rollbacks"] == 1
+    assert whole.lr_factor(34) == 0.5
     resumed = _guard()
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
     for i in range(34, 60):
