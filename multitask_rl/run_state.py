@@ -97,7 +97,8 @@ class RunStore:
         if track:
             self.checkpoints.set_aside_after(trainer.step)
         if trainer.guard is not None and self._found.state["guard"]:
-            trainer.guard.load_state_dict(self._found.state["guard"], _renames(trainer))
+            names = _renames(trainer, self._found.state)
+            trainer.guard.load_state_dict(self._found.state["guard"], names)
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
         run_id = self._found.state["run_id"]
         self._found = None
@@ -132,7 +133,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     those that are gone are dropped.
     """
     state, tensors = checkpoint.state, checkpoint.tensors
-    names = _renames(trainer)
+    names = _renames(trainer, checkpoint.state)
     trainer.actor.load_weights(checkpoint.actor_dir)
     prefix = "critic/"
     critic = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -160,9 +161,10 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     _restore_random(state["random"], tensors)
 
 
-def _renames(trainer: Trainer) -> dict[str, str]:
-    """Former name -> name of the tasks that were renamed."""
-    return {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
+def _renames(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, str]:
+    """Former name -> name of the tasks renamed since ``state`` was saved; it may know them by the new one."""
+    renamed = {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
+    return {old: new for old, new in renamed.items() if new not in state["tasks"]}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

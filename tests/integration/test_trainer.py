@@ -102,6 +102,14 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(finished, tmp_path)
     assert second.runs["fresh"].stream.draw == 0
     second.train()
     assert second.step == 4
+    kept = changed.replace("from: copy", "from: fresh")
+    write_run(tmp_path, kept[: kept.index("  fresh:")])
+    with Trainer.from_config(run_config(tmp_path, "out", 6)) as third:
+        third._open()
+        saved = second.scheduler.state_dict()["policy_state"]["traces"]
+        assert (
+            third.scheduler.state_dict()["policy_state"]["traces"]["echo"] == saved["echo"] != saved["fresh"]
+        )
 
 
 def test_a_broken_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, caplog):
