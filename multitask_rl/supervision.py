@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from multitask_rl.errors import GuardStop, MultitaskRLError
+from multitask_rl.errors import GuardStop
 from multitask_rl.evaluation import Evaluator, append_evaluations, mean_interval
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
@@ -17,6 +17,7 @@ from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.run_state import restore
 from multitask_rl.satisfaction import PREFIX
 from multitask_rl.step_metrics import aggregate
+from multitask_rl.training.checkpoint import CheckpointEntry
 
 if TYPE_CHECKING:
     from multitask_rl.trainer import Trainer
@@ -42,6 +43,8 @@ class Supervisor:
         """Step of the last evaluation."""
         self.saved_at = -1
         """Step of the last checkpoint."""
+        self._known = CheckpointEntry(step=-1)
+        """What is known of the weights evaluated last."""
 
     def inspect(self, *, last: bool = False) -> bool:
         """Evaluate, judge and save what is due at this step; False if the run was taken back.
@@ -54,21 +57,12 @@ class Supervisor:
         """
         step, config = self._trainer.step, self._trainer.config
         forced = last or step == 0
-        good: bool | None = None
-        if (forced or _is_due(step, config.eval.every)) and self.evaluated_at != step:
-            evaluations = self.evaluate()
-            if _is_due(step, config.eval.every):  # the last step of a run that goes on later is not
-                means = {
-                    n: e.metrics["reward_mean"] for n, e in evaluations.items() if "reward_mean" in e.metrics
-                }
-                self._trainer.scheduler.calibrate(means, step)
-            if self._guard is not None:
-                decision = self._judge(self._guard, evaluations)
-                if decision is None:
-                    return False
-                good = decision.judged_good
-        if (forced or _is_due(step, config.checkpoint.every)) and self.saved_at != step:
-            self.save(good)
+        evaluates = (forced or _is_due(step, config.eval.every)) and self.evaluated_at != step
+        if evaluates and not self._assess():
+            return False
+        # saved before its evaluation when that was interrupted: once more, with the verdict
+        if evaluates if self.saved_at == step else forced or _is_due(step, config.checkpoint.every):
+            self.save()
         return True
 
     def evaluate(self) -> dict[str, TaskEvaluation]:
@@ -77,6 +71,7 @@ class Supervisor:
         began = time.perf_counter()
         evaluations = self._evaluator.evaluate(trainer.step)
         self.evaluated_at = trainer.step
+        self._known = CheckpointEntry(step=trainer.step, score=_score(evaluations))
         trainer.history.append((trainer.step, evaluations))
         append_evaluations(trainer.plan.output_dir / "evaluations.jsonl", evaluations)
         per_task = {name: {"eval": mean_interval(e.values)[0]} for name, e in evaluations.items()}
@@ -93,16 +88,12 @@ class Supervisor:
         trainer.trackers.log_metrics(numbers, trainer.step)
         return evaluations
 
-    def save(self, good: bool | None) -> None:
-        """Write a checkpoint with the guard's verdict on its weights."""
+    def save(self) -> None:
+        """Write a checkpoint with what is known of its weights."""
         trainer = self._trainer
-        score = None
-        if self.evaluated_at == trainer.step and trainer.history:
-            means = [mean_interval(e.values)[0] for e in trainer.history[-1][1].values()]
-            finite = [m for m in means if math.isfinite(m)]
-            score = math.fsum(finite) / len(finite) if finite else None
+        known = self._known if self._known.step == trainer.step else CheckpointEntry(step=trainer.step)
         self.saved_at = trainer.step
-        trainer.store.save(trainer, judged_good=good, score=score)
+        trainer.store.save(trainer, judged_good=known.judged_good, score=known.score)
 
     @contextlib.contextmanager
     def keeping_what_was_learnt(self) -> Iterator[None]:
@@ -111,18 +102,43 @@ class Supervisor:
         try:
             yield
         except BaseException:
-            trainer.pipeline.rewind()
             try:
-                if self.saved_at != trainer.step:
-                    self.save(None)
-            except MultitaskRLError as error:
-                logger.error("the run fails and its last checkpoint cannot be written: %s", error)
+                trainer.pipeline.rewind()
+                if trainer.step > 0 and self.saved_at != trainer.step:
+                    self.save()
+            except Exception:
+                logger.exception("the run fails and its last checkpoint cannot be written")
             raise
 
-    def _judge(self, guard: SafetyGuard, evaluations: Mapping[str, TaskEvaluation]) -> GuardDecision | None:
-        """Return the guard's decision once it is carried out; None if the run was taken back."""
+    def _assess(self) -> bool:
+        """Evaluate these weights and do what the guard decides; False if the run was taken back.
+
+        Interrupted before the guard has decided, it leaves no trace: a resumed run assesses them anew.
+        """
+        trainer, guard, step = self._trainer, self._guard, self._trainer.step
+        before = guard.state_dict() if guard is not None else {}
+        with self.keeping_what_was_learnt():
+            try:
+                evaluations = self.evaluate()
+                # the last step of a run that goes on later is not due
+                if _is_due(step, trainer.config.eval.every):
+                    key = "reward_mean"
+                    means = {n: e.metrics[key] for n, e in evaluations.items() if key in e.metrics}
+                    trainer.scheduler.calibrate(means, step)
+                if guard is None:
+                    return True
+                decision = guard.observe(step, evaluations, self._confirm)
+            except BaseException:
+                self.evaluated_at, self._known = -1, CheckpointEntry(step=-1)
+                if guard is not None:
+                    guard.load_state_dict(before)
+                raise
+        self._known.judged_good = decision.judged_good
+        return self._carry_out(guard, decision)
+
+    def _carry_out(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
+        """Do what the guard decided; False if the run was taken back."""
         trainer = self._trainer
-        decision = guard.observe(trainer.step, evaluations, self._confirm)
         trainer.note(decision.events)
         trainer.trackers.log_metrics(guard.metrics(), trainer.step)
         if decision.action is GuardAction.stop:
@@ -130,7 +146,7 @@ class Supervisor:
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
         factors = guard.weight_factors()
         trainer.scheduler.set_factors({n: f for n, f in factors.items() if n in trainer.plan.trained})
-        return None if is_back else decision
+        return not is_back
 
     def _checkpoints(self) -> list[CheckpointInfo]:
         entries = self._trainer.store.checkpoints.entries
@@ -204,6 +220,13 @@ class Supervisor:
             else f"the last good weights are in {self._trainer.store.checkpoints.path(step)}"
         )
         raise GuardStop(f"the guard stopped the run at step {self._trainer.step}: {decision.reason}; {where}")
+
+
+def _score(evaluations: Mapping[str, TaskEvaluation]) -> float | None:
+    """Return the mean of the primary metrics, each such that higher is better."""
+    oriented = [mean_interval(e.values)[0] * (1 if e.higher_is_better else -1) for e in evaluations.values()]
+    finite = [m for m in oriented if math.isfinite(m)]
+    return math.fsum(finite) / len(finite) if finite else None
 
 
 def _is_due(step: int, every: int) -> bool:
