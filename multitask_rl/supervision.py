@@ -146,6 +146,9 @@ class Supervisor:
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
         factors = guard.weight_factors()
         trainer.scheduler.set_factors({n: f for n, f in factors.items() if n in trainer.plan.trained})
+        if is_back:
+            # the checkpoint restored knows nothing of the rollback: a killed run would repeat it for ever
+            self.save()
         return not is_back
 
     def _checkpoints(self) -> list[CheckpointInfo]:
@@ -200,6 +203,7 @@ class Supervisor:
                     stream.load_state_dict(cursor)
         trainer.store.checkpoints.forget_after(target.step)
         self.evaluated_at = self.saved_at = target.step
+        self._known = trainer.store.checkpoints.entries[target.step]
         self.num_confirmations = num_confirmations
         trainer.push_weights()
         trainer.note(guard.rolled_back(target, step=target.step))
