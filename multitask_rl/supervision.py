@@ -6,10 +6,10 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from multitask_rl.errors import GuardStop
+from multitask_rl.errors import CheckpointError, GuardStop
 from multitask_rl.evaluation import Evaluator, append_evaluations, mean_interval
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
@@ -17,7 +17,7 @@ from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.run_state import restore
 from multitask_rl.satisfaction import PREFIX
 from multitask_rl.step_metrics import aggregate
-from multitask_rl.training.checkpoint import CheckpointEntry
+from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry
 
 if TYPE_CHECKING:
     from multitask_rl.trainer import Trainer
@@ -155,13 +155,34 @@ class Supervisor:
         entries = self._trainer.store.checkpoints.entries
         return [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
 
-    def _confirm(self, task: str) -> tuple[TaskEvaluation, TaskEvaluation]:
+    def _read(
+        self, choose: Callable[[list[CheckpointInfo]], CheckpointInfo | None]
+    ) -> tuple[CheckpointInfo, Checkpoint] | None:
+        """Return the checkpoint that ``choose`` takes of those there are; one that is damaged is left out."""
+        checkpoints = self._trainer.store.checkpoints
+        while (chosen := choose(self._checkpoints())) is not None:
+            try:
+                return chosen, checkpoints.load(checkpoints.path(chosen.step))
+            except CheckpointError as error:
+                del checkpoints.entries[chosen.step]
+                reason = f"{error}: the guard does without this checkpoint"
+                self._trainer.note(
+                    [Event(step=self._trainer.step, source="guard", kind="alarm", reason=reason)]
+                )
+        return None
+
+    def _confirm(self, task: str) -> tuple[TaskEvaluation, TaskEvaluation] | None:
         """Evaluate ``task`` afresh with the weights as they are and with those last judged good.
 
-        Both get the same prompts and the same new sampling seeds, so the comparison is paired. Without a
-        judged-good checkpoint both are the weights as they are: nothing can be confirmed.
+        Both get the same prompts and the same new sampling seeds, so the comparison is paired. None: no
+        checkpoint is judged good.
         """
         trainer = self._trainer
+        found = self._read(_newest_good)
+        if found is None:
+            return None
+        actor_dir = found[1].actor_dir
+        del found  # the optimizer's state need not lie in memory while both are evaluated
         self.num_confirmations += 1
         purpose = f"confirmation/{trainer.step}/{self.num_confirmations}"
 
@@ -169,12 +190,9 @@ class Supervisor:
             return self._evaluator.evaluate(trainer.step, tasks=[task], purpose=purpose)[task]
 
         current = evaluate()
-        good = [c.step for c in self._checkpoints() if c.judged_good]
-        if not good:
-            return current, current
         kept = {name: value.detach().clone() for name, value in trainer.actor.model.state_dict().items()}
         try:
-            trainer.actor.load_weights(trainer.store.checkpoints.path(good[-1]) / "actor")
+            trainer.actor.load_weights(actor_dir)
             trainer.push_weights()
             reference = evaluate()
         finally:
@@ -185,17 +203,18 @@ class Supervisor:
     def _roll_back(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
         """Restore the newest judged-good checkpoint, change what the guard says; False if there is none."""
         trainer = self._trainer
-        target = guard.rollback_target(self._checkpoints())
-        if target is None:
+        found = self._read(guard.rollback_target)
+        if found is None:
             reason = (
-                f"no checkpoint judged good within {guard.rollback_steps} steps of {trainer.step}: the run "
-                "goes on from these weights with the guard's adjustments alone"
+                f"no checkpoint judged good within {guard.rollback_steps} steps of {trainer.step} is better "
+                "than these weights: the run goes on from them with the guard's adjustments alone"
             )
             trainer.note([Event(step=trainer.step, source="guard", kind="warn", reason=reason)])
             return False
+        target, checkpoint = found
         num_confirmations = self.num_confirmations
         cursors = {n: run.stream.state_dict() for n, run in trainer.runs.items() if run.stream is not None}
-        restore(trainer, trainer.store.checkpoints.load(trainer.store.checkpoints.path(target.step)))
+        restore(trainer, checkpoint)
         if decision.adjustments.skip_data:
             for name, cursor in cursors.items():
                 stream = trainer.runs[name].stream
@@ -209,21 +228,19 @@ class Supervisor:
         trainer.note(guard.rolled_back(target, step=target.step))
         return True
 
-    def _good_checkpoint(self, guard: SafetyGuard) -> int | None:
-        """Return the step of the weights to go on from: a rollback's target, else the newest judged good."""
-        checkpoints = self._checkpoints()
-        target = guard.rollback_target(checkpoints)
-        good = [c.step for c in checkpoints if c.judged_good]
-        return target.step if target is not None else max(good, default=None)
-
     def _stop(self, guard: SafetyGuard, decision: GuardDecision) -> None:
-        step = self._good_checkpoint(guard)
+        # the weights to go on from: those a rollback would take, else the newest that were good
+        found = self._read(guard.rollback_target) or self._read(_newest_good)
         where = (
             "no checkpoint was judged good"
-            if step is None
-            else f"the last good weights are in {self._trainer.store.checkpoints.path(step)}"
+            if found is None
+            else f"the last good weights are in {found[1].path}"
         )
         raise GuardStop(f"the guard stopped the run at step {self._trainer.step}: {decision.reason}; {where}")
+
+
+def _newest_good(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
+    return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
 
 
 def _score(evaluations: Mapping[str, TaskEvaluation]) -> float | None:
