@@ -152,7 +152,8 @@ class RunStore:
         if track:
             self.checkpoints.set_aside_after(trainer.step)
         if trainer.guard is not None and self._found.state["guard"]:
-            trainer.guard.load_state_dict(self._found.state["guard"], _renames(trainer))
+            names = _renames(trainer, self._found.state)
+            trainer.guard.load_state_dict(self._found.state["guard"], names)
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
         # who goes on from another run's checkpoint does not go on in its records
         is_own = self._found.path.resolve().parent == self.checkpoints.directory.resolve()
@@ -207,7 +208,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     Tasks that the checkpoint does not know start fresh; those it knows under ``renamed_from`` are found;
     those that are gone are dropped.
     """
-    names = _renames(trainer)
+    names = _renames(trainer, checkpoint.state)
     trainer.actor.load_weights(checkpoint.actor_dir)
     state, tensors = checkpoint.state, _with_rows_of(trainer, checkpoint.tensors)
     prefix = "critic/"
@@ -257,9 +258,10 @@ def _with_rows_of(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, 
     return fitted
 
 
-def _renames(trainer: Trainer) -> dict[str, str]:
-    """Former name -> name of the tasks that were renamed."""
-    return {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
+def _renames(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, str]:
+    """Former name -> name of the tasks renamed since ``state`` was saved; it may know them by the new one."""
+    renamed = {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
+    return {old: new for old, new in renamed.items() if new not in state["tasks"]}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

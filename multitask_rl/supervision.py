@@ -6,17 +6,19 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from multitask_rl.errors import GuardStop, MultitaskRLError
+from multitask_rl.errors import CheckpointError, GuardStop
 from multitask_rl.evaluation import Evaluator, append_evaluations, mean_interval
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.interrupts import check_interrupt
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.run_state import restore
 from multitask_rl.satisfaction import PREFIX
 from multitask_rl.step_metrics import aggregate
+from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry
 
 if TYPE_CHECKING:
     from multitask_rl.trainer import Trainer
@@ -42,6 +44,8 @@ class Supervisor:
         """Step of the last evaluation."""
         self.saved_at = -1
         """Step of the last checkpoint."""
+        self._known = CheckpointEntry(step=-1)
+        """What is known of the weights evaluated last."""
 
     def inspect(self, *, last: bool = False) -> bool:
         """Evaluate, judge and save what is due at this step; False if the run was taken back.
@@ -54,21 +58,12 @@ class Supervisor:
         """
         step, config = self._trainer.step, self._trainer.config
         forced = last or step == 0
-        good: bool | None = None
-        if (forced or _is_due(step, config.eval.every)) and self.evaluated_at != step:
-            evaluations = self.evaluate()
-            if _is_due(step, config.eval.every):  # the last step of a run that goes on later is not
-                means = {
-                    n: e.metrics["reward_mean"] for n, e in evaluations.items() if "reward_mean" in e.metrics
-                }
-                self._trainer.scheduler.calibrate(means, step)
-            if self._guard is not None:
-                decision = self._judge(self._guard, evaluations)
-                if decision is None:
-                    return False
-                good = decision.judged_good
-        if (forced or _is_due(step, config.checkpoint.every)) and self.saved_at != step:
-            self.save(good)
+        evaluates = (forced or _is_due(step, config.eval.every)) and self.evaluated_at != step
+        if evaluates and not self._assess():
+            return False
+        # saved before its evaluation when that was interrupted: once more, with the verdict
+        if evaluates if self.saved_at == step else forced or _is_due(step, config.checkpoint.every):
+            self.save()
         return True
 
     def evaluate(self) -> dict[str, TaskEvaluation]:
@@ -77,6 +72,7 @@ class Supervisor:
         began = time.perf_counter()
         evaluations = self._evaluator.evaluate(trainer.step)
         self.evaluated_at = trainer.step
+        self._known = CheckpointEntry(step=trainer.step, score=_score(evaluations))
         trainer.history.append((trainer.step, evaluations))
         append_evaluations(trainer.plan.output_dir / "evaluations.jsonl", evaluations)
         per_task = {name: {"eval": mean_interval(e.values)[0]} for name, e in evaluations.items()}
@@ -93,16 +89,12 @@ class Supervisor:
         trainer.trackers.log_metrics(numbers, trainer.step)
         return evaluations
 
-    def save(self, good: bool | None) -> None:
-        """Write a checkpoint with the guard's verdict on its weights."""
+    def save(self) -> None:
+        """Write a checkpoint with what is known of its weights."""
         trainer = self._trainer
-        score = None
-        if self.evaluated_at == trainer.step and trainer.history:
-            means = [mean_interval(e.values)[0] for e in trainer.history[-1][1].values()]
-            finite = [m for m in means if math.isfinite(m)]
-            score = math.fsum(finite) / len(finite) if finite else None
+        known = self._known if self._known.step == trainer.step else CheckpointEntry(step=trainer.step)
         self.saved_at = trainer.step
-        trainer.store.save(trainer, judged_good=good, score=score)
+        trainer.store.save(trainer, judged_good=known.judged_good, score=known.score)
 
     @contextlib.contextmanager
     def keeping_what_was_learnt(self) -> Iterator[None]:
@@ -111,18 +103,44 @@ class Supervisor:
         try:
             yield
         except BaseException:
-            trainer.pipeline.rewind()
             try:
-                if self.saved_at != trainer.step:
-                    self.save(None)
-            except MultitaskRLError as error:
-                logger.error("the run fails and its last checkpoint cannot be written: %s", error)
+                trainer.pipeline.rewind()
+                if trainer.step > 0 and self.saved_at != trainer.step:
+                    self.save()
+            except Exception:
+                logger.exception("the run fails and its last checkpoint cannot be written")
             raise
 
-    def _judge(self, guard: SafetyGuard, evaluations: Mapping[str, TaskEvaluation]) -> GuardDecision | None:
-        """Return the guard's decision once it is carried out; None if the run was taken back."""
+    def _assess(self) -> bool:
+        """Evaluate these weights and do what the guard decides; False if the run was taken back.
+
+        Interrupted before the guard has decided, it leaves no trace: a resumed run assesses them anew.
+        """
+        trainer, guard, step = self._trainer, self._guard, self._trainer.step
+        before = guard.state_dict() if guard is not None else {}
+        with self.keeping_what_was_learnt():
+            try:
+                check_interrupt()
+                evaluations = self.evaluate()
+                # the last step of a run that goes on later is not due
+                if _is_due(step, trainer.config.eval.every):
+                    key = "reward_mean"
+                    means = {n: e.metrics[key] for n, e in evaluations.items() if key in e.metrics}
+                    trainer.scheduler.calibrate(means, step)
+                if guard is None:
+                    return True
+                decision = guard.observe(step, evaluations, self._confirm)
+            except BaseException:
+                self.evaluated_at, self._known = -1, CheckpointEntry(step=-1)
+                if guard is not None:
+                    guard.load_state_dict(before)
+                raise
+        self._known.judged_good = decision.judged_good
+        return self._carry_out(guard, decision)
+
+    def _carry_out(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
+        """Do what the guard decided; False if the run was taken back."""
         trainer = self._trainer
-        decision = guard.observe(trainer.step, evaluations, self._confirm)
         trainer.note(decision.events)
         trainer.trackers.log_metrics(guard.metrics(), trainer.step)
         if decision.action is GuardAction.stop:
@@ -130,19 +148,43 @@ class Supervisor:
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
         factors = guard.weight_factors()
         trainer.scheduler.set_factors({n: f for n, f in factors.items() if n in trainer.plan.trained})
-        return None if is_back else decision
+        if is_back:
+            # the checkpoint restored knows nothing of the rollback: a killed run would repeat it for ever
+            self.save()
+        return not is_back
 
     def _checkpoints(self) -> list[CheckpointInfo]:
         entries = self._trainer.store.checkpoints.entries
         return [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
 
-    def _confirm(self, task: str) -> tuple[TaskEvaluation, TaskEvaluation]:
+    def _read(
+        self, choose: Callable[[list[CheckpointInfo]], CheckpointInfo | None]
+    ) -> tuple[CheckpointInfo, Checkpoint] | None:
+        """Return the checkpoint that ``choose`` takes of those there are; one that is damaged is left out."""
+        checkpoints = self._trainer.store.checkpoints
+        while (chosen := choose(self._checkpoints())) is not None:
+            try:
+                return chosen, checkpoints.load(checkpoints.path(chosen.step))
+            except CheckpointError as error:
+                del checkpoints.entries[chosen.step]
+                reason = f"{error}: the guard does without this checkpoint"
+                self._trainer.note(
+                    [Event(step=self._trainer.step, source="guard", kind="alarm", reason=reason)]
+                )
+        return None
+
+    def _confirm(self, task: str) -> tuple[TaskEvaluation, TaskEvaluation] | None:
         """Evaluate ``task`` afresh with the weights as they are and with those last judged good.
 
-        Both get the same prompts and the same new sampling seeds, so the comparison is paired. Without a
-        judged-good checkpoint both are the weights as they are: nothing can be confirmed.
+        Both get the same prompts and the same new sampling seeds, so the comparison is paired. None: no
+        checkpoint is judged good.
         """
         trainer = self._trainer
+        found = self._read(_newest_good)
+        if found is None:
+            return None
+        actor_dir = found[1].actor_dir
+        del found  # the optimizer's state need not lie in memory while both are evaluated
         self.num_confirmations += 1
         purpose = f"confirmation/{trainer.step}/{self.num_confirmations}"
 
@@ -150,12 +192,9 @@ class Supervisor:
             return self._evaluator.evaluate(trainer.step, tasks=[task], purpose=purpose)[task]
 
         current = evaluate()
-        good = [c.step for c in self._checkpoints() if c.judged_good]
-        if not good:
-            return current, current
         kept = {name: value.detach().clone() for name, value in trainer.actor.model.state_dict().items()}
         try:
-            trainer.actor.load_weights(trainer.store.checkpoints.path(good[-1]) / "actor")
+            trainer.actor.load_weights(actor_dir)
             trainer.push_weights()
             reference = evaluate()
         finally:
@@ -166,17 +205,18 @@ class Supervisor:
     def _roll_back(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
         """Restore the newest judged-good checkpoint, change what the guard says; False if there is none."""
         trainer = self._trainer
-        target = guard.rollback_target(self._checkpoints())
-        if target is None:
+        found = self._read(guard.rollback_target)
+        if found is None:
             reason = (
-                f"no checkpoint judged good within {guard.rollback_steps} steps of {trainer.step}: the run "
-                "goes on from these weights with the guard's adjustments alone"
+                f"no checkpoint judged good within {guard.rollback_steps} steps of {trainer.step} is better "
+                "than these weights: the run goes on from them with the guard's adjustments alone"
             )
             trainer.note([Event(step=trainer.step, source="guard", kind="warn", reason=reason)])
             return False
+        target, checkpoint = found
         num_confirmations = self.num_confirmations
         cursors = {n: run.stream.state_dict() for n, run in trainer.runs.items() if run.stream is not None}
-        restore(trainer, trainer.store.checkpoints.load(trainer.store.checkpoints.path(target.step)))
+        restore(trainer, checkpoint)
         if decision.adjustments.skip_data:
             for name, cursor in cursors.items():
                 stream = trainer.runs[name].stream
@@ -184,26 +224,32 @@ class Supervisor:
                     stream.load_state_dict(cursor)
         trainer.store.checkpoints.forget_after(target.step)
         self.evaluated_at = self.saved_at = target.step
+        self._known = trainer.store.checkpoints.entries[target.step]
         self.num_confirmations = num_confirmations
         trainer.push_weights()
         trainer.note(guard.rolled_back(target, step=target.step))
         return True
 
-    def _good_checkpoint(self, guard: SafetyGuard) -> int | None:
-        """Return the step of the weights to go on from: a rollback's target, else the newest judged good."""
-        checkpoints = self._checkpoints()
-        target = guard.rollback_target(checkpoints)
-        good = [c.step for c in checkpoints if c.judged_good]
-        return target.step if target is not None else max(good, default=None)
-
     def _stop(self, guard: SafetyGuard, decision: GuardDecision) -> None:
-        step = self._good_checkpoint(guard)
+        # the weights to go on from: those a rollback would take, else the newest that were good
+        found = self._read(guard.rollback_target) or self._read(_newest_good)
         where = (
             "no checkpoint was judged good"
-            if step is None
-            else f"the last good weights are in {self._trainer.store.checkpoints.path(step)}"
+            if found is None
+            else f"the last good weights are in {found[1].path}"
         )
         raise GuardStop(f"the guard stopped the run at step {self._trainer.step}: {decision.reason}; {where}")
+
+
+def _newest_good(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
+    return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
+
+
+def _score(evaluations: Mapping[str, TaskEvaluation]) -> float | None:
+    """Return the mean of the primary metrics, each such that higher is better."""
+    oriented = [mean_interval(e.values)[0] * (1 if e.higher_is_better else -1) for e in evaluations.values()]
+    finite = [m for m in oriented if math.isfinite(m)]
+    return math.fsum(finite) / len(finite) if finite else None
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -48,7 +48,8 @@ def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
     """Check what concerns all tasks together.
 
     Raises:
-        ConfigError: no task to train, all weights zero, floors that add up to more than 1.
+        ConfigError: no task to train, all weights zero, floors that add up to more than 1, a former name
+            that is in use.
     """
     trained = [s for s in specs.values() if not s.evaluation_only]
     if not trained:
@@ -62,6 +63,7 @@ def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
     floors = sum(s.min_share or 0.0 for s in trained)
     if floors > 1:
         raise ConfigError(f"{where.file or 'tasks'}: the min_share of all tasks add up to {floors:g} > 1")
+    _check_former_names(specs, where)
 
 
 def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
@@ -97,6 +99,18 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
             f"{where.at('dataset')}: task {spec.name!r} has no data set; give a path, a Hugging Face id, "
             f"plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python"
         )
+
+
+def _check_former_names(specs: Mapping[str, TaskSpec], where: Where) -> None:
+    heirs: dict[str, str] = {name: name for name in specs}
+    for spec in specs.values():
+        old = spec.renamed_from
+        if old and heirs.setdefault(old, spec.name) != spec.name:
+            raise ConfigError(
+                f"{where.file or 'tasks'}: tasks.{spec.name}.renamed_from: a checkpoint's state of {old!r} "
+                f"goes to task {heirs[old]!r}; leave 'renamed_from' out (a checkpoint written under the new "
+                "name needs it no more), or give one of the tasks another name"
+            )
 
 
 def _check_name(name: str, where: Where) -> None:

@@ -43,7 +43,7 @@ class Confirmation:
         watch: Watch,
         evaluation: TaskEvaluation,
         statistics: Mapping[str, float],
-        confirm: Callable[[str], tuple[TaskEvaluation, TaskEvaluation]] | None,
+        confirm: Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None] | None,
     ) -> tuple[bool, dict[str, float]]:
         """Return whether the fall is confirmed, and the numbers of the test.
 
@@ -51,9 +51,9 @@ class Confirmation:
         """
         if not self._config.confirm or watch.metric:
             return True, {}
-        if confirm is not None:
+        fresh = confirm(watch.task) if confirm is not None else None
+        if fresh is not None:
             current, reference = self._fresh.setdefault(watch.task, ([], []))
-            fresh = confirm(watch.task)
             current.extend(fresh[0].values)
             reference.extend(fresh[1].values)
             limit = self._config.confirm_z
@@ -69,7 +69,7 @@ class Confirmation:
             "paired_drop": test.drop,
             "paired_prompts": float(test.num_prompts),
         }
-        overwhelming = confirm is None and statistics["cusum"] > _OVERWHELMING * statistics["cusum_limit"]
+        overwhelming = fresh is None and statistics["cusum"] > _OVERWHELMING * statistics["cusum_limit"]
         return test.z > limit or overwhelming, numbers
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,10 +33,11 @@ class Response:
         """In force."""
 
     def choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
-        """Return what a confirmed fall of the watched metric ``key`` calls for, and count it.
+        """Return what a confirmed fall of the watched metric ``key`` calls for.
 
         One rung further each time while its task has not recovered; a fall of twice the threshold goes to
-        the last rung. A rollback beyond ``max_rollbacks`` in the window becomes a stop.
+        the last rung. A rollback beyond ``max_rollbacks`` in the window becomes a stop; ``resume_at`` counts
+        those that took place.
         """
         ladder = self._config.ladder
         rung = self._rungs.get(key, 0)
@@ -48,14 +49,13 @@ class Response:
             self.rollbacks = [at for at in self.rollbacks if step - at < self._config.rollback_window]
             if len(self.rollbacks) >= self._max_rollbacks:
                 return GuardAction.stop
-            self.rollbacks.append(step)
         return action
 
     def adjust(self, action: GuardAction, *, victim: str, culprit: str, step: int) -> None:
         """Put into force what changes from here on; a rollback also starts the cooldown."""
         config = self._config
         is_rollback = action is GuardAction.rollback
-        times = len(self.rollbacks) if is_rollback else 1
+        times = len(self.rollbacks) + 1 if is_rollback else 1
         factors = {victim: config.victim_factor}
         if culprit:
             # a task trained into its own fall would only fall again, more slowly, on half of its share
@@ -76,7 +76,8 @@ class Response:
             self.cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
 
     def resume_at(self, step: int) -> None:
-        """Count adjustments and cooldown from ``step``, where the run goes on."""
+        """Count the rollback, and adjustments and cooldown from ``step``, where the run goes on."""
+        self.rollbacks.append(self.began)
         self.cooldown_until += step - self.began
         self.began = step
         self.is_restored = True

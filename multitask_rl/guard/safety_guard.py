@@ -33,9 +33,9 @@ __all__ = ["SafetyGuard"]
 _MAX_SNAPSHOTS = 64
 _PLAIN_STATE = ("step", "good_until", "judged_good", "fallen")
 
-Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation]]
+Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None]
 """``confirm(task)`` evaluates the current weights and those last judged good afresh, same prompts and seeds
-for both and new ones at every call; returns ``(current, reference)``."""
+for both and new ones at every call; returns ``(current, reference)``, None where no good weights are kept."""
 
 
 class SafetyGuard:
@@ -270,8 +270,7 @@ class SafetyGuard:
             missing = f"{watch.key}#missing"
             if not seen and missing not in self._warned:
                 self._warned.add(missing)
-                reason = f"{watch.key} has no value at step {step}: these weights are not judged good"
-                events.append(Event(step=step, source="guard", kind="warn", reason=reason, task=watch.task))
+                events.append(watch.tell_missing(step, evaluation))
             elif seen:
                 self._warned.discard(missing)
             if is_cooling and not self._response.is_restored:
@@ -289,8 +288,9 @@ class SafetyGuard:
             watch = max(alarmed, key=lambda w: (w.detector.cusum - w.detector.limit(settings), w.key))
             return self._answer_alarm(watch, step, evaluations, confirm)
         self._confirmation.forget_fresh()
-        complete = len(seen) == len(self._watches)
-        good = complete and bool(self._watches) and all(w.detector.is_good(settings) for w in self._watches)
+        # one that never had a value (its rewards fail, its name is misspelt) says nothing about the weights
+        complete = len(seen) == sum(w.detector.count > 0 for w in self._watches)
+        good = complete and bool(seen) and all(w.detector.is_good(settings) for w in seen)
         for watch in watched:
             above = watch.detector.cusum > 0.5 * watch.detector.limit(settings)
             if above and watch.key not in self._warned:

@@ -17,11 +17,13 @@ def choose_target(
 
     "Judged good" bounds the level from below only: an evaluation on the way down may pass by itself. A
     checkpoint's level is therefore the mean of its evaluation and the ones next to it, and it has to be
-    within a standard error of the best such level among the candidates.
+    within a standard error of the best such level among the candidates. One that is not a standard error
+    above the present value is no candidate: the run has learnt more since than it has lost.
 
     Args:
         good: candidates, judged good and in reach.
-        seen: (step, value, standard error) of the fallen metric at every evaluation, higher is better.
+        seen: (step, value, standard error) of the fallen metric at every evaluation, the present one last;
+            higher is better.
         fell_after: step after which the fall began, as far as the screen can tell; candidates up to it are
             preferred.
 
@@ -30,11 +32,14 @@ def choose_target(
     >>> choose_target(infos, seen, fell_after=30).step
     20
     """
-    candidates = [c for c in good if c.step <= fell_after] or list(good)
     levels = {}
     for i, (step, _, _) in enumerate(seen):
         near = [value for _, value, _ in seen[max(0, i - 1) : i + 2]]
         levels[step] = math.fsum(near) / len(near)
+    if any(c.step in levels for c in good):
+        _, value, error = seen[-1]
+        good = [c for c in good if levels.get(c.step, -math.inf) > value + error]
+    candidates = [c for c in good if c.step <= fell_after] or list(good)
     known = [c for c in candidates if c.step in levels]
     if known:
         lowest = max(levels[c.step] for c in known) - seen[-1][2]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import Any
 
+from multitask_rl.config.build import suggest
 from multitask_rl.guard.detector import DetectorSettings, RegressionDetector
-from multitask_rl.records import TaskEvaluation
+from multitask_rl.records import Event, TaskEvaluation
 
 __all__ = ["Watch"]
 
@@ -61,6 +62,15 @@ class Watch:
         scale = 0.0 if self.is_unit else math.sqrt(spread)
         self.detector.observe(value, error, evaluation.step, settings, scale=scale)
         return True
+
+    def tell_missing(self, step: int, evaluation: TaskEvaluation | None) -> Event:
+        """Say that there is no value; an alarm if there never was one."""
+        kind, reason = "warn", f"{self.key} has no value at step {step}: these weights are not judged good"
+        if not self.detector.count:
+            known = evaluation.metrics if evaluation is not None and self.metric else ()
+            kind, reason = "alarm", f"{self.key} has had no value up to step {step}: nothing guards it"
+            reason += suggest(self.metric, known)
+        return Event(step=step, source="guard", kind=kind, reason=reason, task=self.task)
 
     def orient(self, value: float) -> float:
         """Return ``value`` such that higher is better."""

@@ -7,16 +7,15 @@ import torch
 from run_builders import lines, run_config, train, weights_hash, write_run
 
 from multitask_rl.config.run import (
-    BatchConfig,
     CheckpointConfig,
     CriticConfig,
     EvalConfig,
     GuardConfig,
     ModelConfig,
-    OptimizerConfig,
     RolloutConfig,
 )
-from multitask_rl.errors import CheckpointError, ConfigError, DataError, GuardStop, TrainingError
+from multitask_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
+from multitask_rl.evaluation import Evaluator
 from multitask_rl.flow import FunctionStage
 from multitask_rl.records import Scored
 from multitask_rl.run_state import restore
@@ -106,6 +105,14 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(finished, tmp_path)
     assert second.runs["fresh"].stream.draw == 0
     second.train()
     assert second.step == 4
+    kept = changed.replace("from: copy", "from: fresh")
+    write_run(tmp_path, kept[: kept.index("  fresh:")])
+    with Trainer.from_config(run_config(tmp_path, "out", 6)) as third:
+        third._open()
+        saved = second.scheduler.state_dict()["policy_state"]["traces"]
+        assert (
+            third.scheduler.state_dict()["policy_state"]["traces"]["echo"] == saved["echo"] != saved["fresh"]
+        )
 
 
 QUARK = """
@@ -215,67 +222,63 @@ tasks:
 """
 
 
-def learn_well(directory):
-    """A run in which ``copy`` is learnt within 40 steps and judged by 150 held-out prompts."""
-    write_run(directory, ONE_TASK, num_rows=1500)
-    return {
-        "batch": BatchConfig(prompts_per_step=16, group_size=8),
-        "optimizer": OptimizerConfig(learning_rate=5e-3),
-        "eval": EvalConfig(every=2, num_prompts=150),
-        "checkpoint": CheckpointConfig(every=2),
-        "guard": GuardConfig(
-            rollback_steps=60, max_rollbacks=1, guard_config={"warmup": 3, "cooldown_steps": 4}
-        ),
-    }
+@pytest.mark.parametrize("during", ["sampling", "evaluation"])
+def test_an_interrupt_loses_no_step_and_no_verdict(finished, monkeypatch, during):
+    directory, whole = finished
+    config = run_config(directory, during, 6, checkpoint=CheckpointConfig(every=10))
+    trainer = Trainer.from_config(config)
+    evaluate = Evaluator.evaluate
 
-
-def damage(trainer, scale):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trainer.actor.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
-
-
-def test_the_guard_takes_back_a_planted_regression_and_the_run_goes_on(tmp_path):
-    settings = learn_well(tmp_path)
-    trainer = Trainer.from_config(run_config(tmp_path, "out", 60, **settings))
-    draws = []
-
-    def plant(scored: Scored) -> Scored:
-        if trainer.step == 40 and not draws:
-            draws.append(trainer.runs["copy"].stream.draw)
-            damage(trainer, 1.0)
+    def interrupted(scored: Scored) -> Scored:
+        if trainer.step == 4 and during == "sampling":
+            raise IndexError("of a stage")
         return scored
 
-    trainer.insert_stage(FunctionStage("plant", plant, consumes=Scored, produces=Scored), after="rewards")
-    last = trainer.train()
-    before = next(e for s, e in trainer.history if s == 40)["copy"]
-    kinds = [e.kind for e in trainer.events if e.source == "guard"]
-    assert draws, "the regression was planted"
-    assert "rollback" in kinds
-    assert "rolled_back" in kinds
-    assert trainer.step == 60
-    mean = sum(last["copy"].values) / len(last["copy"].values)
-    assert mean >= 0.95 * sum(before.values) / len(before.values)
-    assert trainer.runs["copy"].stream.draw > draws[0], "the data of the window are not seen again"
+    def interrupted_evaluation(self, step, **kind):
+        if step == 4 and during == "evaluation":
+            raise KeyboardInterrupt
+        return evaluate(self, step, **kind)
 
-
-def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(tmp_path, caplog):
-    settings = learn_well(tmp_path)
-    trainer = Trainer.from_config(run_config(tmp_path, "out", 200, **settings))
-
-    def plant(scored: Scored) -> Scored:
-        if trainer.step >= 40 and trainer.step % 5 == 0:
-            damage(trainer, 0.5)
-        return scored
-
-    trainer.insert_stage(FunctionStage("plant", plant, consumes=Scored, produces=Scored), after="rewards")
-    caplog.set_level("WARNING")
-    with pytest.raises(GuardStop, match=r"the last good weights are in .*step_000000") as caught:
+    trainer.insert_stage(
+        FunctionStage("interrupted", interrupted, consumes=Scored, produces=Scored), after="rewards"
+    )
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted_evaluation)
+    with pytest.raises((IndexError, KeyboardInterrupt)):
         trainer.train()
-    assert caught.value.exit_code == 3
-    assert "guard rollback at step" in caplog.text
-    assert "guard stop at step" in caplog.text
+    monkeypatch.undo()
+    resumed = Trainer.from_config(config)
+    resumed._open()
+    assert resumed.step == 4
+    resumed.train()
+    assert weights_hash(resumed) == weights_hash(whole)
+    entries, expected = resumed.store.checkpoints.entries, whole.store.checkpoints.entries
+    assert (entries[4].judged_good, entries[4].score) == (True, expected[4].score)
+
+
+def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatch, caplog):
+    write_run(tmp_path, ONE_TASK)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 2))
+
+    def broken(scored: Scored) -> Scored:
+        if trainer.step == 1:
+            monkeypatch.setattr(trainer.actor, "save", lambda directory: [][0])
+            raise KeyError("of a stage")
+        return scored
+
+    trainer.insert_stage(FunctionStage("broken", broken, consumes=Scored, produces=Scored), after="rewards")
+    with pytest.raises(KeyError, match="of a stage"):
+        trainer.train()
+    assert "its last checkpoint cannot be written" in caplog.text
+
+
+def test_the_best_checkpoint_is_the_lowest_where_lower_is_better(tmp_path):
+    tasks = ONE_TASK.replace("{type", "{higher_is_better: false, type").replace("starts_right", "is_short")
+    write_run(tmp_path, tasks)
+    trainer = train(run_config(tmp_path, "out", 2))
+    for step, evaluations in trainer.history:
+        values = evaluations["copy"].values
+        expected = pytest.approx(-sum(values) / len(values))
+        assert trainer.store.checkpoints.entries[step].score == expected
 
 
 @pytest.mark.parametrize(

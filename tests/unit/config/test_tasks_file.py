@@ -185,6 +185,11 @@ OK = "rewards: [math_answer]"
             ["evaluation_only", "nothing would be trained"],
         ),
         (f"tasks: {{a: {{min_share: 0.6, {OK}}}, b: {{min_share: 0.6, {OK}}}}}", ["min_share", "1.2"]),
+        (f"tasks: {{a: {{renamed_from: b, {OK}}}, b: {{{OK}}}}}", ["tasks.a.renamed_from", "'b'"]),
+        (
+            f"tasks: {{a: {{renamed_from: c, {OK}}}, b: {{renamed_from: c, {OK}}}}}",
+            ["tasks.b.renamed", "'a'"],
+        ),
         ("task:\n  m: {}\n", ["tasks.yaml:1", "'task'", "did you mean 'tasks'"]),
         ("tasks: []\n", ["tasks.yaml:1", "a list of tasks"]),
         ("tasks: {m: 3}\n", ["tasks.yaml:1", "tasks.m", "3"]),

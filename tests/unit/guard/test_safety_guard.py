@@ -238,6 +238,16 @@ def test_cooldown_waits_for_weights_that_no_checkpoint_could_replace() -> None:
     assert {d.action for d in _run(guard, [0.3] * 5, start=101)} == {GuardAction.keep}
 
 
+def test_rollbacks_without_a_checkpoint_to_return_to_are_not_counted() -> None:
+    guard, alarms, step = _guard(max_rollbacks=2, cooldown_steps=0), [], 0
+    for _ in range(4):
+        alarms.append(_run(guard, [0.6] * 6 + [0.3], start=step)[-1])
+        step += 70
+    assert [d.action for d in alarms] == [GuardAction.rollback] * 4
+    assert {d.adjustments.lr_factor for d in alarms} == {0.5}
+    assert guard.metrics()["guard/rollbacks"] == 0
+
+
 def test_rollbacks_are_bounded_then_the_run_stops() -> None:
     guard = _guard(max_rollbacks=2, cooldown_steps=0)
     actions, step = [], 0
@@ -404,6 +414,36 @@ def test_an_evaluation_that_failed_is_not_judged_good_and_said_once() -> None:
     assert guard.observe(80, _constant({"a": 0.6, "b": 0.7}, 80)).judged_good
 
 
+@pytest.mark.parametrize("blind", ["c", "a/violations"])
+def test_a_metric_that_never_had_a_value_is_told_once_and_leaves_the_others_guarded(blind: str) -> None:
+    guard = _guard("abc", monitor_metrics=["a", "b", blind])
+    decisions = []
+    for step in range(11):
+        level = 0.6 if step < 10 else 0.3
+        evaluations = _constant({"a": level, "b": 0.7}, step, {"violation_rate": 0.1})
+        failed = TaskEvaluation(task="c", metric="m", values=[math.nan] * 4, step=step, policy_version=0)
+        decisions.append(guard.observe(step, {**evaluations, "c": failed}))
+    assert [d.judged_good for d in decisions] == [True] * 10 + [False]
+    assert decisions[10].action is GuardAction.rollback
+    alarms = [e for d in decisions for e in d.events if e.kind == "alarm"]
+    assert [e.step for e in alarms] == [0]
+    assert f"{blind} has had no value" in alarms[0].reason
+    assert ("did you mean 'violation_rate'" in alarms[0].reason) == (blind != "c")
+
+
+def test_without_good_weights_to_compare_with_an_alarm_is_answered_as_without_a_fresh_evaluation() -> None:
+    for confirm in (None, lambda task: None):
+        guard, never_good = _guard(warmup=3), _guard(warmup=3)
+        _run(guard, [0.6] * 10)
+        decision = guard.observe(100, _constant({"a": 0.3, "b": 0.7}, 100), confirm)
+        assert (decision.action, decision.statistics["z_limit"]) == (GuardAction.rollback, 1.64)
+        for step in range(10):  # b is lost when a comes: no weights are good in both
+            level = {"b": 0.7} if step == 0 else {"a": 0.6 if step < 9 else 0.3}
+            decision = never_good.observe(step, _constant(level, step), confirm)
+        assert decision.action is GuardAction.rollback
+        assert "z" not in decision.statistics
+
+
 def test_an_alarm_is_not_answered_while_its_task_has_no_evaluation() -> None:
     guard, same = _guard(), _constant({"a": 0.6}, 0)["a"]
     _run(guard, [0.6] * 10)
@@ -422,7 +462,7 @@ def test_state_round_trip_continues_identically() -> None:
     for i in range(34):
         whole.record_step(i, {"a": _stats("a", 2, math.nan), "b": _stats("b", 3)})
         whole.observe(i, evaluations[i])
-    assert whole.metrics()["guard/rollbacks"] == 1
+    assert whole.lr_factor(34) == 0.5
     resumed = _guard()
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
     for i in range(34, 60):

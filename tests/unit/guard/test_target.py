@@ -36,6 +36,13 @@ def test_candidates_from_before_the_fall_come_first_whatever_their_level() -> No
     assert choose_target(infos[1:], _seen(0.5, 0.6, 0.7, 0.3), fell_after=20) == infos[1]
 
 
+def test_a_run_never_returns_to_less_than_it_has() -> None:
+    seen = _seen(0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.5)
+    assert choose_target(_good(10), seen, fell_after=60) is None
+    assert choose_target(_good(10, 60), seen, fell_after=10) == _good(60)[0]
+    assert choose_target(_good(10, 60), _seen(0.5, 0.5, 0.52), fell_after=30) is None
+
+
 def test_without_values_the_newest_is_chosen_and_without_candidates_none() -> None:
     infos = _good(10, 20)
     assert choose_target(infos, [], fell_after=15) == infos[0]
