@@ -19,6 +19,7 @@ from multitask_rl.config.template import parse_template
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows, row_id
 from multitask_rl.data.readers import GeneratedRows
+from multitask_rl.data.render import render_content
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
@@ -123,6 +124,7 @@ def _check_data(spec: TaskSpec, needs: set[str]) -> dict[str, int]:
                     f"{spec.source}: tasks.{spec.name}: row {row_id(row)!r} of {spec.dataset!r} lacks "
                     f"{', '.join(missing)}, which the prompt or a plugin reads (columns: {', '.join(row)})"
                 )
+            render_content(spec, row)
     return counts
 
 
