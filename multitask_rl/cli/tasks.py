@@ -79,8 +79,8 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     """Check the plugins' configuration and the data of one task; return what was found, add ``warnings``."""
     where = f"{spec.source}: tasks.{spec.name}"
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
-    place = Where(path=(f"{where}.algorithm_config",))
-    config = build_dataclass(algorithm.Config, spec.algorithm_config, place)
+    keys = Where(path=(f"{where}.algorithm_config",))
+    config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
     check_learnable(spec, algorithm(config), spec.group_size)
     needs: set[str] = set()
     traits: dict[str, PluginTraits] = {}
