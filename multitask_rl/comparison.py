@@ -14,6 +14,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,7 @@ def main_report(argv: Sequence[str]) -> int:
     with _open_run(options.run, options.tracking_uri) as run:
         result = {
             "run": run.name,
-            "tasks": {
-                task: _row(history[0], history[-1], paired=len(history[0].values) == len(history[-1].values))
-                for task, history in run.evaluations.items()
-            },
+            "tasks": {task: _before_after(run, history) for task, history in run.evaluations.items()},
             "constraints": _constraints(run),
             "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
             "stages": run.stages,
@@ -143,6 +141,19 @@ def _share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second:
     return not any(key == name or key.startswith(name) for key in different for name in relevant)
 
 
+def _before_after(run: RunRecord, history: Sequence[Evaluation]) -> dict[str, Any]:
+    """Return the row from the first evaluation that the last can be compared with, if there is one."""
+    last = history[-1]
+    kind = (last.metric, last.higher_is_better)
+    alike = [e for e in history if (e.metric, e.higher_is_better) == kind]
+    left_out = [e.step for e in history if (e.metric, e.higher_is_better) != kind]
+    if len(alike) > 1:
+        row = _row(alike[0], last, paired=_share_prompts(run, run, alike[0], last))
+    else:
+        row = _row(replace(last, values=[]), last, paired=False) | {"steps": [None, last.step]}
+    return {**row, "left_out": left_out}
+
+
 def _row(first: Evaluation, second: Evaluation, *, paired: bool) -> dict[str, Any]:
     difference: Difference = compare_means(first.values, second.values, paired=paired)
     return {
@@ -163,7 +174,7 @@ def _constraints(run: RunRecord) -> list[dict[str, Any]]:
     """Return one row per constraint with a limit: its last evaluation, and its rate at the first."""
     rows = []
     for task, history in run.evaluations.items():
-        first, last = history[0].metrics, history[-1].metrics
+        first, last = history[0].metrics if len(history) > 1 else {}, history[-1].metrics
         for key in last:
             if key.startswith("constraint/") and key.endswith("/limit"):
                 prefix = key.removesuffix("limit")
@@ -254,6 +265,12 @@ def _render_comparison(result: Mapping[str, Any]) -> str:
 
 def _render_report(result: Mapping[str, Any]) -> str:
     parts = [f"run: {result['run']}", _task_table(result["tasks"], ("before", "after"))]
+    parts += [
+        f"{task}: not compared with the evaluations at steps {', '.join(map(str, row['left_out']))}, "
+        f"which were not judged by {row['metric']!r} in the same direction"
+        for task, row in result["tasks"].items()
+        if row["left_out"]
+    ]
     if result["constraints"]:
         parts.append(_constraint_table(result["constraints"]))
     weights = result["weights"]

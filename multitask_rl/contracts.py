@@ -24,7 +24,11 @@ class PluginTraits:
     high: float = float("inf")
     """Largest value it may return."""
     deterministic: bool = True
-    """Same rollout, same result: may be cached."""
+    """Same rollout, same result, whatever its batch: may be cached."""
+    independent: bool = False
+    """A rollout's result does not depend on its batch, so a call may be cut or repeated in parts: where one
+    raises or hangs, the others keep their scores. Holds of all that is ``deterministic`` and of functions of
+    one response; another batch fails as a whole."""
     needs: tuple[str, ...] = ()
     """Columns of the row it reads; a missing one is a ``data`` failure."""
     isolate: bool = True

@@ -15,8 +15,9 @@ double[int -> int] -> show[int -> str]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 from multitask_rl.errors import ConfigError
@@ -89,7 +90,8 @@ class DataFlow:
 
     def __init__(self, stages: Sequence[Stage] = ()) -> None:
         self._stages: list[Stage] = []
-        self._successors: dict[str, list[str]] = {}
+        self._edges: list[tuple[str, str]] = []
+        """Source and target, in the order of connecting."""
         previous: Stage | None = None
         for stage in stages:
             self.add(stage)
@@ -113,14 +115,17 @@ class DataFlow:
         if stage.num_workers < 1:
             raise ConfigError(f"stage {stage.name!r}: num_workers must be >= 1, got {stage.num_workers}")
         self._stages.append(stage)
-        self._successors[stage.name] = []
         return self
 
     def connect(self, source: Stage | str, target: Stage | str) -> DataFlow:
         """Let the records of ``source`` flow to ``target``; stages not yet in the flow are added.
 
+        A stage that several flow to gets the records of each, one source after the other in the order of
+        connecting.
+
         Raises:
-            ConfigError: ``target`` does not consume what ``source`` produces, or the edge closes a circle.
+            ConfigError: ``target`` does not consume what ``source`` produces, or the edge closes a circle or
+                is there already.
         """
         for stage in (source, target):
             if isinstance(stage, Stage) and stage not in self._stages:
@@ -131,11 +136,14 @@ class DataFlow:
                 f"stage {second.name!r} consumes {second.consumes.__name__}, but {first.name!r} produces "
                 f"{first.produces.__name__}; put a stage between them that converts"
             )
-        self._successors[first.name].append(second.name)
+        edge = (first.name, second.name)
+        if edge in self._edges:
+            raise ConfigError(f"stage {first.name!r} is connected to {second.name!r} already")
+        self._edges.append(edge)
         try:
             self._order()
         except ConfigError:
-            self._successors[first.name].remove(second.name)
+            self._edges.remove(edge)
             raise
         return self
 
@@ -143,11 +151,13 @@ class DataFlow:
         """Put ``stage`` on every edge that leaves ``after`` (and at its end, if none does)."""
         self.add(stage)
         origin = _name(after)
-        followers = list(self._successors[self._by_name(origin).name])
-        self._successors[origin] = []
+        places = [i for i, (source, _) in enumerate(self._edges) if source == self._by_name(origin).name]
+        moved = [self._edges[i] for i in places]
+        self._edges = [edge for edge in self._edges if edge not in moved]
         self.connect(origin, stage)
-        for follower in followers:
+        for place, (_, follower) in zip(places, moved, strict=True):
             self.connect(stage, follower)
+            self._edges.insert(place, self._edges.pop())  # the follower's sources keep their order
         return self
 
     def __call__(
@@ -158,30 +168,35 @@ class DataFlow:
         before: str | None = None,
         note: Note | None = None,
     ) -> list[Any]:
-        """Pass ``items`` through once and return what the last stage that ran produced.
+        """Pass ``items`` through once and return what the last stage produced, or what reaches ``before``.
 
         Args:
-            items: records for the first stage (or ``start``).
-            start: first stage that runs.
+            items: records for every stage that none flows to (or for ``start``).
+            start: first stage that runs; with branches, only what it flows to runs after it.
             before: stage to stop at, not run.
             note: is told when each stage that does not stream was at work.
+
+        Raises:
+            ConfigError: no stage ``start`` or ``before``.
         """
         order = self._order()
-        first = order.index(start) if start else 0
-        last = order.index(before) if before else len(order)
+        first = self._place(order, start) if start else 0
+        last = self._place(order, before) if before else len(order)
         if first >= last:
             return list(items)
-        if all(len(f) <= 1 for f in self._successors.values()):
+        if self._is_chain(order):
             return in_order(self._stream(list(items), order[first:last], note))
-        inbox: dict[str, list[Any]] = {order[first]: list(items)}
-        output: list[Any] = []
+        given = list(items)
+        outputs: dict[str, list[Any]] = {}
         for name in order[first:last]:
-            if name not in inbox:
-                continue
-            output = _timed(self._by_name(name), inbox.pop(name), note)
-            for follower in self._successors[name]:
-                inbox.setdefault(follower, []).extend(output)
-        return output
+            reached = self._reaching(name, outputs)
+            if name == start or (start is None and not self._sources(name)):
+                reached = given
+            if reached is not None:
+                outputs[name] = _timed(self._by_name(name), list(reached), note)
+        if before:
+            return self._reaching(before, outputs) or []
+        return list(outputs.values())[-1]
 
     def stream(self, items: Iterable[Any], *, before: str, note: Note | None = None) -> Iterator[list[Any]]:
         """Pass ``items`` through a flow without branches; yield what reaches ``before`` as it comes.
@@ -189,15 +204,15 @@ class DataFlow:
         Raises:
             ConfigError: the flow has branches.
         """
-        if any(len(f) > 1 for f in self._successors.values()):
-            raise ConfigError("only a flow without branches can be streamed")
         order = self._order()
-        return self._stream(list(items), order[: order.index(before)], note)
+        if not self._is_chain(order):
+            raise ConfigError("only a flow without branches can be streamed")
+        return self._stream(list(items), order[: self._place(order, before)], note)
 
     def after(self, name: str) -> str | None:
         """Return the name of the stage that runs after ``name``; None for the last."""
         order = self._order()
-        place = order.index(self._by_name(name).name) + 1
+        place = self._place(order, name) + 1
         return order[place] if place < len(order) else None
 
     def _stream(self, items: list[Any], names: Sequence[str], note: Note | None) -> Iterator[list[Any]]:
@@ -235,16 +250,31 @@ class DataFlow:
         lines = ["graph TD"]
         for stage in self._stages:
             lines.append(f'    {stage.name}["{stage}"]')
-        for name, followers in self._successors.items():
-            produced = self._by_name(name).produces.__name__
-            lines.extend(f"    {name} -- {produced} --> {follower}" for follower in followers)
+        for source, target in self._edges:
+            lines.append(f"    {source} -- {self._by_name(source).produces.__name__} --> {target}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        if all(len(f) <= 1 for f in self._successors.values()):
-            return " -> ".join(str(self._by_name(n)) for n in self._order())
-        rows = [f"{self._by_name(n)} -> {', '.join(f) or 'end'}" for n, f in self._successors.items()]
-        return "\n".join(rows)
+        if self._is_chain(self._order()):
+            return " -> ".join(map(str, self.stages))
+        return "\n".join(f"{s} -> {', '.join(self._followers(s.name)) or 'end'}" for s in self._stages)
+
+    def _sources(self, name: str) -> list[str]:
+        return [source for source, target in self._edges if target == name]
+
+    def _followers(self, name: str) -> list[str]:
+        return [target for source, target in self._edges if source == name]
+
+    def _reaching(self, name: str, outputs: Mapping[str, list[Any]]) -> list[Any] | None:
+        """Return what the sources of ``name`` produced, one after the other; None if none of them ran."""
+        ran = [outputs[source] for source in self._sources(name) if source in outputs]
+        return [record for output in ran for record in output] if ran else None
+
+    def _is_chain(self, order: Sequence[str]) -> bool:
+        return sorted(self._edges) == sorted(pairwise(order))
+
+    def _place(self, order: Sequence[str], name: str) -> int:
+        return order.index(self._by_name(name).name)
 
     def _by_name(self, name: str) -> Stage:
         for stage in self._stages:
@@ -257,9 +287,8 @@ class DataFlow:
     def _order(self) -> list[str]:
         """Topological order, stable in the order of adding."""
         waiting = {s.name: 0 for s in self._stages}
-        for followers in self._successors.values():
-            for follower in followers:
-                waiting[follower] += 1
+        for _, target in self._edges:
+            waiting[target] += 1
         order: list[str] = []
         while waiting:
             ready = next((n for n, count in waiting.items() if count == 0), None)
@@ -267,7 +296,7 @@ class DataFlow:
                 raise ConfigError(f"the flow has a circle through: {', '.join(waiting)}")
             order.append(ready)
             del waiting[ready]
-            for follower in self._successors[ready]:
+            for follower in self._followers(ready):
                 waiting[follower] -= 1
         return order
 

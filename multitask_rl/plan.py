@@ -17,6 +17,7 @@ from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tas
 from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError
+from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.satisfaction import constraint_warnings
 from multitask_rl.task_run import build_algorithms, run_sampling
@@ -112,6 +113,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     )
     for name, spec in specs.items():
         _check_combination(spec, plan.algorithms[name])
+        check_learnable(spec, plan.algorithms[name], spec.group_size or config.batch.group_size)
         _check_stop(spec, config)
         if spec.curriculum.by not in ("", PASS_RATE):
             pools_by_column(rows[name][0], spec.curriculum, name)

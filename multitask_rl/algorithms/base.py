@@ -169,6 +169,16 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
 
+    @property
+    def min_group_size(self) -> int:
+        """Rollouts per prompt below which every advantage is 0."""
+        return 1
+
+    @property
+    def adds_reward(self) -> bool:
+        """Whether ``outcome`` tells responses apart that were scored alike."""
+        return type(self).outcome is not Algorithm.outcome
+
     def bind(self, control_token_ids: Sequence[int]) -> None:
         """Receive the ids of the ``num_control_tokens`` control tokens, once, before any other call."""
 

@@ -58,6 +58,11 @@ class DAPO(GRPO):
     Config: ClassVar[type[AlgorithmConfig]] = DAPOConfig
     config: DAPOConfig
 
+    @property
+    def adds_reward(self) -> bool:
+        """Whether long responses are penalised."""
+        return self.config.overlong_buffer > 0 and self.config.overlong_weight > 0
+
     def outcome(self, scored: Scored) -> float:
         """Return the scored reward plus the length penalty.
 

@@ -75,6 +75,11 @@ class GRPO(Algorithm):
         super().__init__(config)
         self._scales = {"reward": RunningScale(), "cost": RunningScale()}
 
+    @property
+    def min_group_size(self) -> int:
+        """Two: a response is worth what it is against its siblings."""
+        return 2
+
     def is_informative(self, rewards: Sequence[float]) -> bool:
         """Whether the group's rewards differ."""
         return group.has_variance(rewards)

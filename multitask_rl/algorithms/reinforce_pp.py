@@ -43,6 +43,11 @@ class ReinforcePP(GRPO):
     Config: ClassVar[type[AlgorithmConfig]] = ReinforcePPConfig
     config: ReinforcePPConfig
 
+    @property
+    def min_group_size(self) -> int:
+        """Two with the group baseline, else one."""
+        return super().min_group_size if self.config.group_baseline else 1
+
     def is_informative(self, rewards: Sequence[float]) -> bool:
         """Whether the group's rewards differ; without the group baseline every response tells something."""
         return super().is_informative(rewards) if self.config.group_baseline else True

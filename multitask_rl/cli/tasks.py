@@ -19,7 +19,9 @@ from multitask_rl.config.template import parse_template
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows, row_id
 from multitask_rl.data.readers import GeneratedRows
+from multitask_rl.data.render import render_content
 from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.satisfaction import constraint_warnings
 from multitask_rl.scoring.adapt import PluginSource, find_plugin
@@ -77,7 +79,9 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     """Check the plugins' configuration and the data of one task; return what was found, add ``warnings``."""
     where = f"{spec.source}: tasks.{spec.name}"
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
-    build_dataclass(algorithm.Config, spec.algorithm_config, Where(path=(f"{where}.algorithm_config",)))
+    keys = Where(path=(f"{where}.algorithm_config",))
+    config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
+    check_learnable(spec, algorithm(config), spec.group_size)
     needs: set[str] = set()
     traits: dict[str, PluginTraits] = {}
     rewards = [("reward", i, r.plugin, r.config) for i, r in enumerate(spec.rewards)]
@@ -120,6 +124,7 @@ def _check_data(spec: TaskSpec, needs: set[str]) -> dict[str, int]:
                     f"{spec.source}: tasks.{spec.name}: row {row_id(row)!r} of {spec.dataset!r} lacks "
                     f"{', '.join(missing)}, which the prompt or a plugin reads (columns: {', '.join(row)})"
                 )
+            render_content(spec, row)
     return counts
 
 

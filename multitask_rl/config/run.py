@@ -208,8 +208,8 @@ class SchedulerConfig:
 
     policy: str = "deficit_learnability"
     """Entry point of ``multitask_rl.schedulers``."""
-    min_weight: float = 0.1
-    """Floor of every task's share; the default is lowered to 0.2 / number of tasks where that is smaller."""
+    min_weight: float | None = None
+    """Floor of every task's share; None = 0.1, or 0.2 / number of tasks where that is smaller."""
     patience: int = 50
     """Steps without improvement that make a plateau."""
     metric_key: str = "reward_score"

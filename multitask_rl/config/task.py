@@ -160,7 +160,7 @@ class TaskSpec:
     prompt: str = "{prompt}"
     """Template over the row's columns; with ``chat`` it becomes the user's message."""
     system: str = ""
-    """System message (chat only)."""
+    """System message (chat only); replaces that of rows which are chat messages."""
     chat: bool | None = None
     """Use the tokenizer's chat template; None = if it has one."""
     weight: float | None = None

@@ -41,8 +41,8 @@ class DynamicTaskWeightScheduler:
         metric_key: what the policy watches: ``reward_score`` (mean training reward, rescaled to [0, 1] as
             ``signal.py`` says) or a key of ``TaskStats.metrics``.
         patience: steps without improvement that make a plateau; for policies that know one.
-        min_weight: floor of every task's share. The default 0.1 is lowered to ``0.2 / number of tasks``
-            where that is smaller; any other value is kept as given.
+        min_weight: floor of every task's share. None = 0.1, or ``0.2 / number of tasks`` where that is
+            smaller.
         policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
         policy_config: further keys of the policy's ``Config``.
 
@@ -56,11 +56,11 @@ class DynamicTaskWeightScheduler:
         initial_weights: Mapping[str, float] | None = None,
         metric_key: str = "reward_score",
         patience: int = 500,
-        min_weight: float = _DEFAULT_MIN_WEIGHT,
+        min_weight: float | None = None,
         policy: str | type[SchedulerPolicy] = "deficit_learnability",
         **policy_config: Any,
     ) -> None:
-        if not 0.0 <= min_weight <= 1.0:
+        if min_weight is not None and not 0.0 <= min_weight <= 1.0:
             raise ConfigError(f"scheduler.min_weight must be in [0, 1], got {min_weight!r}")
         self.initial_weights = _check_weights(initial_weights or {})
         self.min_weight = min_weight
@@ -281,8 +281,8 @@ class DynamicTaskWeightScheduler:
 
     def _complete_floors(self, active: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
         floor = self.min_weight
-        if floor == _DEFAULT_MIN_WEIGHT:
-            floor = min(floor, _MAX_DEFAULT_FLOORS / len(active))
+        if floor is None:
+            floor = min(_DEFAULT_MIN_WEIGHT, _MAX_DEFAULT_FLOORS / len(active))
         floors = {task: given.get(task, floor) for task in active}
         bad = {task: share for task, share in floors.items() if not 0.0 <= share <= 1.0}
         if bad:
@@ -290,7 +290,7 @@ class DynamicTaskWeightScheduler:
         if math.fsum(floors.values()) > 1.0 + 1e-9:
             raise ConfigError(
                 f"the floors of {len(active)} tasks add up to {math.fsum(floors.values()):g}, more than the "
-                f"whole step: lower scheduler.min_weight (now {self.min_weight:g}, at most "
+                f"whole step: lower scheduler.min_weight (now {floor:g}, at most "
                 f"{1.0 / len(active):g} here) or the tasks' min_share ({dict(given) or 'none given'})"
             )
         return floors

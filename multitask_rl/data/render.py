@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.task import TaskSpec
@@ -12,7 +13,7 @@ from multitask_rl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["render_prompt", "render_template"]
+__all__ = ["render_content", "render_prompt", "render_template"]
 
 
 def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
@@ -21,13 +22,13 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
     With a chat template (``spec.chat`` None = if the tokenizer has one) the rendered prompt becomes the
     user's message and the chat template's text carries all special tokens; without one the tokenizer adds
     what it adds in front. Where the prompt template is one column alone and the column holds a list of chat
-    messages, these are used as they are.
+    messages, these are used as they are, but for ``spec.system``, which replaces a system message of theirs.
 
     Returns:
         ``(text, prompt_ids)``; prompt_ids [P], P >= 1.
 
     Raises:
-        DataError: a column is missing or null, or the prompt is empty; names the row.
+        DataError: a column is missing, null or no text, or the prompt is empty; names the row.
         ConfigError: ``chat: true`` with a tokenizer that has no chat template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -36,7 +37,7 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
             f"{spec.source or 'tasks'}: tasks.{spec.name}.chat is true, but the tokenizer has no chat "
             f"template; set chat: false or use a model with one"
         )
-    content = _messages(spec, row) or render_template(spec.prompt, row, task=spec.name)
+    content = render_content(spec, row)
     if has_template and spec.chat is not False:
         text, ids = _render_chat(spec, content, tokenizer)
     else:
@@ -47,11 +48,16 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
     return text, ids
 
 
+def render_content(spec: TaskSpec, row: Row) -> str | list[dict[str, Any]]:
+    """Return the filled template, or the chat messages that take its place; raises as ``render_template``."""
+    return _messages(spec, row) or render_template(spec.prompt, row, task=spec.name)
+
+
 def render_template(template: str, row: Row, *, task: str = "") -> str:
     """Fill ``{column}`` with the row's values; ``{{`` and ``}}`` are braces. Values are never expanded again.
 
     Raises:
-        DataError: a column is missing or null; names the row and its columns.
+        DataError: a column is missing, null, or a list or mapping; names the row and its columns.
         ConfigError: the template itself is malformed.
     """
     parts: list[str] = []
@@ -65,6 +71,13 @@ def render_template(template: str, row: Row, *, task: str = "") -> str:
             raise DataError(
                 f"task {task!r}: column {column!r} of the prompt template {state} row {row_id(row)!r} "
                 f"(columns: {', '.join(map(str, row))})"
+            )
+        if isinstance(value, (list, tuple, Mapping)) and conversion is None:
+            raise DataError(
+                f"task {task!r}: column {column!r} of the prompt template {template!r} holds a "
+                f"{type(value).__name__} in row {row_id(row)!r}, which has no text of its own; chat messages "
+                f"need the prompt '{{{column}}}' alone, anything else a column of text (or "
+                f"'{{{column}!r}}' for how Python writes it)"
             )
         parts.append(format(repr(value) if conversion == "r" else value, spec or ""))
     return "".join(parts)
@@ -86,6 +99,8 @@ def _render_chat(
 ) -> tuple[str, list[int]]:
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
     if spec.system:
+        if messages[0].get("role") == "system":  # models are trained with one
+            del messages[0]
         messages.insert(0, {"role": "system", "content": spec.system})
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     # The template's text already holds the begin-of-sequence token; the tokenizer must not add a second one.

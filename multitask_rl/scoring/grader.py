@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from multitask_rl.contracts import PluginTraits
@@ -42,6 +43,13 @@ class Grader:
         """It reads no token ids."""
         self.waits = bool(getattr(plugin, "is_async", False))
         """Its calls wait for others rather than compute."""
+        self.independent = (
+            self.traits.independent
+            or self.traits.deterministic
+            or self.one_by_one
+            or bool(getattr(plugin, "independent", False))
+        )
+        """A result does not depend on the batch it was computed in."""
         self._plugin = plugin
         self._is_reward = kind == "reward"
         self._call = plugin.score if self._is_reward else plugin.judge
@@ -74,8 +82,11 @@ class Grader:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary where an error becomes data
             failure = failure_of(error, self.source)
             if len(rollouts) > 1 and failure.kind is not FailureKind.infra:
-                # One bad sample must not cost its batch mates their score.
-                return [result for rollout in rollouts for result in self._grade([rollout])]
+                if self.independent:  # one bad sample must not cost its batch mates their score
+                    half = len(rollouts) // 2
+                    return [*self._grade(rollouts[:half]), *self._grade(rollouts[half:])]
+                message = f"{failure.message} (so its whole batch fails: independent=True is not declared)"
+                failure = replace(failure, message=message)
             return [failure] * len(rollouts)
         if len(raw) != len(rollouts):
             message = f"returned {len(raw)} results for {len(rollouts)} rollouts"

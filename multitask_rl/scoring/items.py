@@ -80,6 +80,8 @@ class Call:
     """Items answered so far."""
     at: int = 0
     """With ``each``: index of the item being scored, as far as the runner has looked."""
+    probe: bool = False
+    """It asks whether the plugin answers at all; what it answers is dropped."""
     canary: bool = False
     hedged: bool = False
 

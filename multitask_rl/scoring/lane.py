@@ -3,7 +3,8 @@
 A lane never blocks another lane. Calls of a plugin that looks at responses one by one are cut to about 50 ms
 of work, so that a response that hangs holds up next to nothing. A plugin that takes batches gets up to its
 ``batch_size``. A call that stalls is hedged: what it holds up goes out again, alone, on another runner, and
-the first result of an item counts.
+the first result of an item counts. Where results depend on their batch, no call is cut, and what goes out
+alone only asks whether the plugin still answers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Protocol
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, FailureKind
 from multitask_rl.scoring.breaker import CircuitBreaker
-from multitask_rl.scoring.grader import Result
+from multitask_rl.scoring.grader import Grader, Result
 from multitask_rl.scoring.items import Call, Item, Limiter
+from multitask_rl.scoring.process import WorkerProcess
 
 __all__ = ["Lane", "Runner"]
 
@@ -70,10 +72,12 @@ class Lane:
     def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
         self.source = source
         self.traits = PluginTraits()
-        """The built plugin's, once its first runner is up; likewise ``one_by_one``."""
+        """The built plugin's, once its first runner is up; likewise the three below."""
         self.one_by_one = False
         self.waits = False
         """A call's length does not grow with its rollouts: it is never cut for the time it takes."""
+        self.independent = False
+        """A result does not depend on its batch: items may be sent alone."""
         self.num_workers = num_workers
         self.retries = retries
         self.breaker = CircuitBreaker(source)
@@ -145,6 +149,11 @@ class Lane:
 
     # ------------------------------------------------------------------ the runners' side
 
+    def learn(self, plugin: Grader | WorkerProcess) -> None:
+        """Take over what the built plugin says of itself."""
+        self.traits, self.one_by_one, self.waits = plugin.traits, plugin.one_by_one, plugin.waits
+        self.independent = plugin.independent
+
     def take(self, runner: Runner) -> Call | None:
         """Return the next call for ``runner`` (its ``call`` is set); None = stop. Blocks."""
         with self._condition:
@@ -158,7 +167,9 @@ class Lane:
                         item.started = now
                         item.began = item.began or now
                     self._waiting_since = now
-                    runner.call = Call(items, each=self.one_by_one or items[0].alone, began=now)
+                    alone = items[0].alone
+                    probe = alone and not self.independent
+                    runner.call = Call(items, each=self.one_by_one or alone, probe=probe, began=now)
                     return runner.call
                 self._condition.wait(GROW_AFTER_S if self._queue else None)
             return None
@@ -170,8 +181,12 @@ class Lane:
             if call is None:
                 return
             self._limiter.leave()
+            left = [] if call.probe else call.open()  # a probe's item is in the call that stalled, too
+            if not self.independent:
+                for item in call.items:
+                    item.alone = False
             queued = set(map(id, self._queue))
-            self._queue.extendleft(item for item in reversed(call.open()) if id(item) not in queued)
+            self._queue.extendleft(item for item in reversed(left) if id(item) not in queued)
             self._condition.notify_all()
 
     def answer(self, call: Call, results: Sequence[Result], seconds: float) -> None:
@@ -181,12 +196,14 @@ class Lane:
             items = call.items[call.position : call.position + len(results)]
             call.position += len(results)
             call.began = self._last_answer = now
+            if call.probe:
+                return
             share = seconds / max(1, len(items))
             self._mean_s = share if not self._mean_s else 0.8 * self._mean_s + 0.2 * share
             for item, result in zip(items, results, strict=True):
                 item.seconds += share
                 if isinstance(result, Failure) and result.kind is FailureKind.infra:
-                    self._retry(item, result)
+                    self._retry(item, result, now)
                 else:
                     self.breaker.success()
                     self._settle(item, result)
@@ -194,37 +211,44 @@ class Lane:
                 item.started = now
 
     def died(self, call: Call, reason: str, *, outside: bool) -> None:
-        """The process of ``call`` died. The item it was at is the suspect, the rest is merely sent again."""
+        """The process of ``call`` died. The item it was at is the suspect, the rest is merely sent again.
+
+        A batch that cannot be sent in parts is suspect as a whole.
+        """
         with self._condition:
             suspects = call.current()
             for item in call.open():
-                item.alone = True
-            if len(suspects) != 1:
+                item.alone = self.independent
+            if len(suspects) != 1 and self.independent:
                 return
-            item = suspects[0]
-            item.deaths += 1
-            if item.deaths > (OUTSIDE_KILLS if outside else self.retries):
-                message = f"the worker process {reason} {item.deaths} times while scoring this sample"
-                self._settle(item, Failure(kind=FailureKind.infra, message=message, source=self.source))
+            what = "this sample" if len(suspects) == 1 else "this batch"
+            for item in suspects:
+                item.deaths += 1
+                if item.deaths > (OUTSIDE_KILLS if outside else self.retries):
+                    message = f"the worker process {reason} {item.deaths} times while scoring {what}"
+                    self._settle(item, Failure(kind=FailureKind.infra, message=message, source=self.source))
 
     def unsendable(self, call: Call, message: str) -> None:
-        """A rollout of ``call`` cannot be sent to another process; alone, it is a ``data`` failure."""
+        """A rollout of ``call`` cannot be sent to another process; alone, it is a ``data`` failure.
+
+        With a batch that cannot be sent in parts all of it is.
+        """
         with self._condition:
             for item in call.open():
-                if len(call.items) == 1:
+                if len(call.items) == 1 or not self.independent:
                     text = f"the row cannot be sent to the worker process: {message}"
                     self._settle(item, Failure(kind=FailureKind.data, message=text, source=self.source))
-                item.alone = True
+                item.alone = self.independent
 
     def timed_out(self, call: Call) -> None:
         """The time limit of ``call`` passed; with nothing answered for a whole limit, the plugin hangs."""
         with self._condition:
             limit = self.traits.timeout_s
             culprits = call.current()
-            for item in culprits:
+            for item in [] if call.probe else culprits:
                 self._settle(item, self._timeout())
             for item in call.open():
-                item.alone = True
+                item.alone = self.independent
             silent = time.monotonic() - self._last_answer >= 0.9 * limit
             others = [i for c in self._calls() for i in c.open()] or [i for i in self._queue if not i.result]
             if culprits and silent and (others or self.breaker.suspicious):
@@ -271,6 +295,8 @@ class Lane:
 
     def _call_size(self) -> int:
         most = max(1, self.traits.batch_size)
+        if not self.independent:
+            return most
         if self.breaker.suspicious:
             return 1
         if self.waits:
@@ -285,7 +311,7 @@ class Lane:
             age = now - call.began
             if age <= STALL_S or len(call.items) < 2:
                 continue
-            if call.each or age > self.traits.timeout_s:
+            if self.independent and (call.each or age > self.traits.timeout_s):
                 due, call.hedged = not call.hedged, True
                 held_up = [item for item in call.open() if item not in call.current()[: call.each]]
             else:  # one rollout tells a slow batch from a plugin that hangs
@@ -320,7 +346,7 @@ class Lane:
                 self.breaker.open(FailureKind.timeout, reason)
             self._fail_everything(FailureKind.timeout, self._timeout().message)
 
-    def _retry(self, item: Item, failure: Failure) -> None:
+    def _retry(self, item: Item, failure: Failure, now: float) -> None:
         if item.result is not None:
             return
         if item.attempts >= self.retries:
@@ -328,8 +354,8 @@ class Lane:
             self._settle(item, failure)
             return
         item.attempts += 1
-        item.alone = True
-        item.ready_at = time.monotonic() + RETRY_PAUSE_S * 2 ** (item.attempts - 1)
+        item.alone = self.independent
+        item.ready_at = now + RETRY_PAUSE_S * 2 ** (item.attempts - 1)
 
     def _refuse_if_open(self) -> None:
         if self._queue and (refusal := self.breaker.refusal()) is not None:

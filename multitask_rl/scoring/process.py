@@ -76,6 +76,7 @@ class WorkerProcess:
         self.one_by_one = False
         self._text_only = False
         self.waits = False
+        self.independent = False
 
     @property
     def pid(self) -> int:
@@ -101,7 +102,7 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             raise self._died() from error
         if answer[0] == "ready":
-            self.traits, self.one_by_one, self._text_only, self.waits = answer[1:]
+            self.traits, self.one_by_one, self._text_only, self.waits, self.independent = answer[1:]
             return
         self.kill()
         if answer[0] == "refused":

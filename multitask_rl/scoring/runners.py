@@ -96,7 +96,7 @@ class ProcessRunner(_Thread):
         try:
             worker = self._start_worker()
             lane = self._lane
-            lane.traits, lane.one_by_one, lane.waits = worker.traits, worker.one_by_one, worker.waits
+            lane.learn(worker)
         except Exception as error:  # noqa: BLE001 - raised again by wait_up
             self._error = error
             self._lane.leave(self)
@@ -205,7 +205,7 @@ class LocalRunner(_Thread):
     def __init__(self, lane: Lane, grader: Grader) -> None:
         super().__init__(lane)
         self._grader = grader
-        lane.traits, lane.one_by_one, lane.waits = grader.traits, grader.one_by_one, grader.waits
+        lane.learn(grader)
 
     def abort(self) -> None:
         """Do nothing: a thread cannot be stopped."""

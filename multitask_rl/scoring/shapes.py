@@ -150,6 +150,7 @@ class FunctionPlugin:
         self.is_async = inspect.iscoroutinefunction(function)
         self.one_by_one = not self.signature.batch and not self.is_async
         """Whether a call with many rollouts is only a loop."""
+        self.independent = not self.signature.batch
         self.text_only = not {"rollout", "rollouts"} & set(self.signature.names)
         """It never sees token ids, so none need to be sent to it."""
         self._loop = EventLoop()
@@ -208,7 +209,9 @@ class FunctionPlugin:
             values = self._loop.run(_awaited(values))
         values = _as_list(values, self.label)
         if len(values) != len(arguments):
-            raise ValueError(f"returned {len(values)} results for {len(arguments)} responses")
+            # Not raised: the responses one by one would each get what was meant for the batch.
+            message = f"returned {len(values)} results for {len(arguments)} responses"
+            return [Failure(kind=FailureKind.grader, message=message, source=self.label)] * len(arguments)
         return values
 
     async def _gather(self, arguments: list[dict[str, Any]]) -> list[Any]:

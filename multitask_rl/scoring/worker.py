@@ -70,7 +70,8 @@ def _serve(channel: Channel, progress: Progress) -> None:
     except Exception as error:  # noqa: BLE001 - warm_up is foreign code; the trainer raises it as PluginError
         channel.send(("broken", f"{type(error).__name__}: {error}"))
         return
-    channel.send(("ready", grader.traits, grader.one_by_one, grader.text_only, grader.waits))
+    flags = (grader.one_by_one, grader.text_only, grader.waits, grader.independent)
+    channel.send(("ready", grader.traits, *flags))
     while True:
         call, each, rollouts = channel.receive()
         if each:

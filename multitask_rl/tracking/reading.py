@@ -59,21 +59,25 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
             f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; give "
             "the run's output_dir, or mlflow:<run id> with --tracking-uri"
         )
+    config_path = directory / "config.yaml"
+    config = yaml.safe_load(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    config = config if isinstance(config, dict) else {}
+    names = _renamed(config)
     evaluations: dict[str, list[Evaluation]] = {}
     for line in _lines(directory / "evaluations.jsonl"):
-        _append_in_order(evaluations.setdefault(str(line["task"]), []), _evaluation(line))
+        task = names.get(str(line["task"]), str(line["task"]))
+        _append_in_order(evaluations.setdefault(task, []), _evaluation(line, task))
     if not evaluations:
         raise ConfigError(f"{directory / 'evaluations.jsonl'} is empty: the run has evaluated nothing yet")
     weights: dict[str, dict[int, float]] = {}
     for line in _lines(directory / "metrics.jsonl"):
         for key, value in line.items():
             if key.startswith("task/") and key.endswith("/weight") and value is not None:
-                weights.setdefault(key[len("task/") : -len("/weight")], {})[int(line["step"])] = float(value)
-    config_path = directory / "config.yaml"
-    config = yaml.safe_load(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+                task = key[len("task/") : -len("/weight")]
+                weights.setdefault(names.get(task, task), {})[int(line["step"])] = float(value)
     return RunRecord(
         name=name or str(directory),
-        config=config if isinstance(config, dict) else {},
+        config=config,
         evaluations=evaluations,
         weights=weights,
         events=list(_lines(directory / "events.jsonl")),
@@ -95,10 +99,17 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
 
 
-def _evaluation(line: Mapping[str, Any]) -> Evaluation:
+def _renamed(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return former name -> name of the tasks that a resume renamed."""
+    specs = config.get("tasks") or {}
+    former = {spec.get("renamed_from"): name for name, spec in specs.items() if isinstance(spec, Mapping)}
+    return {old: name for old, name in former.items() if old and old not in specs}
+
+
+def _evaluation(line: Mapping[str, Any], task: str) -> Evaluation:
     return Evaluation(
         step=int(line["step"]),
-        task=str(line["task"]),
+        task=task,
         metric=str(line["metric"]),
         values=[math.nan if value is None else float(value) for value in line["values"]],
         higher_is_better=bool(line.get("higher_is_better", True)),

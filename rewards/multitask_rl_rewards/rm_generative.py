@@ -56,7 +56,7 @@ class GenerativeJudge:
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(
-        low=0.0, high=1.0, deterministic=False, timeout_s=180.0, batch_size=32
+        low=0.0, high=1.0, deterministic=False, independent=True, timeout_s=180.0, batch_size=32
     )
 
     @dataclass(kw_only=True, slots=True)

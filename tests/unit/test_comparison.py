@@ -194,6 +194,44 @@ def test_report_shows_before_and_after_weights_and_events(
     assert result["weights"]["math"]["10"] == 0.25
 
 
+def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def line(step: int, task: str, values: Values, metric: str = "reward", prompts: str = "p") -> str:
+        entry = {"step": step, "task": task, "metric": metric, "prompts": prompts, "values": values}
+        return json.dumps(entry) + "\n"
+
+    run = _write_run(tmp_path / "a", [], {"tasks": {"new": {"renamed_from": "old"}}})
+    (run / "evaluations.jsonl").write_text(
+        line(0, "metric", [0.1, 0.2])
+        + line(2, "metric", [7.0, 8.0], "length")
+        + line(4, "metric", [7.5, 8.5], "length")
+        + line(0, "seed", [0.1, 0.2])
+        + line(4, "seed", [0.3, 0.4], prompts="q")
+        + line(2, "old", [0.1, 0.2])
+        + line(4, "new", [0.3, 0.4])
+        + line(4, "single", [0.3, 0.4])
+    )
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "task/old/weight": 0.5}\n{"step": 3, "task/new/weight": 0.6}\n'
+    )
+    assert main_report([str(run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    rows = {
+        task: (row["steps"], row["before"], row["paired"], row["verdict"])
+        for task, row in result["tasks"].items()
+    }
+    assert rows == {
+        "metric": ([2, 4], 7.5, True, "better"),
+        "seed": ([0, 4], pytest.approx(0.15), False, "same"),
+        "new": ([2, 4], pytest.approx(0.15), True, "better"),
+        "single": ([None, 4], None, False, "unknown"),
+    }
+    assert result["weights"] == {"new": {"1": 0.5, "3": 0.6}}
+    assert main_report([str(run)]) == 0
+    assert "metric: not compared with the evaluations at steps 0, which were not judged by 'length'" in (
+        capsys.readouterr().out
+    )
+
+
 def test_steps_a_rollback_or_resume_undid_do_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -306,10 +306,19 @@ def test_column_of_messages_is_used_as_it_is() -> None:
     assert text == "<s>[user]a\n[assistant]b\n[user]c\n[assistant]"
 
 
+def test_the_tasks_system_message_replaces_that_of_the_rows() -> None:
+    turns = [{"role": "system", "content": "row's"}, {"role": "user", "content": "a"}]
+    own, _ = render_prompt(spec(), {"prompt": turns}, build_tokenizer(CHAT))
+    assert own == "<s>[system]row's\n[user]a\n[assistant]"
+    text, _ = render_prompt(spec(system="task's"), {"prompt": turns}, build_tokenizer(CHAT))
+    assert text == "<s>[system]task's\n[user]a\n[assistant]"
+    assert len(turns) == 2, "the row is left as it was"
+
+
 def test_template_fills_columns_and_leaves_their_braces_alone() -> None:
-    row = {"id": "x", "prompt": "{not a column}", "n": 3}
-    text, _ = render_prompt(spec(prompt="{{{n:02d}}} {prompt}"), row, build_tokenizer())
-    assert text == "{03} {not a column}"
+    row = {"id": "x", "prompt": "{not a column}", "n": 3, "options": ["a"]}
+    text, _ = render_prompt(spec(prompt="{{{n:02d}}} {prompt} {options!r}"), row, build_tokenizer())
+    assert text == "{03} {not a column} ['a']"
 
 
 @pytest.mark.parametrize(
@@ -320,6 +329,8 @@ def test_template_fills_columns_and_leaves_their_braces_alone() -> None:
         ("{prompt", {"prompt": "a"}, ConfigError, "write {{ and }}"),
         ("{prompt.__class__}", {"prompt": "a"}, ConfigError, "is no column"),
         ("{}", {"prompt": "a"}, ConfigError, "is no column"),
+        ("Hey {prompt}", {"id": "x7", "prompt": [{"role": "user", "content": "a"}]}, DataError, "alone"),
+        ("{prompt}", {"id": "x7", "prompt": ["a"]}, DataError, "holds a list in row 'x7'"),
     ],
 )
 def test_unusable_template_or_row_is_told(template: str, row: dict[str, Any], error: Any, part: str) -> None:

@@ -47,6 +47,31 @@ def test_a_stage_with_two_successors_feeds_both_and_two_predecessors_join():
     assert flow([1, 2]) == [22, 24, -18, -16]
 
 
+def test_several_first_stages_all_get_the_records_and_join_in_order_of_connecting():
+    p, q, y = (
+        FunctionStage(n, f, consumes=int, produces=int)
+        for n, f in (("p", lambda n: n + 10), ("q", lambda n: -n), ("y", lambda n: n * 10))
+    )
+    flow = DataFlow().connect(p, y).connect(q, y)
+    assert flow([1, 2]) == [110, 120, -10, -20]
+    assert flow([1, 2], before="y") == [11, 12, -1, -2]
+    assert flow([1, 2], start="q") == [-10, -20]
+    assert str(flow).splitlines() == ["p[int -> int] -> y", "y[int -> int] -> end", "q[int -> int] -> y"]
+    with pytest.raises(ConfigError, match="without branches"):
+        flow.stream([1], before="y")
+    flow.insert(FunctionStage("later", lambda n: n + 1, consumes=int, produces=int), after="p")
+    assert flow([1, 2]) == [120, 130, -10, -20], "in place of p, still before q"
+
+
+def test_an_edge_twice_and_a_start_that_does_not_exist_are_refused():
+    flow = DataFlow([double(), show()])
+    with pytest.raises(ConfigError, match="'double' is connected to 'show' already"):
+        flow.connect("double", "show")
+    with pytest.raises(ConfigError, match="no stage 'nope' in the flow; there are: double, show"):
+        flow([1], start="nope")
+    assert flow([1]) == ["2"]
+
+
 def test_a_circle_is_refused_and_leaves_the_flow_as_it_was():
     a, b = (FunctionStage(n, lambda x: x, consumes=int, produces=int) for n in "ab")
     flow = DataFlow().connect(a, b)

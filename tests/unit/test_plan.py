@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.errors import ConfigError
+from multitask_rl.learnable import check_learnable
 from multitask_rl.plan import scale_warning
 from multitask_rl.task_run import build_algorithms
 
@@ -33,3 +36,47 @@ def test_algorithms_with_gradients_of_another_size_are_named() -> None:
 )
 def test_tasks_of_one_kind_are_not_warned_of(types: dict[str, tuple[str, dict[str, str]]]) -> None:
     assert _warning(**types) == ""
+
+
+_METERED = {"rewards": [{"plugin": "length", "weight": 0}]}
+_REJECT = {"constraints": [{"plugin": "over_refusal", "mode": "reject"}]}
+_PENALTY = {"constraints": [{"plugin": "over_refusal", "mode": "penalty"}]}
+_MEASURE = {"constraints": [{"plugin": "over_refusal", "mode": "penalty", "weight": 0}]}
+
+
+@pytest.mark.parametrize(
+    ("task", "group_size", "refused"),
+    [
+        ({"rewards": ["length"]}, 1, "grpo compares the responses .* group_size 1; set at least 2"),
+        ({"rewards": ["length"], "type": "rloo"}, 1, "rloo compares"),
+        ({"rewards": ["length"]}, None, ""),
+        ({"rewards": ["length"], "type": "ppo"}, 1, ""),
+        ({"rewards": ["length"], "type": "reinforce_pp"}, 1, "reinforce_pp compares"),
+        (
+            {"rewards": ["length"], "type": "reinforce_pp", "algorithm_config": {"group_baseline": False}},
+            1,
+            "",
+        ),
+        ({"rewards": ["length"], "type": "constrained_decoding"}, 1, "constrained_decoding compares"),
+        ({"rewards": ["length"], "type": "constrained_decoding"} | _REJECT, 1, ""),
+        ({"rewards": ["length"], "evaluation_only": True}, 1, ""),
+        (_METERED, 4, "weight 0 .* nothing could be learnt"),
+        (_METERED | _REJECT, 4, "weight 0"),
+        (_METERED | _REJECT | {"type": "constrained_decoding"}, 4, ""),
+        (_METERED | _PENALTY, 4, ""),
+        (_METERED | {"type": "dapo"}, 4, "weight 0"),
+        (_METERED | {"type": "dapo", "algorithm_config": {"overlong_buffer": 4}}, 4, ""),
+        (_MEASURE, 4, "weight 0"),
+        (_REJECT, 4, ""),
+    ],
+)
+def test_a_task_that_could_teach_nothing_is_refused(
+    task: dict[str, object], group_size: int | None, refused: str
+) -> None:
+    specs = parse_tasks({"tasks": {"t": task, "other": {"rewards": ["length"]}}})
+    algorithm = build_algorithms(specs)["t"]
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            check_learnable(specs["t"], algorithm, group_size)
+    else:
+        check_learnable(specs["t"], algorithm, group_size)

@@ -53,6 +53,7 @@ def write(folder: Path, body: str) -> str:
             "    return float(threading.current_thread() is threading.main_thread())",
             "the same from another thread",
         ),
+        ("def f(responses, reference): return [1.0]", "returned 1 results for 8 responses"),
         ("@with_traits(needs=('absent',))\ndef f(response): return 1.0", "the gold answer earns"),
     ],
 )

@@ -24,6 +24,7 @@ class ForeignReward:
     """What follows the prefix."""
     where: ClassVar[str] = ""
     one_by_one = False
+    independent = False
 
     def __init__(self) -> None:
         self._loop = EventLoop()

@@ -23,6 +23,8 @@ __all__ = ["VerifiersReward"]
 class VerifiersReward(ForeignReward):
     """The weighted rewards of a taskset; its metrics and single rewards are components."""
 
+    independent = True
+
     @dataclass(kw_only=True, slots=True)
     class Config:
         """The taskset and how a row finds its task."""

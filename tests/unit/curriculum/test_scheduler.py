@@ -161,6 +161,8 @@ def test_floors_above_the_whole_are_an_error_and_the_default_floor_adapts() -> N
         _bound("ab", bind={"min_shares": {"a": 1.0}})
     many = _bound([f"t{i}" for i in range(20)])
     assert min(many.weights().values()) >= 0.02
+    assert _bound("abc")._floors == pytest.approx(dict.fromkeys("abc", 0.2 / 3))
+    assert _bound("abc", min_weight=0.1)._floors == dict.fromkeys("abc", 0.1), "a floor that is given is kept"
     exact = _bound("abcd", min_weight=0.25)
     _drive(exact, 20)
     assert exact.weights() == pytest.approx(dict.fromkeys("abcd", 0.25))

@@ -106,8 +106,21 @@ def prints(response):
     print("from the plugin")
     return 1.0
 
+def together(responses):
+    event = next((r for r in responses if r.startswith("/")), "")
+    if "z" in responses:
+        raise ValueError("z")
+    if "slow" in responses:
+        time.sleep(0.8)
+    if event and not os.path.exists(event):
+        open(event, "w").close()
+        if event.endswith("lost"):
+            raise ConnectionError("lost")
+        os._exit(7)
+    return [float(len(responses))] * len(responses)
+
 class Batch:
-    traits = PluginTraits(timeout_s=1.0, batch_size=32, deterministic=False)
+    traits = PluginTraits(timeout_s=1.0, batch_size=32, deterministic=False, independent=True)
 
     def score(self, rollouts):
         if any(r.response == "hang all" for r in rollouts):
@@ -233,7 +246,7 @@ def test_failed_rollouts_pass_through_unscored(open_pool: Open) -> None:
     [
         ("nan", "grader", "returned nan, not a finite number"),
         ("text", "grader", "returned '1.0', not a number"),
-        ("too_few", "grader", "raised ValueError: returned 2 results for 3 responses"),
+        ("too_few", "grader", "returned 2 results for 3 responses"),
         ("out_of_range", "grader", "returned 3.5, outside its declared range [0, 1]"),
         ("exits", "grader", "raised SystemExit: 3"),
         ("Needs", "data", "the row has no column 'tests' (columns: other)"),
@@ -244,7 +257,7 @@ def test_what_is_no_score_is_a_typed_failure(open_pool: Open, task: str, kind: s
     for record in open_pool(task).score(of(task, "a", "b", "c", other=1)):
         assert record.reward is None
         assert record.failure is not None
-        assert (record.failure.kind.value, record.failure.message) == (kind, message) or task == "too_few"
+        assert (record.failure.kind.value, record.failure.message) == (kind, message)
         assert record.failure.source == task
         assert record.breakdown == {task: record.failure}
 
@@ -255,6 +268,19 @@ def test_one_bad_sample_costs_only_itself(open_pool: Open) -> None:
         scored = pool.score(of(task, "a", "bad", "c"))
         assert [s.reward for s in scored] == [1.0, None, 1.0]
         assert scored[1].failure == Failure(kind=FailureKind.grader, message=f"raised {error}", source=task)
+
+
+def test_a_plain_batch_function_is_asked_about_its_whole_batch_or_not_at_all(
+    open_pool: Open, tmp_path: Path
+) -> None:
+    pool = open_pool("together", max_failure_rate=1.0)
+    for failed in pool.score(of("together", "a", "z", "c")):
+        assert failed.failure is not None
+        assert failed.failure.kind is FailureKind.grader
+        assert failed.failure.message.startswith("raised ValueError: z (so its whole batch fails")
+    for event in ("slow", f"{tmp_path}/lost", f"{tmp_path}/crash"):
+        scored = pool.score(of("together", "a", event, "c"))
+        assert [s.reward for s in scored] == [3.0, 3.0, 3.0], event
 
 
 def test_not_applicable_is_no_failure_but_gives_no_reward(open_pool: Open) -> None:
