@@ -105,9 +105,10 @@ class SamplingParams:
     max_new_tokens: int = 256
     """Longest response, in tokens."""
     temperature: float = 1.0
-    """0 = greedy (evaluation only)."""
+    """0 = greedy, which only a task with ``evaluation_only`` may be; others are evaluated at
+    ``eval.temperature``."""
     top_p: float = 1.0
-    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
+    """Nucleus: sample from the likeliest tokens that hold this probability, in (0, 1]; 1 = off."""
     top_k: int = 0
     """0 = off."""
     stop: tuple[str, ...] = ()

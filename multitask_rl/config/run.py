@@ -125,7 +125,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """> 0; the log-probabilities of training are taken under it too."""
     top_p: float = 1.0
-    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
+    """Nucleus: sample from the likeliest tokens that hold this probability, in (0, 1]; 1 = off."""
     top_k: int = 0
     """Sample from this many likeliest tokens; 0 = off."""
     stop: list[str] = field(default_factory=list)
@@ -138,6 +138,9 @@ class RolloutConfig:
         _at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
         _at_least("rollout.max_staleness", self.max_staleness, 0)
         _at_least("rollout.temperature", self.temperature, 0.0, strict=True)
+        _at_least("rollout.top_k", self.top_k, 0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"rollout.top_p must be in (0, 1], got {self.top_p!r}")
 
 
 @dataclass(kw_only=True, slots=True)
