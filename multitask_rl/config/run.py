@@ -160,7 +160,8 @@ class BatchConfig:
     layout: str = "auto"
     """``shared`` (samples one after another, a group's prompt once, attention in blocks), ``bucketed`` (rows
     sorted by length, right-padded), ``packed`` (no padding, a mask of tokens x tokens), or ``auto``:
-    ``shared`` if the model can, else ``bucketed``."""
+    ``shared`` if the model can, else ``bucketed``. ``shared`` and ``packed`` are refused where the model
+    cannot."""
     context_ranks: int = 1
     """Learner ranks (devices of ``device_map.actor``) that compute each sequence together, in parts; must
     divide their number. 1 = whole sequences."""
