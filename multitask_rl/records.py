@@ -112,7 +112,8 @@ class SamplingParams:
     top_k: int = 0
     """0 = off."""
     stop: tuple[str, ...] = ()
-    """Strings that end the response; the matched text is kept in the ids, cut from ``response``."""
+    """Strings that end the response, special tokens among them; the matched text is kept in the ids, cut from
+    ``response``."""
     grammar: str = field(default="", metadata={"derived": True})
     """What a response may be: JSON text of the configuration of a constraint in mode ``grammar``; empty =
     anything. A token that leads to no sentence of it has probability 0, as has an end before one."""

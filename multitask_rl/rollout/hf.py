@@ -120,7 +120,8 @@ class HFEngine:
             actor.model,
             eos_token_ids=actor.eos_token_ids,
             pad_token_id=actor.pad_token_id,
-            decode=lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=True)),
+            # special tokens are text here: one of them may be a stop string
+            decode=lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=False)),
             max_batch_tokens=config.max_batch_tokens,
             grammars=lambda: actor.grammars,
             autocast=actor.config.autocast,
