@@ -105,13 +105,15 @@ class SamplingParams:
     max_new_tokens: int = 256
     """Longest response, in tokens."""
     temperature: float = 1.0
-    """0 = greedy (evaluation only)."""
+    """0 = greedy, which only a task with ``evaluation_only`` may be; others are evaluated at
+    ``eval.temperature``."""
     top_p: float = 1.0
-    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
+    """Nucleus: sample from the likeliest tokens that hold this probability, in (0, 1]; 1 = off."""
     top_k: int = 0
     """0 = off."""
     stop: tuple[str, ...] = ()
-    """Strings that end the response; the matched text is kept in the ids, cut from ``response``."""
+    """Strings that end the response, special tokens among them; the matched text is kept in the ids, cut from
+    ``response``."""
     grammar: str = field(default="", metadata={"derived": True})
     """What a response may be: JSON text of the configuration of a constraint in mode ``grammar``; empty =
     anything. A token that leads to no sentence of it has probability 0, as has an end before one."""

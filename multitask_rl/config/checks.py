@@ -139,9 +139,21 @@ def _check_numbers(spec: TaskSpec, where: Where) -> None:
     if spec.sampling is not None:
         here = where.at("sampling")
         _in_range(here.at("max_new_tokens"), spec.sampling.max_new_tokens, low=1)
-        _in_range(here.at("temperature"), spec.sampling.temperature, low=0.0)
-        _in_range(here.at("top_p"), spec.sampling.top_p, low=0.0, high=1.0)
+        _check_temperature(here.at("temperature"), spec)
+        if not 0.0 < spec.sampling.top_p <= 1.0:
+            raise ConfigError(f"{here.at('top_p')}: must be in (0, 1], got {spec.sampling.top_p!r}")
         _in_range(here.at("top_k"), spec.sampling.top_k, low=0)
+
+
+def _check_temperature(where: Where, spec: TaskSpec) -> None:
+    """Refuse to learn from greedy responses: a group would be one response, of no distribution."""
+    temperature = spec.sampling.temperature if spec.sampling is not None else 1.0
+    _in_range(where, temperature, low=0.0)
+    if temperature == 0.0 and not spec.evaluation_only:
+        raise ConfigError(
+            f"{where}: must be > 0 for a task that is trained, got {temperature!r}; for greedy evaluation "
+            "set eval.temperature=0, or make the task evaluation_only"
+        )
 
 
 def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:

@@ -126,7 +126,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """> 0; the log-probabilities of training are taken under it too."""
     top_p: float = 1.0
-    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
+    """Nucleus: sample from the likeliest tokens that hold this probability, in (0, 1]; 1 = off."""
     top_k: int = 0
     """Sample from this many likeliest tokens; 0 = off."""
     stop: list[str] = field(default_factory=list)
@@ -139,6 +139,9 @@ class RolloutConfig:
         _at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
         _at_least("rollout.max_staleness", self.max_staleness, 0)
         _at_least("rollout.temperature", self.temperature, 0.0, strict=True)
+        _at_least("rollout.top_k", self.top_k, 0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"rollout.top_p must be in (0, 1], got {self.top_p!r}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,7 +161,8 @@ class BatchConfig:
     layout: str = "auto"
     """``shared`` (samples one after another, a group's prompt once, attention in blocks), ``bucketed`` (rows
     sorted by length, right-padded), ``packed`` (no padding, a mask of tokens x tokens), or ``auto``:
-    ``shared`` if the model can, else ``bucketed``."""
+    ``shared`` if the model can, else ``bucketed``. ``shared`` and ``packed`` are refused where the model
+    cannot."""
     context_ranks: int = 1
     """Learner ranks (devices of ``device_map.actor``) that compute each sequence together, in parts; must
     divide their number. 1 = whole sequences."""

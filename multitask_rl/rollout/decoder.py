@@ -1,13 +1,14 @@
 """The model's state over a batch of rows: prompts computed once, next-token logits, a token at a time.
 
 ``SharedDecoder`` reads a group's prompt once for all its rows. ``PlainDecoder`` works for every causal
-language model: over the cache that ``transformers`` makes or, with another state (Mamba), without one.
+language model: over the cache that ``transformers`` makes or, with another state (Mamba, LFM2), without one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from multitask_rl.rollout.shared_attention import (
 )
 from multitask_rl.rollout.wide_attention import WIDE, compiles_shapes
 
-__all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_share_prompts"]
+__all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_decode_cached", "can_share_prompts"]
 
 logger = logging.getLogger(__name__)
 
@@ -222,30 +223,63 @@ def can_share_prompts(model: Any) -> bool:
     layers = DynamicCache(config=model.config).layers
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):
         return False
+    sharing = attention_over_shared_prompts(model)
+    problem = _try(model, lambda prompts: SharedDecoder(model, prompts, 0), sharing)
+    if problem:
+        logger.info("rows decode apart, their prompts are not shared: %s", problem)
+    return not problem
+
+
+@torch.no_grad()
+def can_decode_cached(model: Any) -> bool:
+    """Whether ``PlainDecoder`` says over a cache what a plain forward says; tried on a few tokens.
+
+    Models with another state than keys and values do not, be it in some layers only (LFM2, Bamba).
+    """
+    if getattr(model, "_is_stateful", False):
+        return False
+    problem = _try(model, lambda prompts: PlainDecoder(model, prompts, 0, cached=True), nullcontext())
+    if problem:
+        logger.warning(
+            "%s is sampled without a cache, which is slow: %s", type(model).__name__, problem.splitlines()[0]
+        )
+    return not problem
+
+
+def _try(
+    model: Any, build: Callable[[list[list[int]]], Decoder], attention: AbstractContextManager[None]
+) -> str:
+    """Return what is wrong with the decoder that ``build`` makes of prompts under ``attention``, or ''.
+
+    Prompts differ in length, two are the same, and a row leaves on the way.
+    """
     size = int(model.config.get_text_config().vocab_size)
     prompts = [[i % size for i in row] for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
     answers = [[i % size for i in row] for row in ([2, 8, 6], [9, 5, 3], [4, 6, 8])]
-    found = []
+    found: list[tuple[list[int], Tensor]] = []
+    rows = [0, 1, 2]
     try:
-        with attention_over_shared_prompts(model):
-            decoder = SharedDecoder(model, prompts, 0)
-            for tokens in zip(*answers, strict=True):
-                found.append(decoder.logits)
-                decoder.advance(torch.tensor(tokens, device=decoder.logits.device))
-        found.append(decoder.logits)
-        rows = [
-            model(input_ids=torch.tensor([[*p, *a]], device=decoder.logits.device), use_cache=False).logits[
-                0, len(p) - 1 :
-            ]
-            for p, a in zip(prompts, answers, strict=True)
-        ]
+        with attention:
+            decoder = build(prompts)
+            device = decoder.logits.device
+            for step in range(3):
+                found.append((rows, decoder.logits))
+                if step == 1:
+                    kept = decoder.keep(torch.tensor([0, 2], device=device))
+                    rows = [rows[i] for i in kept.tolist()]
+                decoder.advance(torch.tensor([answers[i][step] for i in rows], device=device))
+            found.append((rows, decoder.logits))
+        whole = torch.stack([_alone(model, p, a, device) for p, a in zip(prompts, answers, strict=True)])
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
-        logger.info("rows decode apart, their prompts are not shared: %s", error)
-        return False
-    expected = torch.stack(rows, dim=1).float()
+        return str(error) or type(error).__name__
+    gaps = [(logits.float() - whole[own, step]).abs().max() for step, (own, logits) in enumerate(found)]
+    gap = float(torch.stack(gaps).max() / whole.abs().max().clamp(min=1.0))
     tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-    gap = float((torch.stack(found).float() - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-    if not gap <= tolerance:
-        logger.info("rows decode apart: over shared prompts the logits move by %.2g", gap)
-        return False
-    return True
+    return "" if gap <= tolerance else f"the logits move by {gap:.2g}"
+
+
+def _alone(model: Any, prompt: list[int], answer: list[int], device: torch.device) -> Tensor:
+    """Return the logits after the prompt and after each token of the answer, of one forward."""
+    ids = torch.tensor([[*prompt, *answer]], device=device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    return logits

@@ -20,7 +20,13 @@ from torch import Tensor
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, collect, look
-from multitask_rl.rollout.decoder import Decoder, PlainDecoder, SharedDecoder, can_share_prompts
+from multitask_rl.rollout.decoder import (
+    Decoder,
+    PlainDecoder,
+    SharedDecoder,
+    can_decode_cached,
+    can_share_prompts,
+)
 from multitask_rl.rollout.grammar import GrammarRows, Grammars
 from multitask_rl.rollout.modes import evaluating
 from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
@@ -101,8 +107,10 @@ class HFEngine:
         self._pad = pad_token_id
         self._decode = decode
         self._grammars = grammars
-        self._cached = not (getattr(model, "_is_stateful", False))
         self._shares_prompts: bool | None = None
+        """Whether the model can; None: to be tried."""
+        self._cached = True
+        """Keys and values are kept from token to token."""
         self._is_open = False
 
     @classmethod
@@ -112,7 +120,8 @@ class HFEngine:
             actor.model,
             eos_token_ids=actor.eos_token_ids,
             pad_token_id=actor.pad_token_id,
-            decode=lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=True)),
+            # special tokens are text here: one of them may be a stop string
+            decode=lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=False)),
             max_batch_tokens=config.max_batch_tokens,
             grammars=lambda: actor.grammars,
             autocast=actor.config.autocast,
@@ -161,6 +170,7 @@ class HFEngine:
     def _attention(self) -> AbstractContextManager[None]:
         if self._shares_prompts is None:
             self._shares_prompts = can_share_prompts(self.model)
+            self._cached = self._shares_prompts or can_decode_cached(self.model)
         return attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext()
 
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[_Row]]:

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["TokenMask", "draw_uniforms", "keep_allowed", "keep_top", "sample_tokens"]
+__all__ = [
+    "TokenMask",
+    "draw_uniforms",
+    "keep_allowed",
+    "keep_top",
+    "nearest_possible",
+    "sample_tokens",
+]
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
@@ -114,8 +121,9 @@ def keep_top(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None = Non
         if top_p < 1.0:
             ordered, order = logits.masked_fill(drop, float("-inf")).sort(dim=-1, descending=True)
             mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-            # a token is dropped when the mass before it already reaches top_p: the first always stays
+            # a token is dropped when the mass before it already reaches top_p; the first always stays
             outside = (mass - ordered.softmax(dim=-1)) >= top_p
+            outside[..., 0] = False
             drop |= torch.zeros_like(drop).scatter(-1, order, outside)
         if keep is not None:
             drop.scatter_(-1, keep.unsqueeze(-1), False)
@@ -151,7 +159,17 @@ def sample_tokens(
     tokens.clamp_(max=logits.shape[-1] - 1)
     chosen = probabilities.gather(-1, tokens)
     if bool((chosen == 0).any()):
-        last = (probabilities > 0).int().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-        tokens = torch.minimum(tokens, last)
+        tokens = nearest_possible(tokens, probabilities)
         chosen = probabilities.gather(-1, tokens)
     return tokens.squeeze(-1), chosen.squeeze(-1).log()
+
+
+def nearest_possible(tokens: Tensor, probabilities: Tensor) -> Tensor:
+    """Return, of each row, the token nearest to ``tokens`` [B, 1] that has a probability [B, V]: [B, 1].
+
+    Sums that a GPU makes in parallel may rise, by rounding, at a token without one.
+    """
+    places = torch.arange(probabilities.shape[-1], device=tokens.device)
+    # of two as near the earlier, on every device
+    distance = 2 * (places - tokens).abs() + (places > tokens)
+    return distance.masked_fill(probabilities == 0, 2 * len(places) + 2).argmin(dim=-1, keepdim=True)

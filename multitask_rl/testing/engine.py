@@ -221,10 +221,12 @@ def _check_stop_strings(
     longest = max(range(len(group)), key=lambda index: len(group[index].response_ids))
     ids = group[longest].response_ids
     middle = len(ids) // 2
-    stop = tokenizer.decode(ids[middle : middle + 2], skip_special_tokens=True)
+    stop = tokenizer.decode(ids[middle : middle + 2], skip_special_tokens=False)
     assert stop, "the model must produce text"
     end = next(
-        end for end in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:end], skip_special_tokens=True)
+        end
+        for end in range(1, len(ids) + 1)
+        if stop in tokenizer.decode(ids[:end], skip_special_tokens=False)
     )
     sampling = SamplingParams(max_new_tokens=_PLAIN.max_new_tokens, stop=("never this\n\n", stop))
     ((stopped,),) = engine.generate(

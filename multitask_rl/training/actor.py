@@ -261,7 +261,7 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
     Raises:
         ConfigError: no name given, nothing there, not a causal language model, or no tokenizer.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     # its bars for loading and saving shards would tear the run's own progress lines apart
@@ -285,9 +285,7 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
         architecture = AutoConfig.from_pretrained(name, **trust)
         if config.rope_scaling:
             scale_rope(architecture, config.rope_scaling)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=architecture, dtype=dtype, attn_implementation="sdpa", **trust
-        )
+        model = _load_model(name, config=architecture, dtype=dtype, **trust)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -302,6 +300,18 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
     if config.compile:
         compile_blocks(model)
     return Actor(model, tokenizer, config)
+
+
+def _load_model(name: str, **kwargs: Any) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", **kwargs)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        # without it: attention of its own, or none (GPT-OSS, Mamba)
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
 
 
 def get_actor_critic(

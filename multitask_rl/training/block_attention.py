@@ -13,6 +13,8 @@ block, ``T`` its width; ``H`` heads, ``K`` key-value heads, ``D`` head width.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +29,9 @@ from transformers.masking_utils import sdpa_mask
 from multitask_rl.rollout.attention_options import check_options
 from multitask_rl.rollout.wide_attention import WIDE, attend_wide, is_wide
 
-__all__ = ["Block", "Blocks", "attention_in_blocks", "can_attend_in_blocks", "mask_of"]
+__all__ = ["Block", "Blocks", "attention_in_blocks", "can_attend_in_blocks", "keep_until_backward", "mask_of"]
 
 NAME = "multitask_rl_blocks"
-
-MARK = "blocks"
-"""Attribute of an attention mask: the blocks of the sequence."""
 
 MASK_CELLS = 2**25
 """Queries times keys: of biases that are kept for all layers, and of one made beside; 128 MiB each."""
@@ -117,25 +116,35 @@ class Blocks:
         return bias
 
 
-_learnt: dict[int, Blocks] = {}
-"""Model's configuration (id) -> blocks of its last forward with a gradient in ``attention_in_blocks``."""
+_numbers = itertools.count(1)
+_living: weakref.WeakValueDictionary[int, Blocks] = weakref.WeakValueDictionary()
+"""Number in a mask -> its blocks."""
 
 
 def mask_of(blocks: Blocks, model: Any) -> Tensor:
-    """Return the attention mask that carries ``blocks`` through ``model``: four axes, so it is left alone."""
-    mask = torch.empty(1, 1, 1, 0, device=next(model.parameters()).device)
-    setattr(mask, MARK, blocks)
-    if torch.is_grad_enabled():
-        _learnt[id(model.config)] = blocks
-    return mask
+    """Return the attention mask that stands for ``blocks``: four axes, so ``model`` leaves it alone.
+
+    Its shape holds their number: that is still there when a layer saved it to be computed again and hooks
+    stored it elsewhere, and no device has to be waited for to read it.
+    """
+    number = next(_numbers)
+    _living[number] = blocks
+    return torch.empty(1, 1, number, 0, device=next(model.parameters()).device)
 
 
-def _blocks_of(mask: Tensor | None, module: Any, tokens: int) -> Blocks | None:
-    """Return what ``mask`` carries; None for an ordinary mask."""
-    if mask is None or mask.shape != (1, 1, 1, 0):
+def keep_until_backward(blocks: Blocks, outputs: Sequence[Tensor]) -> None:
+    """Let ``blocks`` live as long as the graph behind ``outputs``, whose layers may be computed again."""
+    for output in outputs:
+        node: Any = output.grad_fn
+        if node is not None:
+            node.metadata[NAME] = blocks
+
+
+def _blocks_of(mask: Tensor | None, tokens: int) -> Blocks | None:
+    """Return what ``mask`` stands for; None for an ordinary mask."""
+    if mask is None or mask.dim() != 4 or mask.shape[3]:
         return None
-    # a mask that a layer saved to be computed again, and hooks stored elsewhere, has lost its attribute
-    blocks: Blocks | None = getattr(mask, MARK, None) or _learnt.get(id(module.config))
+    blocks = _living.get(mask.shape[2])
     if blocks is None or sum(blocks.sizes) != tokens:
         raise RuntimeError("attention in blocks, but the blocks are no more those of this sequence")
     return blocks
@@ -164,7 +173,7 @@ def block_attention(
     Raises:
         NotImplementedError: the layer wants something more, such as capped scores, sinks or dropout.
     """
-    blocks = _blocks_of(attention_mask, module, query.shape[2])
+    blocks = _blocks_of(attention_mask, query.shape[2])
     if blocks is None:
         return attend_wide(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     check_options(kwargs, "in blocks")
@@ -269,7 +278,6 @@ def attention_in_blocks(*models: Any) -> Iterator[None]:
         for model, own in zip(models, before, strict=True):
             if own != NAME:
                 model.set_attn_implementation(own)
-                _learnt.pop(id(model.config), None)
 
 
 AttentionInterface.register(NAME, block_attention)

@@ -19,6 +19,7 @@ from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_sharded, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
 from multitask_rl.training.offload import ActivationOffload
+from multitask_rl.training.packing import supports_packing
 from multitask_rl.training.parallel.context import attention_over_parts, forward_in_parts
 from multitask_rl.training.parallel.ranks import Ranks
 from multitask_rl.training.reference import AveragedReference
@@ -55,6 +56,9 @@ class ModelRunner:
         """Whether the model can; None: to be tried."""
         if config.batch.layout == "shared":
             self._layout()  # told before anything is sampled
+        if config.batch.layout == "packed" and ranks is None:
+            # by the trainer, whose model is whole; another rank's has no weights yet, or a part of them
+            self._check_packing()
 
     @property
     def _in_parts(self) -> bool:
@@ -94,6 +98,19 @@ class ModelRunner:
             device_type=self.actor.device.type,
             one_pass=self.is_sharded,
         )
+
+    def _check_packing(self) -> None:
+        """Refuse a model that would mix up packed samples.
+
+        Raises:
+            ConfigError: it would.
+        """
+        if not supports_packing(self.actor.model):
+            raise ConfigError(
+                f"batch.layout=packed: {type(self.actor.model).__name__} cannot tell packed samples apart ("
+                "it has another state than keys and values, or makes no mask from positions that start again)"
+                "; set batch.layout=auto"
+            )
 
     def _layout(self) -> str:
         """Return the layout of samples.

@@ -26,6 +26,7 @@ from multitask_rl.training.block_attention import (
     Blocks,
     attention_in_blocks,
     can_attend_in_blocks,
+    keep_until_backward,
     mask_of,
 )
 
@@ -311,10 +312,10 @@ def read_shared(
                 **keep,
                 **kwargs,
             )
+            outputs = read(out)
+            keep_until_backward(blocks, outputs)
             found.append(
-                tuple(
-                    one[0] if one.shape[1] == len(part.places) else one[0, part.places] for one in read(out)
-                )
+                tuple(one[0] if one.shape[1] == len(part.places) else one[0, part.places] for one in outputs)
             )
     return tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
 

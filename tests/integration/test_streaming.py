@@ -177,11 +177,13 @@ def test_a_look_that_fails_ends_nothing_and_spends_no_budget(tmp_path):
     assert all(len(row["response"]) >= 8 for row in flagged)
 
 
-def test_greedy_evaluation_samples_its_retries(tmp_path):
-    """The first attempt is greedy; a second greedy one would be the same response over again."""
-    write(tmp_path, tasks=TASKS.replace("digits", "anything") % ("reject", 0))
+def greedy_attempts(directory, *settings):
+    """Evaluate the task held, whose responses are all refused; return each prompt's attempts in order."""
+    kept = "\n    ".join(["rewards: [rewards.py:is_short]", *settings])
+    tasks = TASKS.replace("digits", "anything").replace("rewards: [rewards.py:is_short]", kept)
+    write(directory, tasks=tasks % ("reject", 0))
     trainer = Trainer.from_config(
-        config(tmp_path, "out", 1, eval=EvalConfig(num_prompts=12, temperature=0.0))
+        config(directory, "out", 1, eval=EvalConfig(num_prompts=12, temperature=0.0))
     )
     trainer._open(track=False)
     try:
@@ -190,9 +192,16 @@ def test_greedy_evaluation_samples_its_retries(tmp_path):
         scored = flow(render_rows(run, run.eval_rows, trainer.actor))
     finally:
         trainer._close("finished")
+    assert all(s.rollout.rejected for s in scored)
     attempts = {}
     for s in scored:
         attempts.setdefault(s.rollout.prompt.draw, []).append(s.rollout)
+    return attempts
+
+
+def test_greedy_evaluation_samples_its_retries(tmp_path):
+    """The first attempt is greedy; a second greedy one would be the same response over again."""
+    attempts = greedy_attempts(tmp_path)
     for first, *others in attempts.values():
         assert first.sampling.temperature == 0.0
         assert [o.sampling.temperature for o in others] == [1.0, 1.0, 1.0]
@@ -200,14 +209,8 @@ def test_greedy_evaluation_samples_its_retries(tmp_path):
 
 
 def test_retries_that_could_only_repeat_are_not_made(tmp_path):
-    greedy = TASKS.replace("digits", "anything").replace(
-        "rewards: [rewards.py:is_short]", "rewards: [rewards.py:is_short]\n    sampling: {temperature: 0}"
-    )
-    write(tmp_path, tasks=greedy % ("reject", 0))
-    train(config(tmp_path, "out", 1))
-    rows = rollouts(tmp_path / "out")
-    assert all(row["rejected"] for row in rows)
-    assert {row["attempt"] for row in rows} == {0}
+    attempts = greedy_attempts(tmp_path, "evaluation_only: true", "sampling: {temperature: 0}")
+    assert {len(made) for made in attempts.values()} == {1}
 
 
 @pytest.mark.parametrize("executor", ["local", "ray"])

@@ -67,7 +67,7 @@ def test_hf_engine_keeps_the_same_contract(tie: bool) -> None:
         model,
         eos_token_ids=[EOS],
         pad_token_id=0,
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
     )
     assert_engine_contract(hf, model, tokenizer)
 

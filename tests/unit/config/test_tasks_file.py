@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from multitask_rl.config.located_yaml import load_yaml
+from multitask_rl.config.run import RolloutConfig
 from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks, validate_tasks
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
@@ -178,7 +179,12 @@ OK = "rewards: [math_answer]"
         ("tasks:\n  m:\n    rewards: math_answer\n", ["tasks.yaml:3", "a list of plugins"]),
         (f"tasks:\n  m:\n    {OK}\n    kl: {{placement: lss}}\n", ["tasks.yaml:4", "kl.placement", "'loss'"]),
         (f"tasks:\n  m:\n    {OK}\n    sampling: {{temprature: 1}}\n", ["tasks.yaml:4", "'temperature'"]),
-        (f"tasks:\n  m:\n    {OK}\n    sampling: {{top_p: 2}}\n", ["tasks.yaml:4", "between 0 and 1"]),
+        (f"tasks:\n  m:\n    {OK}\n    sampling: {{top_p: 2}}\n", ["tasks.yaml:4", "in (0, 1], got 2"]),
+        (f"tasks:\n  m:\n    {OK}\n    sampling: {{top_p: 0}}\n", ["tasks.yaml:4", "in (0, 1], got 0"]),
+        (
+            f"tasks:\n  m:\n    {OK}\n    sampling: {{temperature: 0}}\n",
+            ["tasks.yaml:4", "must be > 0 for a task that is trained", "eval.temperature=0"],
+        ),
         (f"tasks:\n  m:\n    {OK}\n    primary_metric: math\n", ["tasks.yaml:4", "math_answer", "reward"]),
         (
             f"tasks:\n  m:\n    {OK}\n    evaluation_only: true\n",
@@ -205,6 +211,18 @@ def test_mistake_is_told_with_place_and_remedy(tmp_path: Path, text: str, parts:
     message = refusal(tmp_path, text)
     assert [part for part in parts if part not in message] == [], message
     assert "\n" not in message.split("not valid YAML")[0]
+
+
+def test_only_a_task_that_is_never_trained_may_be_greedy(tmp_path: Path) -> None:
+    text = f"tasks: {{m: {{{OK}}}, n: {{{OK}, evaluation_only: true, sampling: {{temperature: 0}}}}}}"
+    assert load_tasks(write(tmp_path, text))["n"].sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize("given", [{"top_p": 0.0}, {"top_p": -1.0}, {"top_p": 1.5}, {"top_k": -1}])
+def test_a_run_that_would_keep_no_token_or_more_than_all_is_refused(given: dict[str, float]) -> None:
+    (key,) = given
+    with pytest.raises(ConfigError, match=rf"rollout\.{key} must be"):
+        RolloutConfig(**given)
 
 
 def test_mistake_of_an_override_is_not_blamed_on_the_file(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "opt.OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "bloom.Bloom": {"n_layer": 2, "n_head": 4},
     "mamba.Mamba": {},
+    "lfm2.Lfm2": {"num_key_value_heads": 2, "block_ff_dim": 64, "full_attn_idxs": [1]},
 }
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multitask_rl.rollout.sampling import draw_uniforms, keep_top, sample_tokens
+from multitask_rl.rollout.sampling import draw_uniforms, keep_top, nearest_possible, sample_tokens
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
 
@@ -20,7 +20,8 @@ def test_top_p_keeps_the_smallest_set_with_the_mass():
     mass = float(probabilities[0] + probabilities[1])
     assert keep_top(LOGITS, 0, mass - 1e-4).isinf().tolist() == [[False, False, True, True]]
     assert keep_top(LOGITS, 0, mass + 1e-4).isinf().tolist() == [[False, False, False, True]]
-    assert keep_top(LOGITS, 0, 1e-6).isinf().tolist() == [[False, True, True, True]]
+    for nearly_nothing in (1e-6, 0.0):
+        assert keep_top(LOGITS, 0, nearly_nothing).isinf().tolist() == [[False, True, True, True]]
 
 
 def test_a_token_that_was_sampled_stays_whatever_the_filter_says():
@@ -34,6 +35,27 @@ def test_a_token_without_probability_is_never_drawn(uniform):
     tokens, logprobs = sample_tokens(logits, torch.tensor([uniform]), temperature=1.0, top_k=0, top_p=1.0)
     assert tokens.item() in (1, 3)
     assert torch.isfinite(logprobs).all()
+
+
+def test_a_search_that_ends_at_a_token_without_probability_goes_to_the_nearest_with_one():
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.0, 0.0, 0.5, 0.0]]).expand(7, -1)
+    found = nearest_possible(torch.arange(7).unsqueeze(-1), probabilities)
+    assert found.squeeze(-1).tolist() == [1, 1, 1, 1, 5, 5, 5]
+
+
+def test_sums_that_rise_where_there_is_no_probability_draw_nothing_from_there(monkeypatch):
+    logits = torch.full((1, 9), float("-inf"))
+    logits[0, [2, 7]] = 0.0
+
+    def rounded(self, dim):
+        """As sums in parallel may come out: above the threshold at a token without probability."""
+        return torch.tensor([[0.0, 0.0, 0.5, 0.5, 0.5 + 1e-6, 0.5, 0.5, 1.0, 1.0]])
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", rounded)
+    uniform = torch.tensor([0.5 + 5e-7])
+    tokens, logprobs = sample_tokens(logits, uniform, temperature=1.0, top_k=0, top_p=1.0)
+    assert tokens.item() == 2
+    assert logprobs.item() == pytest.approx(float(torch.tensor(0.5).log()))
 
 
 def test_inverting_the_distribution_takes_the_right_interval():

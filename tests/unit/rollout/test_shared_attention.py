@@ -3,7 +3,7 @@ import torch
 from rollout_models import build
 from transformers import DynamicCache
 
-from multitask_rl.rollout.decoder import PlainDecoder, SharedDecoder, can_share_prompts
+from multitask_rl.rollout.decoder import PlainDecoder, SharedDecoder, can_decode_cached, can_share_prompts
 from multitask_rl.rollout.shared_attention import attention_over_shared_prompts, shared_prompt_attention
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8]] * 2 + [list(range(3, 43))] * 4 + [list(range(9, 54))]
@@ -70,6 +70,14 @@ def test_models_that_cannot_share_are_found_out(name, expected):
     before = model.config._attn_implementation
     assert can_share_prompts(model) is expected
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("mistral.Mistral", True), ("bloom.Bloom", True), ("mamba.Mamba", False), ("lfm2.Lfm2", False)],
+)
+def test_models_that_need_more_than_keys_and_values_are_computed_without_a_cache(name, expected):
+    assert can_decode_cached(build(name)) is expected
 
 
 @torch.no_grad()

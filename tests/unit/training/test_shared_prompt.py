@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import itertools
 import random
 
@@ -113,19 +114,47 @@ def test_a_shared_prompt_changes_nothing(prompts, mask_cells, checkpointing, mon
     assert model.config._attn_implementation == "sdpa"
 
 
+TWO_PARTS = [[5, 6, 7 + i // 2] for i in range(4)] + [[8 + i // 4] * 80 + [3] for i in range(8)]
+
+
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_mask_that_hooks_stored_elsewhere_is_known_again(offload):
-    config = GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1)
+@pytest.mark.parametrize(
+    ("prompts", "lengths"),
+    [
+        (EVEN, range(4, 12)),
+        (TWO_PARTS, [4] * 12),
+        (TWO_PARTS, [47] * 4 + [4] * 8),  # as many cells in the one part as in the other
+    ],
+)
+def test_a_mask_that_hooks_stored_elsewhere_is_known_again(prompts, lengths, offload):
+    config = GPT2Config(
+        vocab_size=60, n_positions=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
+    )
     torch.manual_seed(0)
     actor = Actor(GPT2LMHeadModel(config), build_tokenizer(), ModelConfig())
-    responses = [[7 + (3 * i + j) % 20 for j in range(4 + i)] for i in range(8)]
-    _, gradients = learn(actor.model, EVEN, responses, "shared")
+    responses = [[7 + (3 * i + j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
+    _, gradients = learn(actor.model, prompts, responses, "shared")
     actor.model.gradient_checkpointing_enable({"use_reentrant": False})
     hooks = ActivationOffload(actor.model) if offload else contextlib.nullcontext()
     with actor.learning(), hooks:  # GPT-2 gives the mask to its layers by position
-        _, own = learn(actor.model, EVEN, responses, "shared")
+        _, own = learn(actor.model, prompts, responses, "shared")
     for one, other in zip(own, gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_are_gone_with_the_graph_that_needs_them():
+    model = build_model()
+    (batch,) = build_microbatches(
+        [[5, 6]] * 4, [[7, 8, 9]] * 4, max_tokens=100, layout="shared", pad_token_id=0
+    )
+    split_head(model)
+    gc.collect()
+    before = len(block_attention._living)
+    out = forward_tokens(model, batch, [SamplingParams()] * 4)
+    assert len(block_attention._living) == before + 1
+    out.logprobs.sum().backward()
+    del out
+    assert len(block_attention._living) == before
 
 
 def test_the_first_look_at_a_model_that_learns_leaves_its_modes_alone():
