@@ -4,8 +4,13 @@ import pytest
 import torch
 from model_builders import build_actor
 
+from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig
+from multitask_rl.config.task import KLSpec, TaskSpec
+from multitask_rl.records import SamplingParams
+from multitask_rl.task_run import TaskRun, build_algorithms
 from multitask_rl.training.actor import load_actor
+from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic, rename_head
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 
@@ -51,3 +56,28 @@ def test_a_renamed_task_keeps_its_head_and_the_optimizer_state_of_it() -> None:
     hidden = torch.randn(3, build_actor().hidden_size)
     assert torch.equal(renamed.values("new", hidden), critic.values("old.name", hidden))
     assert torch.equal(renamed.values("other", hidden), critic.values("other", hidden))
+
+
+def build_run(kind: str, kl: float) -> TaskRun:
+    spec = TaskSpec(name="math", type=kind, kl=KLSpec(coefficient=kl))
+    algorithm = build_algorithms({"math": spec})["math"]
+    return TaskRun(
+        spec=spec,
+        algorithm=algorithm,
+        sampling=SamplingParams(),
+        group_size=4,
+        kl=KLController(spec.kl),
+        learner=LearnerTask(spec=spec, algorithm=algorithm),
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [("grpo", "ppo"), ("ppo", "grpo")])
+def test_a_task_of_another_type_or_leash_starts_that_part_fresh_and_says_so(before, after, caplog) -> None:
+    former, run, untouched = build_run(before, 0.01), build_run(after, 0.5), build_run(after, 0.5)
+    former.num_overlong = 3
+    run.load_state_dict(former.state_dict())
+    assert run.algorithm.state_dict() == untouched.algorithm.state_dict()
+    assert run.learner.kl_coefficient == 0.5
+    assert run.num_overlong == 3
+    assert f"task 'math' was of type {before}: its {after} starts fresh" in caplog.text
+    assert "kl.coefficient goes on with 0.5, it was 0.01" in caplog.text
