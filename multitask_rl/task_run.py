@@ -163,7 +163,7 @@ def build_task_runs(
                 for c in spec.constraints
                 if c.mode == "lagrangian"
             },
-            stream=None if spec.evaluation_only else _stream(spec, train_rows, config.seed),
+            stream=None if spec.evaluation_only else _stream(spec, train_rows, config),
             eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
             max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),
         )
@@ -240,10 +240,13 @@ def render_rows(run: TaskRun, rows: Sequence[Row], actor: Actor) -> list[Prompt]
     return prompts
 
 
-def _stream(spec: TaskSpec, rows: Sequence[Row], seed: int) -> PromptStream:
+def _stream(spec: TaskSpec, rows: Sequence[Row], config: RunConfig) -> PromptStream:
     if spec.curriculum.by:
-        return PooledStream(rows, task=spec.name, seed=seed, spec=spec.curriculum)
-    return PromptStream(rows, task=spec.name, seed=seed)
+        late_steps = config.rollout.max_staleness if config.batch.quorum < 1.0 else 0
+        return PooledStream(
+            rows, task=spec.name, seed=config.seed, spec=spec.curriculum, late_steps=late_steps
+        )
+    return PromptStream(rows, task=spec.name, seed=config.seed)
 
 
 def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> None:
