@@ -117,7 +117,7 @@ class KLSpec:
     placement: str = "reward"
     """``reward`` (k1 inside the reward: the unbiased choice, arXiv:2512.21852) or ``loss``."""
     estimator: str = "k3"
-    """Estimator in the loss: ``k1``, ``k2``, ``k3``."""
+    """Estimator in the loss: ``k2`` or ``k3``; ``k1`` belongs into the reward: as a loss it does nothing."""
     target: float | None = None
     """Nats per response; given = adaptive coefficient (Ziegler et al., arXiv:1909.08593), None = fixed."""
     horizon: float = 100.0
