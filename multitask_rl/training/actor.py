@@ -109,17 +109,21 @@ class Actor:
     def add_control_tokens(self, number: int) -> list[int]:
         """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``, adding what the vocabulary lacks.
 
-        New embedding rows start as the mean of the old ones (deterministic, no jump of the logits' scale).
+        Their embedding rows start as the mean of the known (deterministic, no jump of the logits' scale),
+        also where the model has rows to spare: nobody trained those.
         """
         names = [f"<|reward_{i}|>" for i in range(number)]
         known = self.tokenizer.get_vocab()
         missing = [name for name in names if name not in known]
         if missing:
-            old_size = self.model.get_input_embeddings().weight.shape[0]
+            num_rows = self.model.get_input_embeddings().weight.shape[0]
+            num_known = min(len(self.tokenizer), num_rows)
             self.tokenizer.add_tokens(missing, special_tokens=True)
-            if len(self.tokenizer) > old_size:
+            if len(self.tokenizer) > num_rows:
                 self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
-                _fill_with_mean(self.model, old_size)
+            # a tokenizer may have had more tokens than the model rows: those begin at random otherwise
+            new = {*self.tokenizer.convert_tokens_to_ids(missing), *range(num_rows, len(self.tokenizer))}
+            _fill_with_mean(self.model, sorted(new), num_known)
         return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
 
     @contextlib.contextmanager
@@ -329,12 +333,12 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, 
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos_token_ids[0]
 
 
-def _fill_with_mean(model: PreTrainedModel, old_size: int) -> None:
-    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+def _fill_with_mean(model: PreTrainedModel, rows: list[int], num_known: int) -> None:
+    """Set ``rows`` of both embeddings to the mean of the first ``num_known``."""
     with torch.no_grad():
-        for layer in embeddings:
-            if layer is not None and layer.weight.shape[0] > old_size:
-                layer.weight[old_size:] = layer.weight[:old_size].mean(dim=0)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if layer is not None:
+                layer.weight[rows] = layer.weight[:num_known].mean(dim=0)
 
 
 def _load_problem(name: str, error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_builders import build_actor
+from model_builders import build_actor, build_tokenizer
 
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig
@@ -56,6 +56,24 @@ def test_a_renamed_task_keeps_its_head_and_the_optimizer_state_of_it() -> None:
     hidden = torch.randn(3, build_actor().hidden_size)
     assert torch.equal(renamed.values("new", hidden), critic.values("old.name", hidden))
     assert torch.equal(renamed.values("other", hidden), critic.values("other", hidden))
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 2, 9])
+@pytest.mark.parametrize("tied", [True, False])
+def test_control_tokens_start_as_the_mean_of_the_known_ones_whatever_rows_the_model_has(spare, tied) -> None:
+    number = len(build_tokenizer())
+    actor = build_actor(vocab_size=number + spare, tied=tied)
+    layers = (actor.model.get_input_embeddings(), actor.model.get_output_embeddings())
+    known = [layer.weight[:number].detach().clone() for layer in layers]
+    ids = actor.add_control_tokens(5)
+    layers = (actor.model.get_input_embeddings(), actor.model.get_output_embeddings())
+    for layer, before in zip(layers, known, strict=True):
+        assert torch.equal(layer.weight[: len(before)], before)
+        new = layer.weight[sorted({*ids, *range(len(before), number)})]
+        assert torch.allclose(new, before.mean(dim=0).expand_as(new))
+    trained = layers[0].weight.detach().normal_().clone()
+    assert actor.add_control_tokens(5) == ids
+    assert torch.equal(layers[0].weight, trained), "known tokens are left as they are"
 
 
 def build_run(kind: str, kl: float) -> TaskRun:
