@@ -223,6 +223,13 @@ def _check_combination(spec: TaskSpec, algorithm: Algorithm) -> None:
             f"{where}.kl.target: {spec.type} measures no KL per response to steer by; leave the target out "
             "(the coefficient is then fixed)"
         )
+    kl = spec.kl
+    is_in_loss = kl.coefficient > 0 and kl.placement == "loss" and not algorithm.wants_exact_kl
+    if is_in_loss and kl.estimator == "k1":
+        raise ConfigError(
+            f"{where}.kl.estimator: k1 in the loss has an expected gradient of 0 and holds nothing; take "
+            "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
+        )
 
 
 def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:

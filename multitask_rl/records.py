@@ -201,6 +201,9 @@ class Scored:
     """Weighted sum of the applicable rewards (minus penalties); None = failed, masked everywhere."""
     breakdown: dict[str, RewardResult] = field(default_factory=dict)
     """By reward name, as each plugin returned it."""
+    terms: Sequence[tuple[float, float]] = ()
+    """Weight and value of each summand of ``reward``: the weighted rewards (negative weight where lower is
+    better), then the penalties; the same places in all records of a task, NaN = not applicable."""
     cost: float = 0.0
     """Largest constraint cost, in [0, 1]."""
     concerned: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -220,26 +221,31 @@ class RewardStage(Stage):
         return RewardBatch(self._scorer.begin_scoring(), self._with_costs)
 
     def _with_costs(self, scored: Scored) -> Scored:
-        constraints = self._runs[scored.rollout.task].spec.judged
-        if not constraints:
+        spec = self._runs[scored.rollout.task].spec
+        if not spec.judged:
             return scored
         costs: dict[str, list[float]] = {}
-        penalty = 0.0
-        for constraint in constraints:
+        penalties: list[tuple[float, float]] = []
+        for constraint in spec.judged:
             if constraint.mode == "penalty" and not constraint.weight:  # only measured
                 continue
             own = costs.setdefault(constraint.mode, [])
             verdict = scored.rollout.verdicts.get(constraint.name or constraint.plugin)
-            if isinstance(verdict, Verdict) and verdict.applicable:
-                own.append(verdict.cost)
-                penalty += constraint.weight * verdict.cost if constraint.mode == "penalty" else 0.0
+            cost = verdict.cost if isinstance(verdict, Verdict) and verdict.applicable else math.nan
+            if not math.isnan(cost):
+                own.append(cost)
+            if constraint.mode == "penalty":
+                penalties.append((-constraint.weight, cost))
         chosen = next((costs[mode] for mode in ("lagrangian", "penalty", "reject") if mode in costs), [])
         cost = max(chosen, default=0.0)
-        reward = scored.reward
-        if reward is not None:
+        scored = replace(scored, cost=cost, concerned=bool(chosen))
+        if scored.reward is None:
+            return scored
+        if not spec.rewards:
             # a task of constraints alone still has something to learn: to satisfy them
-            reward = reward - penalty if self._runs[scored.rollout.task].spec.rewards else 1.0 - cost
-        return replace(scored, reward=reward, cost=cost, concerned=bool(chosen))
+            return replace(scored, reward=1.0 - cost)
+        penalty = math.fsum(weight * value for weight, value in penalties if not math.isnan(value))
+        return replace(scored, reward=scored.reward + penalty, terms=[*scored.terms, *penalties])
 
 
 class AdvantageStage(Stage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multitask_rl.records import Event, Scored, TaskStats
@@ -27,6 +27,16 @@ class StepReport:
     """Numbers of the update: ``grad_norm``, ``learning_rate``, ``padding_share``..."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock by stage, ``update`` and ``step`` among them."""
+
+    def shares(self, tasks: Collection[str]) -> dict[str, float]:
+        """Return the weight of the loss of each of ``tasks`` that are trained on: its quota's share.
+
+        A task without a quota in this step is there with late groups of earlier ones: they count themselves.
+        """
+        kept = by_group(self.kept)
+        parts = {name: self.quotas.get(name) or len(kept.get(name, ())) for name in tasks}
+        total = sum(parts.values())
+        return {name: part / total for name, part in parts.items() if total}
 
 
 def observe_groups(report: StepReport, runs: Mapping[str, TaskRun]) -> list[Event]:

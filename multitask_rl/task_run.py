@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
 from multitask_rl.seeding import random_stream
 from multitask_rl.training.actor import Actor
 from multitask_rl.training.credit import LearnerTask
+
+logger = logging.getLogger(__name__)
 
 _REPORTED_RATIO = math.log(1.25)
 """An adaptive coefficient moves every step; an event is made when it has moved by a quarter."""
@@ -53,6 +56,7 @@ class TaskRun:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that moves, JSON-able."""
         return {
+            "type": self.spec.type,
             "algorithm": self.algorithm.state_dict(),
             "kl": self.kl.state_dict(),
             "kl_reported": self.kl_reported,
@@ -62,10 +66,18 @@ class TaskRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``; parts the task had not then start fresh."""
-        self.algorithm.load_state_dict(state["algorithm"])
+        """Restore ``state_dict``; parts the task had not then start fresh, with a warning if they changed."""
+        name, kind = self.spec.name, state.get("type", self.spec.type)
+        if kind == self.spec.type:
+            self.algorithm.load_state_dict(state["algorithm"])
+        else:
+            logger.warning("task %r was of type %s: its %s starts fresh", name, kind, self.spec.type)
         self.kl.load_state_dict(state["kl"])
-        self.kl_reported = state.get("kl_reported", self.kl_reported)
+        beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
+        if beta == saved:
+            self.kl_reported = state.get("kl_reported", self.kl_reported)
+        else:
+            logger.warning("task %r: kl.coefficient goes on with %g, it was %g", name, beta, saved)
         for constraint, multiplier in self.multipliers.items():
             if constraint in state.get("multipliers", {}):
                 multiplier.load_state_dict(state["multipliers"][constraint])
@@ -85,7 +97,7 @@ class TaskRun:
                 data = {"from": change.old, "to": change.new, "observed": change.observed}
                 events.append(
                     Event(
-                        step=step, source="kl", kind="coefficient", reason=str(change), task=name, data=data
+                        step=step, source="kl", kind="coefficient", reason=change.reason, task=name, data=data
                     )
                 )
         for constraint, multiplier in self.multipliers.items():
@@ -151,7 +163,7 @@ def build_task_runs(
                 for c in spec.constraints
                 if c.mode == "lagrangian"
             },
-            stream=None if spec.evaluation_only else _stream(spec, train_rows, config.seed),
+            stream=None if spec.evaluation_only else _stream(spec, train_rows, config),
             eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
             max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),
         )
@@ -228,10 +240,13 @@ def render_rows(run: TaskRun, rows: Sequence[Row], actor: Actor) -> list[Prompt]
     return prompts
 
 
-def _stream(spec: TaskSpec, rows: Sequence[Row], seed: int) -> PromptStream:
+def _stream(spec: TaskSpec, rows: Sequence[Row], config: RunConfig) -> PromptStream:
     if spec.curriculum.by:
-        return PooledStream(rows, task=spec.name, seed=seed, spec=spec.curriculum)
-    return PromptStream(rows, task=spec.name, seed=seed)
+        late_steps = config.rollout.max_staleness if config.batch.quorum < 1.0 else 0
+        return PooledStream(
+            rows, task=spec.name, seed=config.seed, spec=spec.curriculum, late_steps=late_steps
+        )
+    return PromptStream(rows, task=spec.name, seed=config.seed)
 
 
 def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> None:

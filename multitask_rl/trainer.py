@@ -238,14 +238,12 @@ class Trainer:
 
     def _learn(self, credited: list[CreditedSample], report: StepReport) -> dict[str, dict[str, float]]:
         """Update the actor, fill in ``report``; return numbers per task."""
-        present = {c.sample.task for c in credited}
-        total = sum(report.quotas[name] for name in present)
         factor = schedule_factor(self.config.optimizer, self.step, self.config.max_steps)
         if self.guard is not None:
             factor *= self.guard.lr_factor(self.step)
         update = self.learner.update(
             credited,
-            shares={name: report.quotas[name] / total for name in present if total},
+            shares=report.shares({c.sample.task for c in credited}),
             step=self.step,
             learning_rate_factor=factor,
         )

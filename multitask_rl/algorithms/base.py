@@ -83,9 +83,9 @@ class CreditBatch:
     multipliers: tuple[float, ...] = ()
     """[C] Lagrange multiplier of each, >= 0."""
     component_rewards: Tensor | None = None
-    """[B, R] the rewards of the task one by one (GDPO), NaN = not applicable."""
+    """[B, R] the summands of the reward one by one (GDPO): rewards and penalties, NaN = not applicable."""
     component_weights: Tensor | None = None
-    """[R] their weights."""
+    """[R] their weights; negative where lower values are better, as with penalties."""
 
 
 @dataclass(kw_only=True, slots=True)

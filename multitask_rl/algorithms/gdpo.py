@@ -57,7 +57,8 @@ class GDPO(GRPO):
 
     Normalising the sum collapses different outcomes: with two binary rewards the groups {(0,0), (0,1)} and
     {(0,0), (1,1)} both give +-0.707; decoupled they give +-0.707 and +-1.414. Weights then act on every
-    reward as given, whatever the reward's own spread. With one reward it is GRPO with per-task whitening.
+    reward as given, whatever the reward's own spread. With one reward it is GRPO with per-task whitening. A
+    constraint of mode ``penalty`` is one reward more, its cost with a negative weight.
 
     Source: GDPO (arXiv:2601.05242); whitening per task, not over the mixed batch.
     """

@@ -175,8 +175,10 @@ class KLController:
 
     def state_dict(self) -> dict[str, Any]:
         """State across steps, JSON-able."""
-        return {"coefficient": self._coefficient}
+        return {"coefficient": self._coefficient, "start": self._spec.coefficient}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``."""
-        self._coefficient = float(state["coefficient"])
+        """Go on from ``state_dict`` where beta is steered from the same start; else beta is as configured."""
+        start = self._spec.coefficient
+        if self._spec.target is not None and state.get("start", start) == start:
+            self._coefficient = float(state["coefficient"])

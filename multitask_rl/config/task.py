@@ -117,7 +117,7 @@ class KLSpec:
     placement: str = "reward"
     """``reward`` (k1 inside the reward: the unbiased choice, arXiv:2512.21852) or ``loss``."""
     estimator: str = "k3"
-    """Estimator in the loss: ``k1``, ``k2``, ``k3``."""
+    """Estimator in the loss: ``k2`` or ``k3``; ``k1`` belongs into the reward: as a loss it does nothing."""
     target: float | None = None
     """Nats per response; given = adaptive coefficient (Ziegler et al., arXiv:1909.08593), None = fixed."""
     horizon: float = 100.0
@@ -152,11 +152,12 @@ class TaskSpec:
     """Keys of the task plugin's ``Config``, keywords of ``datasets.load_dataset`` (Hugging Face id), or the
     generator's keys and ``size`` (reasoning-gym)."""
     split: str = "train"
-    """Split to train on; rows with another ``split`` column are left out."""
+    """Split to train on; rows with another ``split`` column are left out, rows without one are not."""
     eval_dataset: str = ""
     """Held-out data; empty = ``dataset`` with ``eval_split``, or a hashed 10 % held out of it."""
     eval_split: str = ""
-    """Split to evaluate on; empty = first of ``test``, ``validation``, ``dev`` with rows, else held out."""
+    """Split to evaluate on, not the one trained on; empty = first of ``test``, ``validation``, ``dev`` with
+    rows, else held out."""
     prompt: str = "{prompt}"
     """Template over the row's columns; with ``chat`` it becomes the user's message."""
     system: str = ""

@@ -46,14 +46,18 @@ class PooledStream(PromptStream):
         task: name of the task.
         seed: the run's seed.
         spec: ``by`` must be given.
+        late_steps: how many steps after its batch a group may still come; what comes later teaches nothing.
 
     Raises:
         DataError: ``rows`` is empty, or the column does not sort them into pools.
     """
 
-    def __init__(self, rows: Rows, *, task: str, seed: int, spec: CurriculumSpec) -> None:
+    def __init__(
+        self, rows: Rows, *, task: str, seed: int, spec: CurriculumSpec, late_steps: int = 0
+    ) -> None:
         super().__init__(rows, task=task, seed=seed)
         self._spec = spec
+        self._late_steps = late_steps
         self._start()
 
     def _start(self) -> None:
@@ -68,6 +72,7 @@ class PooledStream(PromptStream):
         self._rates: dict[int, float] = {}
         self._carry: dict[str, float] = {}
         self._pending: dict[int, tuple[int, str]] = {}
+        self._missed: dict[int, int] = {}
         self._reported = self._shares()
         self._step_draws: Counter[str] = Counter()
 
@@ -116,10 +121,15 @@ class PooledStream(PromptStream):
             if rewards:
                 self._estimates[pool].observe(rewards)
                 self._move(index, math.fsum(rewards) / len(rewards))
-        # what was drawn before and never came back (too long for the model) never will
-        last = max(groups, default=-1)
-        self._pending = {d: where for d, where in self._pending.items() if d > last}
+        self._give_up(max(groups, default=-1), step)
         return self._report(step)
+
+    def _give_up(self, last: int, step: int) -> None:
+        """Forget the draws up to ``last`` that cannot come any more: too late, or too long for the model."""
+        for draw in [d for d in self._pending if d <= last]:
+            if step - self._missed.setdefault(draw, step) >= self._late_steps:
+                del self._pending[draw]
+        self._missed = {draw: since for draw, since in self._missed.items() if draw in self._pending}
 
     def _move(self, index: int, mean: float) -> None:
         if self._spec.by != PASS_RATE:
@@ -197,6 +207,7 @@ class PooledStream(PromptStream):
                 "rates": {str(index): rate for index, rate in self._rates.items()},
                 "carry": dict(self._carry),
                 "pending": {str(draw): list(where) for draw, where in self._pending.items()},
+                "missed": {str(draw): since for draw, since in self._missed.items()},
                 "reported": dict(self._reported),
                 "step_draws": dict(self._step_draws),
             },
@@ -223,6 +234,7 @@ class PooledStream(PromptStream):
         self._rates = {int(index): rate for index, rate in saved["rates"].items()}
         self._carry = dict(saved["carry"])
         self._pending = {int(draw): (where[0], where[1]) for draw, where in saved["pending"].items()}
+        self._missed = {int(draw): since for draw, since in saved.get("missed", {}).items()}
         self._reported = dict(saved["reported"])
         self._step_draws = Counter(saved["step_draws"])
 

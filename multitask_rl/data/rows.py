@@ -44,7 +44,7 @@ def load_rows(spec: TaskSpec, split: str) -> Rows:
 
     Raises:
         DataError: missing, empty or malformed data, no row of this task or split.
-        ConfigError: another ``split``, or keys the task plugin does not know.
+        ConfigError: another ``split``, an ``eval_split`` that is trained on, or keys no task plugin knows.
     """
     if split not in ("train", "eval"):
         raise ConfigError(f"load_rows: split must be 'train' or 'eval', got {split!r}")
@@ -52,35 +52,42 @@ def load_rows(spec: TaskSpec, split: str) -> Rows:
         raise DataError(f"{spec.source or 'tasks'}: task {spec.name!r} has no data set")
     if split == "eval" and (spec.eval_dataset or spec.evaluation_only):
         return evaluation_rows(spec, _read(spec, spec.eval_dataset or spec.dataset))
-    train, held_out = split_rows(spec, _read(spec, spec.dataset), hold_out=not spec.eval_dataset)
+    train, held_out = split_rows(spec, _read(spec, spec.dataset))
     return train if split == "train" else held_out
 
 
-def split_rows(
-    spec: TaskSpec, splits: Mapping[str, Rows], *, hold_out: bool = True, train_split: str = ""
-) -> tuple[Rows, Rows]:
-    """Return the training and the held-out rows of a data set.
+def split_rows(spec: TaskSpec, splits: Mapping[str, Rows], *, train_split: str = "") -> tuple[Rows, Rows]:
+    """Return the training and the held-out rows of a data set; none is held out beside an ``eval_dataset``.
 
     Args:
         spec: names the splits and the task.
-        splits: rows by split; the key "" holds rows that name none: they are trained on.
+        splits: rows by split; the key "" holds rows that name none: they are trained on, and are enough for
+            the split ``train``.
         train_split: instead of ``spec.split``.
-        hold_out: take held-out rows from the training rows where no split offers any.
 
     Raises:
         DataError: a split that is asked for has no rows.
+        ConfigError: the split to train on is the one to evaluate on.
     """
     wanted = train_split or spec.split
+    if spec.eval_split == wanted and spec.eval_dataset in ("", spec.dataset):
+        raise ConfigError(
+            f"{spec.source or 'tasks'}: tasks.{spec.name}.eval_split: {wanted!r} is the split that is "
+            "trained on, so nothing would be held out; name another, or give other rows in eval_dataset"
+        )
     train = splits.get("") or ()
-    if set(splits) != {""}:
+    are_enough = train and wanted == "train"
+    if set(splits) != {""} and (splits.get(wanted) or not are_enough):
         named = _take(spec, splits, wanted)
         train = [*train, *named] if train else named
+    if spec.eval_dataset:
+        return train, train[:0]
     if spec.eval_split:
         return train, _take(spec, splits, spec.eval_split)
     for name in EVAL_SPLITS:
         if name != wanted and splits.get(name):
             return train, splits[name]
-    return _hold_out(train) if hold_out else (train, train[:0])
+    return _hold_out(train)
 
 
 def evaluation_rows(spec: TaskSpec, splits: Mapping[str, Rows]) -> Rows:

@@ -20,8 +20,9 @@ class PromptStream:
     """Gives the rows of one task, forever.
 
     The order of epoch ``e`` is a shuffle by the stream ``(seed, "data", task, e)``: it depends on nothing
-    else, so a cursor is enough to continue. ``draw`` counts all rows ever given and never goes back; it seeds
-    the rollouts.
+    else, so a cursor is enough to continue. It carries seed and name: a task that is renamed, or goes on with
+    another seed, keeps its order. ``draw`` counts all rows ever given and never goes back; it seeds the
+    rollouts.
 
     A data set that changed between two runs cannot be continued where it was: ``load_state_dict`` then starts
     the next epoch on the new rows, keeps counting draws, and logs a warning.
@@ -41,6 +42,7 @@ class PromptStream:
         self._rows = rows
         self._task = task
         self._seed = seed
+        self._shuffled_by = (seed, task)
         self._fingerprint = fingerprint(rows)
         self._draw = 0
         self._first_draw = 0
@@ -86,6 +88,7 @@ class PromptStream:
             "first_epoch": self._first_epoch,
             "length": len(self._rows),
             "fingerprint": self._fingerprint,
+            "shuffled_by": list(self._shuffled_by),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,12 +101,15 @@ class PromptStream:
             draw, first_draw = int(state["draw"]), int(state["first_draw"])
             first_epoch, length = int(state["first_epoch"]), int(state["length"])
             known = str(state["fingerprint"])
+            seed, task = state.get("shuffled_by", (self._seed, self._task))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the data cursor of task {self._task!r} is unreadable: {error!r}"
             ) from error
         self._draw, self._first_draw, self._first_epoch = draw, first_draw, first_epoch
+        self._shuffled = (-1, [])
         if (length, known) == (len(self._rows), self._fingerprint):
+            self._shuffled_by = (int(seed), str(task))
             return
         self._first_epoch += (draw - first_draw) // max(length, 1) + 1
         self._first_draw = draw
@@ -118,7 +124,8 @@ class PromptStream:
         draw, epoch = self._draw, self.epoch
         if self._shuffled[0] != epoch:
             order = list(range(len(self._rows)))
-            random_stream(self._seed, "data", self._task, epoch).shuffle(order)
+            seed, task = self._shuffled_by
+            random_stream(seed, "data", task, epoch).shuffle(order)
             self._shuffled = (epoch, order)
         row = self._rows[self._shuffled[1][(draw - self._first_draw) % len(self._rows)]]
         self._draw += 1

@@ -255,23 +255,24 @@ class RewardPool:
         if rollout.failure is not None:
             return Scored(rollout=rollout, reward=None, failure=rollout.failure)
         breakdown: dict[str, RewardResult] = {n: r for n, r in results.items() if not isinstance(r, Verdict)}
-        total, applied, failure = 0.0, False, None
+        terms: list[tuple[float, float]] = []
+        failure = None
         weighted = [judge for judge in self._rewards[rollout.task] if judge.weight]
         for judge in weighted:
             result = breakdown[judge.name]
             if isinstance(result, Failure):
                 failure = failure or result
-            elif isinstance(result, Score):
-                total, applied = total + judge.weight * result.value, True
-        if weighted and not applied and failure is None:
+            terms.append((judge.weight, result.value if isinstance(result, Score) else math.nan))
+        applicable = [weight * value for weight, value in terms if not math.isnan(value)]
+        if weighted and not applicable and failure is None:
             names = ", ".join(judge.name for judge in weighted)
             failure = Failure(
                 kind=FailureKind.data,
                 message=f"none of the task's rewards applies to the sample ({names})",
                 source=rollout.task,
             )
-        reward = total if failure is None else None
-        return Scored(rollout=rollout, reward=reward, breakdown=breakdown, failure=failure)
+        reward = math.fsum(applicable) if failure is None else None
+        return Scored(rollout=rollout, reward=reward, breakdown=breakdown, terms=terms, failure=failure)
 
 
 def _all_at_once(pending: Pending[T], rollouts: Sequence[Rollout]) -> list[T]:

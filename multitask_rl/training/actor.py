@@ -23,7 +23,7 @@ from multitask_rl.rollout.wide_attention import use_wide_attention
 from multitask_rl.training.compiled import compile_blocks
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.rope import context_length, scale_rope
-from multitask_rl.training.vocabulary import control_ids, control_names, fill_new_rows, fit_weights
+from multitask_rl.training.vocabulary import control_ids, control_names, fill_rows, fit_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,17 +112,21 @@ class Actor:
     def add_control_tokens(self, number: int) -> list[int]:
         """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``, adding what the vocabulary lacks.
 
-        New embedding rows start as the mean of the old ones (deterministic, no jump of the logits' scale).
+        Their embedding rows start as the mean of the known (deterministic, no jump of the logits' scale),
+        also where the model has rows to spare: nobody trained those.
         """
         names = control_names(number)
         known = self.tokenizer.get_vocab()
         missing = [name for name in names if name not in known]
         if missing:
-            old_size = self.model.get_input_embeddings().weight.shape[0]
+            num_rows = self.model.get_input_embeddings().weight.shape[0]
+            num_known = min(len(self.tokenizer), num_rows)
             self.tokenizer.add_tokens(missing, special_tokens=True)
-            if len(self.tokenizer) > old_size:
+            if len(self.tokenizer) > num_rows:
                 self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
-                fill_new_rows(self.model, old_size)
+            # a tokenizer may have had more tokens than the model rows: those begin at random otherwise
+            new = {*self.tokenizer.convert_tokens_to_ids(missing), *range(num_rows, len(self.tokenizer))}
+            fill_rows(self.model, sorted(new), num_known)
         return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
 
     def keep_control_tokens(self, directory: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multitask_rl.algorithms.base import Algorithm, CreditBatch
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.records import Score, TrainSample, Verdict
+from multitask_rl.records import TrainSample, Verdict
 from multitask_rl.training.runner import ModelRunner, scatter
 
 __all__ = ["Before", "CreditAssigner", "CreditedSample", "LearnerTask", "look_before", "merge_before"]
@@ -230,7 +230,7 @@ def _credit_batch(
         kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "reward" else 0.0,
         costs=_costs(samples, list(task.multipliers)) if task.multipliers else None,
         multipliers=tuple(task.multipliers.values()),
-        **_components(task.spec, samples),
+        **_components(samples),
     )
 
 
@@ -242,16 +242,15 @@ def _costs(samples: list[TrainSample], names: Sequence[str]) -> Tensor:
     )
 
 
-def _components(spec: TaskSpec, samples: list[TrainSample]) -> dict[str, Tensor]:
-    """Return the separate rewards of each sample, for algorithms that normalise them one by one."""
-    trained = [r for r in spec.rewards if r.weight != 0]
-    if len(trained) < 2:
+def _components(samples: list[TrainSample]) -> dict[str, Tensor]:
+    """Return the summands of each sample's reward, for algorithms that normalise them one by one."""
+    # a refused response was not scored: it has none
+    longest = max((s.scored.terms for s in samples), key=len)
+    if len(longest) < 2:
         return {}
-    rows = []
-    for s in samples:
-        parts = [s.scored.breakdown.get(r.name or r.plugin) for r in trained]
-        rows.append([p.value if isinstance(p, Score) else float("nan") for p in parts])
+    nothing = [float("nan")] * len(longest)
+    rows = [[value for _, value in s.scored.terms] or nothing for s in samples]
     return {
         "component_rewards": torch.tensor(rows, dtype=torch.float32),
-        "component_weights": torch.tensor([r.weight for r in trained], dtype=torch.float32),
+        "component_weights": torch.tensor([weight for weight, _ in longest], dtype=torch.float32),
     }

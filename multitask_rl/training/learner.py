@@ -3,6 +3,8 @@
 The loss of a step is ``sum_k share_k * loss_weight_k * loss_k`` with ``loss_k`` the task's own mean over
 *all* its tokens (or samples) of the minibatch: the denominator is counted before the samples are cut, so
 cutting, packing and padding change nothing, and a task with long answers gets no more weight than its share.
+A task with fewer samples than minibatches weighs so much more in those that have one: over the epoch it keeps
+its share.
 
 Samples whose gradient is known to be zero (a group in which all rewards are equal) count in the denominator
 and are not computed.
@@ -13,6 +15,7 @@ summed, and each rank moves its part of the weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -138,8 +141,10 @@ class Learner:
         norms: list[dict[str, float]] = []
         with self.runner.actor.learning():
             for epoch in range(self._config.batch.num_epochs):
-                for minibatch in self._minibatches(credited, step, epoch):
-                    applied = self._apply(minibatch, shares, learning_rate_factor, means)
+                minibatches = self._minibatches(credited, step, epoch)
+                weights = _weights_where_present(shares, minibatches)
+                for minibatch in minibatches:
+                    applied = self._apply(minibatch, weights, learning_rate_factor, means)
                     if applied is None:
                         report.num_skipped_updates += 1
                         self._count_bad_update()
@@ -189,13 +194,12 @@ class Learner:
         number = self._config.batch.num_minibatches
         if number == 1:
             return [list(credited)]
-        parts: list[list[CreditedSample]] = [[] for _ in range(number)]
+        dealt: list[CreditedSample] = []
         for name in self.tasks:
             own = [c for c in credited if c.sample.task == name]
             random_stream(self._config.seed, "minibatch", name, step, epoch).shuffle(own)
-            for i, one in enumerate(own):
-                parts[i % number].append(one)
-        return [p for p in parts if p]
+            dealt.extend(own)
+        return [part for i in range(number) if (part := dealt[i::number])]
 
     def _apply(
         self,
@@ -343,6 +347,14 @@ class Learner:
                 "optimizer.learning_rate, or look for rewards without bounds in metrics.jsonl. The last "
                 "checkpoint is intact."
             )
+
+
+def _weights_where_present(
+    shares: Mapping[str, float], minibatches: Sequence[Sequence[CreditedSample]]
+) -> dict[str, float]:
+    """Return the weight of each task in the minibatches that have it: the mean over all is its share."""
+    present = Counter(name for part in minibatches for name in {c.sample.task for c in part})
+    return {name: share * (len(minibatches) / max(1, present[name])) for name, share in shares.items()}
 
 
 def _token_metrics(batch: TokenBatch, result: LossOutput, entropy: Tensor) -> dict[str, Tensor]:

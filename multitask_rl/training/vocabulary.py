@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["control_ids", "control_names", "fill_new_rows", "fit_rows", "fit_weights", "vocabulary_rows"]
+__all__ = ["control_ids", "control_names", "fill_rows", "fit_rows", "fit_weights", "vocabulary_rows"]
 
 _CONTROL = re.compile(r"<\|reward_\d+\|>")
 
@@ -69,8 +69,8 @@ def fit_weights(
 
 
 @torch.no_grad()
-def fill_new_rows(model: PreTrainedModel, old_size: int) -> None:
-    """Make the rows of ``model`` from ``old_size`` on the mean of those before."""
+def fill_rows(model: PreTrainedModel, rows: list[int], num_known: int) -> None:
+    """Make ``rows`` of both embeddings the mean of the first ``num_known``."""
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if layer is not None and layer.weight.shape[0] > old_size:
-            layer.weight[old_size:] = layer.weight[:old_size].mean(dim=0)
+        if layer is not None:
+            layer.weight[rows] = layer.weight[:num_known].mean(dim=0)

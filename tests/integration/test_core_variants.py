@@ -301,6 +301,7 @@ def test_evaluating_a_run_cuts_nothing_off_its_records(tmp_path):
             "acts on advantages",
         ),
         ("type: reward_conditioned, kl: {coefficient: 0.1, target: 1.0}", "no KL per response"),
+        ("kl: {coefficient: 0.1, placement: loss, estimator: k1}", "expected gradient of 0.*estimator: k2"),
     ],
 )
 def test_settings_that_would_have_no_effect_are_refused(tmp_path, settings, message):

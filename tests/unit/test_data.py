@@ -88,12 +88,39 @@ def test_splits_of_the_file_are_respected(tmp_path: Path) -> None:
         load_rows(spec(path, eval_split="dev"), "eval")
 
 
+def test_rows_without_a_split_are_trained_on_beside_held_out_rows_that_have_one(tmp_path: Path) -> None:
+    rows = [{"id": "a"}, {"id": "b"}, {"id": "t", "split": "test"}]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    assert ids(load_rows(spec(path), "train")) == ["a", "b"]
+    assert ids(load_rows(spec(path), "eval")) == ["t"]
+    with pytest.raises(DataError, match="no rows of split 'trian'"):
+        load_rows(spec(path, split="trian"), "train")
+
+
+def test_rows_are_not_both_trained_on_and_held_out(tmp_path: Path) -> None:
+    rows = [{"id": s, "split": s, "task": "math"} for s in ("train", "dev")]
+    path, other = (write_jsonl(tmp_path / name, rows) for name in ("d.jsonl", "e.jsonl"))
+    for same in (spec(path, eval_split="train"), spec(path, eval_split="train", eval_dataset=path)):
+        with pytest.raises(
+            ConfigError, match=r"tasks\.math\.eval_split: 'train' is the split that is trained"
+        ):
+            load_rows(same, "train")
+    assert ids(load_rows(spec(path, eval_split="train", eval_dataset=other), "train")) == ["train"]
+    assert len(load_rows(spec(path, eval_split="train", evaluation_only=True), "eval")) == 1
+    with pytest.raises(ConfigError, match="'dev' is the split that is trained"):
+        get_dataloader(path, split="dev").load(spec(eval_split="dev"), "train")
+
+
 def test_eval_dataset_is_used_whole_and_frees_all_training_rows(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", ROWS)
     test = write_jsonl(tmp_path / "test.jsonl", [{"id": "t", "split": "test"}])
     task = spec(train, eval_dataset=test)
     assert len(load_rows(task, "train")) == 100
     assert ids(load_rows(task, "eval")) == ["t"]
+    named = spec(train, eval_dataset=test, eval_split="test")
+    assert len(load_rows(named, "train")) == 100, "the split of the other data set"
+    loader = get_dataloader(multi_task_file(tmp_path))
+    assert len(loader.load(spec(eval_dataset=test), "train")) == 50
 
 
 def test_task_that_is_only_evaluated_uses_all_its_rows(tmp_path: Path) -> None:
@@ -228,6 +255,19 @@ def test_stream_continues_where_it_was() -> None:
     skipped = PromptStream(ROWS, task="math", seed=3)
     skipped.skip(130)
     assert skipped.next(130) == whole[130:]
+
+
+@pytest.mark.parametrize(("task", "seed"), [("sums", 3), ("math", 4)])
+def test_a_renamed_task_or_another_seed_gives_no_row_of_the_epoch_twice(task: str, seed: int) -> None:
+    whole = PromptStream(ROWS, task="math", seed=3).next(260)
+    stream = PromptStream(ROWS, task="math", seed=3)
+    stream.next(30)
+    for end in (130, 260):  # the second checkpoint no longer knows by itself
+        resumed = PromptStream(ROWS, task=task, seed=seed)
+        resumed.next(1)
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert resumed.next(end - resumed.draw) == whole[stream.draw : end]
+        stream = resumed
 
 
 def test_changed_data_set_starts_a_new_epoch_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

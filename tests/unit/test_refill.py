@@ -15,6 +15,7 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.records import SamplingParams, Scored
 from multitask_rl.refill import MAX_OVERSAMPLING, Refill
 from multitask_rl.step_metrics import by_group, is_informative
+from multitask_rl.step_report import StepReport
 from multitask_rl.task_run import TaskRun
 from multitask_rl.testing import make_rollout
 from multitask_rl.training.credit import LearnerTask
@@ -94,6 +95,14 @@ def test_an_unlucky_step_of_a_learnable_task_is_made_up_for() -> None:
     refill = Refill({"task": _run("task")}, 1, lambda task: 0.5)
     refill.collect({"task": 2}, _experience({"task": 0.0}, drawn))
     assert drawn["task"] > 2
+
+
+def test_late_groups_of_a_task_without_a_quota_in_the_step_are_trained_on() -> None:
+    drawn = _experience({"fast": 1.0, "slow": 1.0}, {})({"fast": 3, "slow": 1})
+    report = StepReport(step=0, quotas={"fast": 3, "slow": 0, "idle": 1}, drawn=drawn, kept=drawn)
+    assert report.shares({"fast", "slow"}) == {"fast": 0.75, "slow": 0.25}
+    assert report.shares({"fast", "idle"}) == {"fast": 0.75, "idle": 0.25}
+    assert report.shares(set()) == {}
 
 
 def test_without_rounds_nothing_is_drawn_again() -> None:

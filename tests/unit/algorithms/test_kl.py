@@ -122,6 +122,22 @@ def test_controller_state_round_trip_continues_identically():
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (KLSpec(coefficient=0.0), KLSpec(coefficient=0.1)),
+        (KLSpec(coefficient=0.1), KLSpec(coefficient=0.0)),
+        (KLSpec(coefficient=0.1, target=5.0), KLSpec(coefficient=0.3, target=5.0)),
+        (KLSpec(coefficient=0.1, target=5.0), KLSpec(coefficient=0.1)),
+    ],
+)
+def test_a_coefficient_that_was_configured_anew_is_the_one_that_counts(before, after):
+    first, second = KLController(before), KLController(after)
+    first.update(9.0)
+    second.load_state_dict(first.state_dict())
+    assert second.coefficient == after.coefficient
+
+
+@pytest.mark.parametrize(
     ("spec", "message"),
     [
         (KLSpec(coefficient=-0.1), "coefficient must be"),

@@ -146,6 +146,29 @@ def test_state_between_drawing_and_hearing_survives() -> None:
     assert whole.state_dict()["curriculum"]["pending"] == {}
 
 
+@pytest.mark.parametrize("late_steps", [1, 2])
+def test_a_late_group_teaches_as_long_as_it_may_still_come(late_steps) -> None:
+    def begin():
+        return PooledStream(ROWS, task="math", seed=0, spec=BY_RATE, late_steps=late_steps)
+
+    def num_taught(pooled):
+        return sum(e["groups"] for e in pooled.state_dict()["curriculum"]["estimates"].values())
+
+    pooled, late = begin(), []
+    for step in range(5):
+        *part, slow = pooled.next(8)
+        late.append(slow)
+        joining = [late[step - late_steps]] if step >= late_steps else []
+        pooled.observe({draw: rewards(row) for draw, row in part + joining}, step)
+        assert num_taught(pooled) == 7 * (step + 1) + max(0, step + 1 - late_steps)
+        state = json.loads(json.dumps(pooled.state_dict()))
+        pooled = begin()
+        pooled.load_state_dict(state)
+    for step in range(5, 6 + late_steps):
+        pooled.observe({draw: rewards(row) for draw, row in pooled.next(8)}, step)
+    assert pooled.state_dict()["curriculum"]["pending"] == {}, "nothing is kept for ever"
+
+
 def test_what_could_not_be_judged_teaches_nothing() -> None:
     pooled = stream(BY_RATE)
     part = pooled.next(8)

@@ -207,6 +207,26 @@ def test_minibatches_and_epochs_see_every_sample_and_move_the_ratio():
     assert once["ratio"] == 1.0
 
 
+@pytest.mark.parametrize("few", [1, 3])
+def test_a_task_with_few_samples_keeps_its_share_over_the_minibatches(few):
+    scored = sample_scored(build_actor(), groups=4)
+    own = {task: [s for s in scored if s.rollout.task == task] for task in "ab"}
+    bench = Bench(num_minibatches=4, num_epochs=2)
+    learn, steps = bench.learner.learn, []
+
+    def record(active, factor):
+        steps.append([(c.sample.task, weight * len(c.sample.response_ids)) for c, weight in active])
+        return learn(active, factor)
+
+    bench.tasks["b"].algorithm.config.entropy_coefficient = 1e-30  # no sample is left out for its credit
+    bench.learner.learn = record
+    bench.update([*own["a"][:few], *own["b"]], {"a": 0.25, "b": 0.75})
+    assert len(steps) == 8
+    for task, share in (("a", 0.25), ("b", 0.75)):
+        assert sum(w for step in steps for name, w in step if name == task) / 8 == pytest.approx(share)
+    assert {len(step) for step in steps} <= {4, 5}, "minibatches are of about one size"
+
+
 def test_gradients_that_are_not_finite_are_not_applied_and_stop_the_run_in_the_end():
     scored = sample_scored(build_actor(), "b")
     bench = Bench()
