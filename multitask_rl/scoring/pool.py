@@ -95,7 +95,7 @@ class RewardPool:
     def _start_lanes(self, plans: Mapping[bytes, LanePlan]) -> None:
         limiter = Limiter(self._config.max_concurrency)
         # Processes first: they start while models are loaded in this one.
-        for plan in sorted(plans.values(), key=lambda p: not p.source.traits.isolate):
+        for plan in sorted(plans.values(), key=lambda p: not p.isolate):
             self._lanes[plan.key] = start_lane(
                 plan,
                 num_workers=self._config.num_workers,
