@@ -2,7 +2,8 @@
 
 A run is its output directory, or ``mlflow:<run id>``. The first run of ``compare`` is the base. Values are
 paired by prompt when both runs evaluated the same prompts of a task: the same recorded identity, or, without
-one, as many values under the same task, evaluation and seed configuration.
+one, as many values under the same task, evaluation and seed configuration. Without any real difference 5 % of
+tables hold a verdict better or worse, however many tasks they have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.errors import ConfigError
-from multitask_rl.intervals import Difference, compare_means
+from multitask_rl.intervals import compare_means, holm
 from multitask_rl.tracking.lines import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
 
@@ -63,7 +64,7 @@ def main_report(argv: Sequence[str]) -> int:
     with _open_run(options.run, options.tracking_uri) as run:
         result = {
             "run": run.name,
-            "tasks": {task: _before_after(run, history) for task, history in run.evaluations.items()},
+            "tasks": _report_rows(run),
             "constraints": _constraints(run),
             "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
             "stages": run.stages,
@@ -102,7 +103,7 @@ def _compare_runs(base: RunRecord, other: RunRecord, step: int | None) -> dict[s
             f"{base.name} and {other.name} share no task: {', '.join(base.evaluations)} against "
             f"{', '.join(other.evaluations)}"
         )
-    rows = {}
+    pairs = {}
     for task in tasks:
         first, second = (_at_step(run, task, step) for run in (base, other))
         if first.metric != second.metric:
@@ -110,11 +111,11 @@ def _compare_runs(base: RunRecord, other: RunRecord, step: int | None) -> dict[s
                 f"task {task!r} is judged by {first.metric!r} in {base.name} and by {second.metric!r} in "
                 f"{other.name}; compare runs with the same primary_metric"
             )
-        rows[task] = _row(first, second, paired=_share_prompts(base, other, first, second))
+        pairs[task] = first, second, _share_prompts(base, other, first, second)
     return {
         "base": base.name,
         "other": other.name,
-        "tasks": rows,
+        "tasks": _rows(pairs),
         "only_in_one": sorted(set(base.evaluations) ^ set(other.evaluations)),
         "config": _config_difference(base.config, other.config),
     }
@@ -141,33 +142,50 @@ def _share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second:
     return not any(key == name or key.startswith(name) for key in different for name in relevant)
 
 
-def _before_after(run: RunRecord, history: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return the row from the first evaluation that the last can be compared with, if there is one."""
-    last = history[-1]
-    kind = (last.metric, last.higher_is_better)
-    alike = [e for e in history if (e.metric, e.higher_is_better) == kind]
-    left_out = [e.step for e in history if (e.metric, e.higher_is_better) != kind]
-    if len(alike) > 1:
-        row = _row(alike[0], last, paired=_share_prompts(run, run, alike[0], last))
-    else:
-        row = _row(replace(last, values=[]), last, paired=False) | {"steps": [None, last.step]}
-    return {**row, "left_out": left_out}
+def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """Return a row per task: its last evaluation beside the first one that it can be compared with."""
+    pairs, more = {}, dict[str, dict[str, Any]]()
+    for task, history in run.evaluations.items():
+        last = history[-1]
+        kind = (last.metric, last.higher_is_better)
+        alike = [e for e in history if (e.metric, e.higher_is_better) == kind]
+        left_out = [e.step for e in history if (e.metric, e.higher_is_better) != kind]
+        more[task] = {"left_out": left_out}
+        if len(alike) > 1:
+            pairs[task] = (alike[0], last, _share_prompts(run, run, alike[0], last))
+        else:
+            pairs[task] = (replace(last, values=[]), last, False)
+            more[task] = {"left_out": left_out, "steps": [None, last.step]}
+    return {task: {**row, **more[task]} for task, row in _rows(pairs).items()}
 
 
-def _row(first: Evaluation, second: Evaluation, *, paired: bool) -> dict[str, Any]:
-    difference: Difference = compare_means(first.values, second.values, paired=paired)
-    return {
-        "metric": first.metric,
-        "steps": [first.step, second.step],
-        "before": difference.base,
-        "after": difference.other,
-        "delta": difference.delta,
-        "low": difference.low,
-        "high": difference.high,
-        "n": difference.n,
-        "paired": paired,
-        "verdict": difference.verdict(first.higher_is_better),
+def _rows(pairs: Mapping[str, tuple[Evaluation, Evaluation, bool]]) -> dict[str, dict[str, Any]]:
+    """Return a row per task from (before, after, whether the prompts are the same).
+
+    Each interval stands alone; the verdicts are read together, so their p-values are corrected (Holm).
+    """
+    found = {
+        task: compare_means(first.values, second.values, paired=paired)
+        for task, (first, second, paired) in pairs.items()
     }
+    corrected = holm([difference.p_value for difference in found.values()])
+    rows = {}
+    for (task, difference), p_value in zip(found.items(), corrected, strict=True):
+        first, second, paired = pairs[task]
+        rows[task] = {
+            "metric": first.metric,
+            "steps": [first.step, second.step],
+            "before": difference.base,
+            "after": difference.other,
+            "delta": difference.delta,
+            "low": difference.low,
+            "high": difference.high,
+            "p_value": p_value,
+            "n": difference.n,
+            "paired": paired,
+            "verdict": difference.verdict(first.higher_is_better, p_value),
+        }
+    return rows
 
 
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:
@@ -238,7 +256,10 @@ def _task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str]) -
         numbers = [_number(row[key]) for key in ("before", "after", "delta")]
         paired = "yes" if row["paired"] else "no"
         table.append([task, row["metric"], *numbers, interval, str(row["n"]), paired, row["verdict"]])
-    return _table(table)
+    text = _table(table)
+    if len(rows) > 1:
+        text += f"\nverdicts: at 5 % over all {len(rows)} tasks together (Holm); every interval stands alone"
+    return text
 
 
 def _render_comparison(result: Mapping[str, Any]) -> str:

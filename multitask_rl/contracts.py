@@ -32,7 +32,8 @@ class PluginTraits:
     needs: tuple[str, ...] = ()
     """Columns of the row it reads; a missing one is a ``data`` failure."""
     isolate: bool = True
-    """Run in a killable worker process. False: in the trainer's process (models on a device)."""
+    """Run in a killable worker process. False: in the trainer's process (models on a device). A class where
+    that depends on its configuration has a class method ``isolates(config)`` besides (of the keys given)."""
     timeout_s: float = 30.0
     """Wall-clock limit of one call; a batch gets it once per rollout."""
     batch_size: int = 64

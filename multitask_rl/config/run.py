@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from multitask_rl.config.ranges import at_least, one_of, within
 from multitask_rl.errors import ConfigError
 
 __all__ = [
@@ -29,16 +30,6 @@ __all__ = [
 ]
 
 
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}")
-
-
-def _at_least(key: str, value: float, low: float, *, strict: bool = False) -> None:
-    if not (value > low if strict else value >= low):
-        raise ConfigError(f"{key} must be {'>' if strict else '>='} {low:g}, got {value!r}")
-
-
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
     """Low-rank adapters instead of full training (needs the extra ``peft``)."""
@@ -51,6 +42,12 @@ class LoraConfig:
     """Dropout before the adapters, in [0, 1)."""
     target_modules: str = "all-linear"
     """As ``peft`` reads it: ``all-linear`` or a comma-separated list of module names."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        at_least("model.lora.rank", self.rank, 0)
+        at_least("model.lora.alpha", self.alpha, 0.0, strict=True)
+        within("model.lora.dropout", self.dropout, "[0, 1)")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,9 +81,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check choices."""
-        _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        if not 0.0 <= self.reference_decay <= 1.0:
-            raise ConfigError(f"model.reference_decay must be in [0, 1], got {self.reference_decay!r}")
+        one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        within("model.reference_decay", self.reference_decay, "[0, 1]")
         if self.reference_decay < 1.0 and self.lora.rank > 0:
             raise ConfigError(
                 "model.reference_decay below 1 needs a reference of its own, but with model.lora.rank > 0 "
@@ -105,7 +101,8 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         """Check choices."""
-        _one_of("critic.trunk", self.trunk, ("actor", "separate"))
+        one_of("critic.trunk", self.trunk, ("actor", "separate"))
+        at_least("critic.learning_rate", self.learning_rate, 0.0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,10 +133,12 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
-        _at_least("rollout.max_staleness", self.max_staleness, 0)
-        _at_least("rollout.temperature", self.temperature, 0.0, strict=True)
-        _at_least("rollout.top_k", self.top_k, 0)
+        at_least("rollout.max_prompt_tokens", self.max_prompt_tokens, 0)
+        at_least("rollout.max_batch_tokens", self.max_batch_tokens, 1)
+        at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
+        at_least("rollout.max_staleness", self.max_staleness, 0)
+        at_least("rollout.temperature", self.temperature, 0.0, strict=True)
+        at_least("rollout.top_k", self.top_k, 0)
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"rollout.top_p must be in (0, 1], got {self.top_p!r}")
 
@@ -175,12 +174,11 @@ class BatchConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         for key in ("prompts_per_step", "group_size", "num_minibatches", "num_epochs", "context_ranks"):
-            _at_least(f"batch.{key}", getattr(self, key), 1)
-        _at_least("batch.tokens_per_microbatch", self.tokens_per_microbatch, 1)
-        _at_least("batch.refill_rounds", self.refill_rounds, 0)
-        if not 0.0 < self.quorum <= 1.0:
-            raise ConfigError(f"batch.quorum must be in (0, 1], got {self.quorum!r}")
-        _one_of("batch.layout", self.layout, ("auto", "shared", "bucketed", "packed"))
+            at_least(f"batch.{key}", getattr(self, key), 1)
+        at_least("batch.tokens_per_microbatch", self.tokens_per_microbatch, 1)
+        at_least("batch.refill_rounds", self.refill_rounds, 0)
+        within("batch.quorum", self.quorum, "(0, 1]")
+        one_of("batch.layout", self.layout, ("auto", "shared", "bucketed", "packed"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -202,8 +200,14 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _at_least("optimizer.learning_rate", self.learning_rate, 0.0, strict=True)
-        _one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        at_least("optimizer.learning_rate", self.learning_rate, 0.0, strict=True)
+        for key in ("weight_decay", "max_grad_norm", "warmup_steps"):
+            at_least(f"optimizer.{key}", getattr(self, key), 0.0)
+        if len(self.betas) != 2:
+            raise ConfigError(f"optimizer.betas must be two numbers, got {list(self.betas)!r}")
+        for beta in self.betas:
+            within("optimizer.betas", beta, "[0, 1)")
+        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -253,6 +257,12 @@ class EvalConfig:
     temperature: float = 1.0
     """0 = greedy."""
 
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        at_least("eval.every", self.every, 0)
+        at_least("eval.num_prompts", self.num_prompts, 0)
+        at_least("eval.temperature", self.temperature, 0.0)
+
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
@@ -264,6 +274,11 @@ class CheckpointConfig:
     """Newest kept; judged-good and best are kept besides."""
     resume: str = "auto"
     """``auto`` (newest in the output directory, if any), ``never``, or a checkpoint's directory."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        at_least("checkpoint.every", self.every, 0)
+        at_least("checkpoint.keep", self.keep, 1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -278,6 +293,13 @@ class ScoringConfig:
     """Error budget per task over the last 200 samples: warn at half of it, stop the run above it."""
     retries: int = 2
     """Of ``infra`` failures only."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        at_least("scoring.num_workers", self.num_workers, 1)
+        at_least("scoring.max_concurrency", self.max_concurrency, 1)
+        at_least("scoring.retries", self.retries, 0)
+        within("scoring.max_failure_rate", self.max_failure_rate, "[0, 1]")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -295,6 +317,10 @@ class TrackingConfig:
     store_rollouts: int = 8
     """Rollouts per task and step written to ``rollouts.jsonl``; -1 = all."""
 
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        at_least("tracking.store_rollouts", self.store_rollouts, -1)
+
 
 @dataclass(kw_only=True, slots=True)
 class RayConfig:
@@ -309,8 +335,9 @@ class RayConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _at_least("ray.num_engines", self.num_engines, 1)
-        _at_least("ray.num_reward_pools", self.num_reward_pools, 1)
+        at_least("ray.num_engines", self.num_engines, 1)
+        at_least("ray.gpus_per_engine", self.gpus_per_engine, 0.0)
+        at_least("ray.num_reward_pools", self.num_reward_pools, 1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -352,9 +379,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _one_of("executor", self.executor, ("local", "ray"))
-        _one_of("profile", self.profile, ("", "torch"))
-        _at_least("max_steps", self.max_steps, 1)
+        one_of("executor", self.executor, ("local", "ray"))
+        one_of("profile", self.profile, ("", "torch"))
+        at_least("max_steps", self.max_steps, 1)
+        at_least("num_threads", self.num_threads, 0)
         if self.rollout_lag < 0:
             raise ConfigError(
                 f"batch.quorum={self.batch.quorum:g} needs rollout.max_staleness >= 1: with 0 every late "

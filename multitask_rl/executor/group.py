@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,8 +97,12 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
 class _Host:
     """The Ray actor: holds one object and calls its methods."""
 
-    def __init__(self, make: Callable[[int], Any], index: int) -> None:
+    def __init__(
+        self, make: Callable[[int], Any], index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()
+    ) -> None:
         self._object = make(index)
+        for method, arguments in begin:
+            self.call(method, *arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._object, method)(*arguments)
@@ -133,12 +137,15 @@ class ActorGroup:
     def __len__(self) -> int:
         return len(self._actors)
 
-    def replace(self, index: int) -> None:
-        """Start the actor ``index`` afresh."""
+    def replace(self, index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> None:
+        """Start the actor ``index`` afresh; no other call reaches it before those in ``begin`` returned.
+
+        If one of them fails, the actor is dead.
+        """
         import ray
 
         ray.kill(self._actors[index])
-        self._actors[index] = self._host.remote(self._make, index)
+        self._actors[index] = self._host.remote(self._make, index, begin)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
         """Call ``method`` on the named actors at once; return the results and who died.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import fmean
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from multitask_rl.errors import EngineError
@@ -91,7 +92,8 @@ def _make_pool(
 class RayScorer:
     """A reward pool in each of several Ray actors; rollouts are dealt out in turn.
 
-    Each pool watches the error budget of its own share.
+    Each pool watches the error budget of its own share; one that is started again goes on with the last state
+    that is known.
 
     Args:
         make: builds the pool of actor ``index`` (not started).
@@ -110,6 +112,9 @@ class RayScorer:
             "reward pool", make, num_pools, num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=_CALLS
         )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ray-scorer")
+        self._reviving = Lock()
+        self._births = [0] * num_pools
+        self._state: dict[str, Any] = {}
 
     @classmethod
     def build(
@@ -126,21 +131,34 @@ class RayScorer:
         make = partial(_make_pool, dict(specs), config, seed, dict(devices))
         return cls(make, num_pools=num_pools, num_gpus=num_gpus)
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
+    def _open(self) -> ActorGroup:
         if self._group is None:
             raise EngineError("the Ray reward pools are closed")
-        results, dead = self._group.call(method, dict.fromkeys(range(len(self._group)), arguments))
-        self._revive(dead)
-        return [results[index] for index in sorted(results)]
+        return self._group
 
-    def _revive(self, dead: Sequence[int]) -> None:
-        if not dead or self._group is None:
-            return
-        for index in dead:
-            self._group.replace(index)
-        _, still_dead = self._group.call("start", dict.fromkeys(dead, ()))
-        if still_dead:
-            raise EngineError(f"reward pool {still_dead[0]} died, was started again and died again")
+    def _ask(self, method: str, work: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call ``method`` on pools; those that died are started again and asked once more."""
+        group, births = self._open(), list(self._births)
+        results, dead = group.call(method, work)
+        if dead:
+            begin: list[tuple[str, tuple[Any, ...]]] = [("start", ())] if method != "start" else []
+            begin += [("load_state_dict", (self._state,))] if begin and self._state else []
+            with self._reviving:
+                for index in dead:
+                    if self._births[index] == births[index]:  # else another thread was first
+                        self._births[index] += 1
+                        group.replace(index, begin)
+            again, still_dead = group.call(method, {index: work[index] for index in dead})
+            if still_dead:
+                raise EngineError(
+                    f"reward pool {still_dead[0]} died, was started again and died again ({method})"
+                )
+            results.update(again)
+        return results
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        results = self._ask(method, dict.fromkeys(range(len(self._open())), arguments))
+        return [results[index] for index in sorted(results)]
 
     def start(self) -> None:
         """Build the plugins in every pool."""
@@ -153,22 +171,13 @@ class RayScorer:
 
     def _deal(self, method: str, rollouts: Sequence[Rollout], *beside: Sequence[Any]) -> list[Any]:
         """Call ``method`` with each pool's share of the rollouts and of what is given ``beside`` them."""
-        if self._group is None:
-            raise EngineError("the Ray reward pools are closed")
-        size = len(self._group)
+        size = len(self._open())
         work = {
             index: tuple(list(column[index::size]) for column in (rollouts, *beside))
             for index in range(min(size, len(rollouts)))
         }
-        results, dead = self._group.call(method, work)
-        if dead:
-            self._revive(dead)
-            again, still_dead = self._group.call(method, {index: work[index] for index in dead})
-            if still_dead:
-                raise EngineError(f"reward pool {still_dead[0]} died twice on the same rollouts")
-            results.update(again)
         dealt: list[Any] = [None] * len(rollouts)
-        for index, share in results.items():
+        for index, share in self._ask(method, work).items():
             dealt[index::size] = share
         return dealt
 
@@ -194,9 +203,7 @@ class RayScorer:
         return self._begin("judging", self.judge)
 
     def _begin(self, kind: str, again: Callable[[Sequence[Rollout]], list[T]]) -> Dealt[T]:
-        if self._group is None:
-            raise EngineError("the Ray reward pools are closed")
-        return Dealt(self._group, kind, again, self._background)
+        return Dealt(self._open(), kind, again, self._background)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the mean over the pools of every task's metrics."""
@@ -215,13 +222,19 @@ class RayScorer:
         return [event for pool in self._all("health_events", step) for event in pool]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the first pool: shares are dealt in turn, so every pool sees the same rates."""
-        state: dict[str, Any] = self._all("state_dict")[0]
-        return state
+        """Return the state of the first pool alive: shares are dealt in turn, so all see the same rates.
+
+        Without one it is the last state known: a run that ends because its pools died is saved too.
+        """
+        group = self._open()
+        states, _ = group.call("state_dict", dict.fromkeys(range(len(group)), ()))
+        self._state = dict(states[min(states)]) if states else self._state
+        return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every pool the ``state``."""
-        self._all("load_state_dict", dict(state))
+        self._state = dict(state)
+        self._all("load_state_dict", self._state)
 
     def close(self) -> None:
         """Stop the pools."""

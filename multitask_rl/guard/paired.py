@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 
+from multitask_rl.intervals import sign_test
+
 __all__ = ["PairedTest", "compare_paired"]
 
 _MAX_Z = 8.0
@@ -71,13 +73,9 @@ def _compare_independent(current: Sequence[float], reference: Sequence[float], s
 
 def _mcnemar_z(*, worse: int, better: int) -> float:
     """Return the normal quantile of P(X < worse) for X ~ Binomial(worse + better, 1/2), mid-p."""
-    changed = worse + better
-    if changed == 0:
+    if worse == better:
         return 0.0
-    ways = [math.comb(changed, k) for k in range(min(worse, better), -1, -1)]
-    # Integers: exact however small. The mid-p value counts half of the observed outcome, which makes it
-    # symmetric: z(b, c) = -z(c, b).
-    tail = (2 * sum(ways) - ways[0]) / 2 ** (changed + 1)
+    tail = sign_test(worse, better)
     z = _MAX_Z if tail < 1e-15 else NormalDist().inv_cdf(1.0 - tail)
     return z if worse > better else -z
 

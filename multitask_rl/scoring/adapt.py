@@ -48,6 +48,11 @@ class PluginSource:
             )
         return traits
 
+    def isolates(self, config: Mapping[str, Any]) -> bool:
+        """Whether it runs in worker processes, as its traits or its ``isolates`` declare."""
+        decide = getattr(self.located.value, "isolates", None)
+        return self.traits.isolate if decide is None else bool(decide(config))
+
     def takes(self, key: str) -> bool:
         """Whether its ``Config`` has a field ``key``."""
         config = getattr(self.located.value, "Config", None)

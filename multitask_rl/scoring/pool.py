@@ -59,6 +59,7 @@ class RewardPool:
         self._rewards: dict[str, list[Judge]] = {name: [] for name in specs}
         self._constraints: dict[str, list[Judge]] = {name: [] for name in specs}
         self._lock = threading.Lock()
+        self._is_started = False
         self._closing = threading.Event()
         self._cache = ResultCache()
         self._counts: dict[str, TaskCounts] = {name: TaskCounts() for name in specs}
@@ -86,6 +87,7 @@ class RewardPool:
                 judge = Judge(spec.name or spec.plugin, weight, plan.key, lane)
                 own = self._rewards if isinstance(spec, RewardSpec) else self._constraints
                 own[task.name].append(judge)
+            self._is_started = True
         except BaseException:
             self.close()
             raise
@@ -93,7 +95,7 @@ class RewardPool:
     def _start_lanes(self, plans: Mapping[bytes, LanePlan]) -> None:
         limiter = Limiter(self._config.max_concurrency)
         # Processes first: they start while models are loaded in this one.
-        for plan in sorted(plans.values(), key=lambda p: not p.source.traits.isolate):
+        for plan in sorted(plans.values(), key=lambda p: not p.isolate):
             self._lanes[plan.key] = start_lane(
                 plan,
                 num_workers=self._config.num_workers,
@@ -117,11 +119,11 @@ class RewardPool:
 
     def begin_scoring(self) -> Pending[Scored]:
         """Return an open round of rewards: rollouts are added as they end, see ``score`` for the results."""
-        return Answering(Round(self._rewards, self._cache), self._lock, self._scored)
+        return Answering(self._round(self._rewards), self._lock, self._scored)
 
     def begin_judging(self) -> Pending[Verdicts]:
         """Return an open round of constraints, see ``judge`` for the results."""
-        return Answering(Round(self._constraints, self._cache), self._lock, self._verdicts)
+        return Answering(self._round(self._constraints), self._lock, self._verdicts)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Return one record per rollout, in order.
@@ -151,9 +153,7 @@ class RewardPool:
         if only is None:
             return _all_at_once(self.begin_judging(), rollouts)
         looks = partial(self._verdicts, is_look=True)
-        return _all_at_once(
-            Answering(Round(self._constraints, self._cache, only), self._lock, looks), rollouts
-        )
+        return _all_at_once(Answering(self._round(self._constraints, only), self._lock, looks), rollouts)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return per task what was counted since the last call (see ``TaskCounts.metrics``)."""
@@ -193,6 +193,13 @@ class RewardPool:
         self.close()
 
     # ------------------------------------------------------------------ inside
+
+    def _round(
+        self, judges: Mapping[str, list[Judge]], only: Sequence[Collection[str]] | None = None
+    ) -> Round:
+        if not self._is_started:  # without its plugins everything would be worth 0 and allowed
+            raise RuntimeError("the reward pool was asked before it was started; call start() first")
+        return Round(judges, self._cache, only)
 
     def _scored(self, asking: Round, indices: Sequence[int]) -> list[Scored]:
         with self._lock:

@@ -31,6 +31,11 @@ class LanePlan:
     key: bytes
     """Digest of plugin, version and configuration: equal plans share a lane, and cached results."""
 
+    @property
+    def isolate(self) -> bool:
+        """It runs in worker processes."""
+        return self.source.isolates(self.task.config)
+
 
 def plan_lane(
     task: TaskSpec, spec: RewardSpec | ConstraintSpec, index: int, *, seed: int, devices: Mapping[str, str]
@@ -73,7 +78,7 @@ def start_lane(plan: LanePlan, *, num_workers: int, retries: int, limiter: Limit
     """
     task = plan.task
     lane = Lane(task.source, num_workers=num_workers, retries=retries, limiter=limiter)
-    if plan.source.traits.isolate:
+    if plan.isolate:
         lane.make_runner = lambda: ProcessRunner(lane, task)
         runner: ProcessRunner | LocalRunner = ProcessRunner(lane, task)
     else:

@@ -29,8 +29,9 @@ class CodeEvaluator:
     """Score the program in a response.
 
     * ``tests``: share of the row's tests passed. ``tests`` holds statements (``assert f(1) == 2``; with
-      ``entry_point``, optional ``setup``) or ``{"stdin", "stdout"}`` pairs. Programs run in the sandbox,
-      their tests outside their process; a death or a time-out fails the tests that were left.
+      ``entry_point``, else the function they call; optional ``setup``) or ``{"stdin", "stdout"}`` pairs of
+      texts, not both. Programs run in the sandbox, their tests outside their process; a death or a time-out
+      fails the tests that were left.
     * ``codebleu``: likeness to ``reference``. Nothing runs, so a program that is similar and wrong scores.
     * ``mixed``: weighted mean of both.
 
@@ -97,7 +98,7 @@ class CodeEvaluator:
 
     def _block(self, rollout: Rollout) -> str:
         """Return the whole program, empty if the response has none."""
-        entry_point = str(rollout.row.get("entry_point") or "")
+        entry_point = _entry_point(rollout.row)
         block: CodeBlock = extract_code(rollout.response, self.config.language, entry_point)
         if not block.code or self.config.language != "python":
             return block.code
@@ -151,8 +152,10 @@ def _task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
         return data_failure("the row has no `tests`: a program cannot pass none", _NAME)
     try:
         if all(isinstance(test, Mapping) for test in tests):
-            return StdioTask(tests=[StdioTest(stdin=test["stdin"], stdout=test["stdout"]) for test in tests])
-        statements = [str(test) for test in tests]
+            return StdioTask(tests=[_stdio_test(test["stdin"], test["stdout"]) for test in tests])
+        if not all(isinstance(test, str) for test in tests):
+            raise TypeError("they are neither all statements (text) nor all stdin/stdout pairs")
+        statements = list(tests)
         entry_point = str(row.get("entry_point") or _called_name(statements))
         setup = str(row.get("setup") or "")
         if any(defines(statement, "check") for statement in statements):
@@ -163,6 +166,20 @@ def _task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
         return data_failure(f"a stdin/stdout test lacks the key {error}", _NAME)
     except (SyntaxError, ValueError, TypeError) as error:
         return data_failure(f"its tests cannot be used: {error}", _NAME)
+
+
+def _stdio_test(stdin: Any, stdout: Any) -> StdioTest:
+    if not isinstance(stdin, (str, bytes)) or not isinstance(stdout, str):
+        raise TypeError(f"stdin and stdout must be text, got {stdin!r:.40} and {stdout!r:.40}")
+    return StdioTest(stdin=stdin, stdout=stdout)
+
+
+def _entry_point(row: Mapping[str, Any]) -> str:
+    """Return the name that the program has to define; empty if neither the row nor its tests tell."""
+    if given := row.get("entry_point"):
+        return str(given)
+    task = _task(row)
+    return task.entry_point if isinstance(task, AssertsTask) else ""
 
 
 def _called_name(statements: Sequence[str]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
@@ -36,7 +36,8 @@ def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str:
 class _ReferenceReward(ABC):
     """Common part: find the answer, find the references, compare the batch in one ``compute``."""
 
-    # evaluate imports torch: one process holds it, not every worker. The comparison itself cannot hang.
+    # evaluate imports torch: one process holds it, not every worker. The comparison itself cannot hang; a
+    # pattern can (see isolates).
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, isolate=False)
 
     @dataclass(kw_only=True, slots=True)
@@ -57,12 +58,18 @@ class _ReferenceReward(ABC):
             ConfigError: it is not a regular expression.
         """
         self.config = config
+        self.traits = replace(type(self).traits, isolate=bool(config.pattern))  # type: ignore[misc]
         try:
             self._pattern = re.compile(config.pattern, re.DOTALL | re.MULTILINE) if config.pattern else None
         except re.error as error:
             raise ConfigError(
                 f"{self.name}: `pattern` {config.pattern!r} is not a regular expression: {error}"
             ) from error
+
+    @classmethod
+    def isolates(cls, config: Mapping[str, Any]) -> bool:
+        """Whether there is a pattern: one that backtracks without an end ends only with its process."""
+        return bool(config.get("pattern"))
 
     def warm_up(self) -> None:
         """Import ``evaluate`` (seconds), before step 1.

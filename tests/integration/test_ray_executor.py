@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -341,9 +342,35 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
         assert scored[-1].failure is not None
         assert scored[-1].failure.kind is FailureKind.grader
         assert set(remote.metrics()) == set(local.metrics())
+        _check_revival(remote, rollouts, [(r.reward, r.breakdown, r.failure) for r in again])
     finally:
         local.close()
         remote.close()
+
+
+def _check_revival(remote: RayScorer, rollouts: list[Rollout], expected: list[Any]) -> None:
+    """A dead pool is started again by whoever asks; nobody gets an answer from one that is not up yet."""
+    assert remote._group is not None
+    state = remote.state_dict()
+    assert state["t"]
+    _kill(remote, 0)
+    _kill(remote, 1)
+    while remote._group.call("state_dict", {0: (), 1: ()})[0]:
+        time.sleep(0.01)  # Ray kills in the background
+    assert remote.state_dict() == state, "a run that ends because its pools died is saved"
+    dead = list(remote._group._actors)
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(remote.reward_ranges)
+        deadline = time.monotonic() + 30
+        while remote._group._actors[0] is dead[0] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        pending = remote.begin_scoring()
+        pending.add(rollouts)
+        assert asking.result() == {}, "the answer of the new pools: the plugin declares no range"
+    pending.seal()
+    pending.wait()
+    found = pending.results(range(len(rollouts)))
+    assert [(r.reward, r.breakdown, r.failure) for r in found] == expected
 
 
 def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from multitask_rl.comparison import main_compare, main_report
 from multitask_rl.errors import ConfigError
-from multitask_rl.intervals import compare_means, student_quantile
+from multitask_rl.intervals import compare_means, holm, student_quantile, student_tails
 
 Values = list[float | None]
 
@@ -53,6 +53,16 @@ def _compare(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dic
 )
 def test_student_quantiles(degrees: int, expected: float) -> None:
     assert student_quantile(0.975, degrees) == pytest.approx(expected, rel=0.01)
+    assert student_tails(expected, degrees) == pytest.approx(0.05, rel=1e-3)
+    assert student_tails(-expected, degrees) == student_tails(expected, degrees)
+
+
+def test_tails_of_student_far_out_and_with_many_degrees() -> None:
+    # of 2 degrees P(|T| >= t) = 1 - t / sqrt(2 + t^2); of many, the normal's
+    assert student_tails(0.0, 7.3) == pytest.approx(1.0)
+    assert student_tails(30.0, 2) == pytest.approx(1 - 30 / math.sqrt(902), rel=1e-4)
+    assert student_tails(1.95996, 1e6) == pytest.approx(0.05, rel=1e-4)
+    assert student_tails(2.5, 1001) == pytest.approx(student_tails(2.5, 1000), rel=0.02)
 
 
 def test_paired_difference_by_hand() -> None:
@@ -79,6 +89,52 @@ def test_pairing_finds_what_welch_cannot() -> None:
     other = [value + 0.5 + stream.gauss(0, 0.1) for value in base]
     assert compare_means(base, other, paired=True).verdict(True) == "better"
     assert compare_means(base, other, paired=False).verdict(True) == "same"
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "paired", "verdict"),
+    [
+        ([0.0] * 2, [1.0] * 2, True, "unknown"),  # both prompts by chance: p = 1/4
+        ([0.0] * 4, [1.0] * 4, True, "unknown"),
+        ([0.0] * 5, [1.0] * 5, True, "better"),  # mid-p 1/32
+        ([0.0] * 3, [1.0] * 3, False, "unknown"),  # 2 of 20 ways to deal six values out
+        ([1.0] * 4, [0.0] * 4, False, "worse"),  # 2 of 70
+        ([0.5] * 4, [0.6] * 4, True, "unknown"),
+        ([0.5] * 5, [0.6] * 5, True, "better"),
+        ([0.0, 0.1, 0.2], [2.0, 2.1, 2.2], True, "unknown"),  # but for rounding
+        ([0.5] * 5, [0.5] * 5, True, "same"),
+        ([0.5] * 5, [0.5] * 5, False, "same"),
+    ],
+)
+def test_values_without_variance_prove_as_much_as_their_number(
+    base: list[float], other: list[float], paired: bool, verdict: str
+) -> None:
+    difference = compare_means(base, other, paired=paired)
+    assert difference.verdict(True) == verdict
+    assert math.isnan(difference.low) or difference.low < difference.high
+
+
+def test_pairs_of_0_and_1_by_hand() -> None:
+    # 6 better, 1 worse, 5 same: mid-p 2 x 4.5/128; Bonett and Price: 7/14 and 2/14 of 14
+    difference = compare_means([0] * 6 + [1] + [1] * 5, [1] * 6 + [0] + [1] * 5, paired=True)
+    assert difference.p_value == pytest.approx(9 / 128)
+    half = 1.96 * math.sqrt((9 / 14 - (5 / 14) ** 2) / 14)
+    assert (difference.low, difference.high) == pytest.approx((5 / 14 - half, 5 / 14 + half), abs=1e-4)
+
+
+@pytest.mark.parametrize(("number", "rate"), [(4, 0.5), (8, 0.5), (8, 0.1), (16, 0.1), (64, 0.5)])
+def test_equal_actors_rarely_differ(number: int, rate: float) -> None:
+    stream, found, rounds = random.Random(0), 0, 1000
+    for _ in range(rounds):
+        base, other = ([float(stream.random() < rate) for _ in range(number)] for _ in "ab")
+        found += compare_means(base, other, paired=True).verdict(True) in ("better", "worse")
+    assert found / rounds <= 0.065
+
+
+def test_holm_by_hand() -> None:
+    found = holm([0.03, math.nan, 0.01, 0.02, 0.9])
+    assert [found[i] for i in (0, 2, 3, 4)] == pytest.approx([0.06, 0.04, 0.06, 0.9])
+    assert math.isnan(found[1])
 
 
 def test_interval_covers_the_true_difference_95_times_in_100() -> None:
@@ -126,6 +182,23 @@ def test_compare_takes_the_last_evaluations_and_names_the_configuration(
     assert {row["verdict"] for row in start["tasks"].values()} == {"same"}
 
 
+def test_many_tasks_make_no_verdict_by_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, stream = [f"task{i}" for i in range(20)], random.Random(2)
+    base = {name: [stream.gauss(0, 1) for _ in range(30)] for name in names}
+    other = {name: [stream.gauss(2.0 * (name == "task7"), 1) for _ in range(30)] for name in names}
+    runs = [
+        _write_run(tmp_path / run, [(1, name, [*values[name]]) for name in names])
+        for run, values in (("a", base), ("b", other))
+    ]
+    alone = [compare_means(base[name], other[name], paired=True) for name in names]
+    assert sum(difference.p_value < 0.05 for difference in alone) > 1, "one is real"
+    (result,) = _compare(capsys, *runs)
+    changed = {task: row["verdict"] for task, row in result["tasks"].items() if row["verdict"] != "same"}
+    assert changed == {"task7": "better"}
+    assert main_compare(list(map(str, runs))) == 0
+    assert "over all 20 tasks together (Holm)" in capsys.readouterr().out
+
+
 def test_tables_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = _write_run(tmp_path / "a", [(3, "math", [0.0, 0.1, 0.0, 0.1])], {"seed": 0, "x": [1]})
     other = _write_run(tmp_path / "b", [(3, "math", [0.5, 0.6, 0.5, 0.7])], {"seed": 0})
@@ -165,7 +238,7 @@ def test_values_are_paired_only_when_the_prompts_are_the_same(
 
 def test_lower_is_better_turns_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
-        _write_run(tmp_path / str(i), [(1, "kl", [i + 0.0, i + 0.1, i + 0.2])], higher_is_better=False)
+        _write_run(tmp_path / str(i), [(1, "kl", [i + 0.0, i + 0.1, 1.1 * i + 0.2])], higher_is_better=False)
         for i in range(3)
     ]
     results = _compare(capsys, *runs)
@@ -199,15 +272,17 @@ def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.
         entry = {"step": step, "task": task, "metric": metric, "prompts": prompts, "values": values}
         return json.dumps(entry) + "\n"
 
+    low: Values = [0.1, 0.2, 0.1, 0.2, 0.15]
+    high: Values = [0.3, 0.41, 0.32, 0.4, 0.36]
     run = _write_run(tmp_path / "a", [], {"tasks": {"new": {"renamed_from": "old"}}})
     (run / "evaluations.jsonl").write_text(
         line(0, "metric", [0.1, 0.2])
-        + line(2, "metric", [7.0, 8.0], "length")
-        + line(4, "metric", [7.5, 8.5], "length")
+        + line(2, "metric", [7.0, 8.0, 7.0, 8.0], "length")
+        + line(4, "metric", [7.5, 8.5, 7.6, 8.4], "length")
         + line(0, "seed", [0.1, 0.2])
         + line(4, "seed", [0.3, 0.4], prompts="q")
-        + line(2, "old", [0.1, 0.2])
-        + line(4, "new", [0.3, 0.4])
+        + line(2, "old", low)
+        + line(4, "new", high)
         + line(4, "single", [0.3, 0.4])
     )
     (run / "metrics.jsonl").write_text(

@@ -91,6 +91,12 @@ def test_crashes_cheats_echoes_and_non_answers_score_zero(response):
     assert score(response, ROW).value == 0.0
 
 
+def test_a_usage_example_after_the_solution_does_not_replace_it():
+    row = {"tests": ROW["tests"]}
+    response = fenced(ROW["reference"]) + "\nFor example:\n```python\nprint(add(1, 2))\n```"
+    assert score(response, row).value == 1.0, "the tests tell what has to be defined"
+
+
 def test_expected_output_that_is_empty_is_no_gift():
     row = {"tests": [{"stdin": "", "stdout": ""}]}
     assert score(fenced("raise ValueError"), row).value == 0.0
@@ -127,6 +133,10 @@ def test_mixed_is_the_weighted_mean_of_its_components():
         ({"tests": ["assert ("]}, "tests", "cannot be used"),
         ({"tests": ["assert 1 == 1"]}, "tests", "no `entry_point`"),
         ({"tests": [{"stdin": "1"}]}, "tests", "lacks the key 'stdout'"),
+        ({"tests": [{"stdin": 5, "stdout": "5"}]}, "tests", "must be text, got 5 and '5'"),
+        ({"tests": [{"stdin": "", "stdout": 5}]}, "tests", "must be text, got '' and 5"),
+        ({"tests": [{"stdin": "", "stdout": "5"}, "assert f(1) == 2"]}, "tests", "neither all statements"),
+        ({"tests": ["assert f(1) == 2", True]}, "tests", "neither all statements"),
         ({"tests": ["assert f(1)"]}, "mixed", "needs a program in `reference`"),
         ({"reference": ""}, "codebleu", "needs a program in `reference`"),
     ],

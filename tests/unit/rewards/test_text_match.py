@@ -6,8 +6,10 @@ import sys
 import pytest
 from reward_builders import real_rows, rollout
 
+from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
+from multitask_rl.scoring.wiring import plan_lane
 from multitask_rl_rewards.text_match import F1, ExactMatch, Rouge
 
 LETTER = r"Answer:\s*\(?([A-Z])\b|^\W*([A-Z])\W*$"
@@ -29,6 +31,16 @@ def test_exact_match_ignores_case_articles_and_punctuation():
     assert exact("the Eiffel towers", "eiffel tower") == 0.0
     assert exact("The Eiffel tower.", "eiffel tower", normalise=False) == 0.0
     assert exact("<think>Rome?</think>Paris", "paris") == 1.0
+
+
+@pytest.mark.parametrize("plugin", ["exact_match", "f1", "rouge"])
+def test_a_pattern_of_the_user_runs_where_it_can_be_killed(plugin):
+    plans = [
+        plan_lane(TaskSpec(name="t"), RewardSpec(plugin=plugin, config=config), 0, seed=0, devices={})
+        for config in ({"pattern": "(x+x+)+y"}, {"pattern": ""}, {})
+    ]
+    assert [plan.isolate for plan in plans] == [True, False, False]
+    assert [plan.source.build(plan.task.config).traits.isolate for plan in plans] == [True, False, False]
 
 
 def test_any_of_several_references_counts():

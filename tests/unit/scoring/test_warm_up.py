@@ -51,6 +51,9 @@ def pool_of(reference: str) -> RewardPool:
 def test_a_plugin_is_warm_before_its_first_score(plugin: Path) -> None:
     pool = pool_of(f"{plugin}:Warm")
     try:
+        for ask in (pool.score, pool.judge):
+            with pytest.raises(RuntimeError, match="before it was started"):
+                ask([make_rollout("x", task="t")])
         pool.start()
         assert plugin.with_suffix(".warm").exists(), "before anything is scored"
         assert pool.score([make_rollout("x", task="t")])[0].reward == 1.0

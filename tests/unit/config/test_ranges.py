@@ -1,0 +1,69 @@
+"""Numbers of the run's configuration: what is refused, and that what is meant to be allowed is."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    CriticConfig,
+    EvalConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RayConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoringConfig,
+    TrackingConfig,
+)
+from multitask_rl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "told"),
+    [
+        (EvalConfig, "every", -1, "eval.every must be >= 0, got -1"),
+        (EvalConfig, "num_prompts", -1, "eval.num_prompts must be >= 0, got -1"),
+        (EvalConfig, "temperature", -1.0, "eval.temperature must be >= 0, got -1.0"),
+        (EvalConfig, "temperature", math.nan, "eval.temperature must be >= 0, got nan"),
+        (CheckpointConfig, "every", -1, "checkpoint.every must be >= 0, got -1"),
+        (CheckpointConfig, "keep", 0, "checkpoint.keep must be >= 1, got 0"),
+        (OptimizerConfig, "learning_rate", math.inf, "optimizer.learning_rate must be > 0, got inf"),
+        (OptimizerConfig, "max_grad_norm", -1.0, "optimizer.max_grad_norm must be >= 0, got -1.0"),
+        (OptimizerConfig, "weight_decay", -0.1, "optimizer.weight_decay must be >= 0, got -0.1"),
+        (OptimizerConfig, "warmup_steps", -1, "optimizer.warmup_steps must be >= 0, got -1"),
+        (OptimizerConfig, "betas", [0.9], "optimizer.betas must be two numbers, got [0.9]"),
+        (OptimizerConfig, "betas", [0.9, 1.0], "optimizer.betas must be in [0, 1), got 1.0"),
+        (ScoringConfig, "num_workers", 0, "scoring.num_workers must be >= 1, got 0"),
+        (ScoringConfig, "max_concurrency", 0, "scoring.max_concurrency must be >= 1, got 0"),
+        (ScoringConfig, "retries", -1, "scoring.retries must be >= 0, got -1"),
+        (ScoringConfig, "max_failure_rate", math.nan, "scoring.max_failure_rate must be in [0, 1], got nan"),
+        (ScoringConfig, "max_failure_rate", 1.1, "scoring.max_failure_rate must be in [0, 1], got 1.1"),
+        (RolloutConfig, "max_prompt_tokens", -1, "rollout.max_prompt_tokens must be >= 0, got -1"),
+        (RolloutConfig, "max_batch_tokens", 0, "rollout.max_batch_tokens must be >= 1, got 0"),
+        (BatchConfig, "quorum", 0.0, "batch.quorum must be in (0, 1], got 0.0"),
+        (CriticConfig, "learning_rate", -1.0, "critic.learning_rate must be >= 0, got -1.0"),
+        (LoraConfig, "rank", -1, "model.lora.rank must be >= 0, got -1"),
+        (LoraConfig, "alpha", 0.0, "model.lora.alpha must be > 0, got 0.0"),
+        (LoraConfig, "dropout", 1.0, "model.lora.dropout must be in [0, 1), got 1.0"),
+        (TrackingConfig, "store_rollouts", -2, "tracking.store_rollouts must be >= -1, got -2"),
+        (RayConfig, "gpus_per_engine", -1.0, "ray.gpus_per_engine must be >= 0, got -1.0"),
+        (RunConfig, "num_threads", -1, "num_threads must be >= 0, got -1"),
+    ],
+)
+def test_numbers_out_of_range_are_told(section: type[Any], key: str, value: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        section(**{key: value})
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    EvalConfig(every=0, num_prompts=0, temperature=0.0)
+    OptimizerConfig(max_grad_norm=0.0, betas=[0.0, 0.0])
+    ScoringConfig(max_failure_rate=1.0, retries=0)
+    ScoringConfig(max_failure_rate=0.0)
+    ModelConfig(reference_decay=1.0, lora=LoraConfig(dropout=0.0))
+    BatchConfig(quorum=1.0)
