@@ -24,7 +24,7 @@ from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.satisfaction import constraint_warnings
-from multitask_rl.scoring.adapt import PluginSource, find_plugin
+from multitask_rl.scoring.adapt import find_plugin
 
 __all__ = ["main"]
 
@@ -83,6 +83,7 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
     check_learnable(spec, algorithm(config), spec.group_size)
     needs: set[str] = set()
+    parameters: set[str] = set()
     traits: dict[str, PluginTraits] = {}
     rewards = [("reward", i, r.plugin, r.config) for i, r in enumerate(spec.rewards)]
     constraints = [
@@ -91,11 +92,11 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     for kind, index, plugin, config in rewards + constraints:
         place = f"{where}.{kind}s[{index}]"
         source = find_plugin(kind, plugin, place)
-        _check_config(source, config, f"{place}.config")
+        parameters |= set(source.check(config))
         needs |= set(source.traits.needs)
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits
-    counts = _check_data(spec, needs) if spec.dataset else {}
+    counts = _check_data(spec, needs, parameters) if spec.dataset else {}
     num_prompts = min(counts["eval"], EvalConfig().num_prompts) if counts else None
     warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
     if not counts:
@@ -103,22 +104,21 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     return f"{spec.type}; {counts['train']} training rows, {counts['eval']} held-out rows"
 
 
-def _check_config(source: PluginSource, config: Mapping[str, Any], where: str) -> None:
-    """Check the keys against the plugin's ``Config`` without building it: building may load a model."""
-    config_class = getattr(source.located.value, "Config", None)
-    if isinstance(config_class, type) and dataclasses.is_dataclass(config_class):
-        build_dataclass(config_class, config, Where(path=(where,)))
+def _check_data(spec: TaskSpec, needs: set[str], parameters: set[str]) -> dict[str, int]:
+    """Check that every row has the columns of the prompt and of the rewards; return rows by split.
 
-
-def _check_data(spec: TaskSpec, needs: set[str]) -> dict[str, int]:
-    """Check that every row has the columns of the prompt and of the rewards; return rows by split."""
+    Args:
+        spec: the task.
+        needs: columns that must hold something.
+        parameters: columns that a function takes, which may be null.
+    """
     columns = needs | {column for _, column, _, _ in parse_template(spec.prompt) if column}
     counts = {"train": 0, "eval": 0}
     for split in ["eval"] if spec.evaluation_only else list(counts):
         rows = load_rows(spec, split)
         counts[split] = len(rows)
         for row in rows[:_SHOWN] if isinstance(rows, GeneratedRows) else rows:
-            missing = sorted(column for column in columns if row.get(column) is None)
+            missing = sorted({c for c in columns if row.get(c) is None} | (parameters - row.keys()))
             if missing:
                 raise DataError(
                     f"{spec.source}: tasks.{spec.name}: row {row_id(row)!r} of {spec.dataset!r} lacks "

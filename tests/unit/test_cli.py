@@ -42,6 +42,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{"id": str(i), "prompt": f"{i}+1=", "reference": str(i + 1)} for i in range(50)]
     (tmp_path / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tasks.yaml").write_text(TASKS)
+    (tmp_path / "grade.py").write_text(
+        "def trl(completions, reference, **row): ...\ndef absent(response, absent): ...\n"
+        "def absent_too(completions, absent): ...\n"
+    )
     return tmp_path
 
 
@@ -107,6 +111,12 @@ def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.Cap
         ("tasks.math.rewards=[{plugin: math_answer, config: {nope: 1}}]", ["rewards[0].config", "nope"]),
         ("tasks.math.weight=-1", ["override: tasks.math.weight", ">= 0"]),
         ("tasks.math.dataset=gone.jsonl", ["gone.jsonl", "does not exist"]),
+        ("tasks.math.rewards=['trl:grade.py:nofn']", ["rewards[0]", "grade.py' has no 'nofn'"]),
+        ("tasks.math.rewards=['trl:gone.py:f']", ["rewards[0]", "cannot read 'gone.py'"]),
+        ("tasks.math.rewards=['verl:grade.py:trl']", ["rewards[0]", "is not a verl reward function"]),
+        ("tasks.math.rewards=['grade.py:trl']", ["rewards[0]", "as 'trl:/", "/grade.py:trl' and"]),
+        ("tasks.math.rewards=['grade.py:absent']", ["tasks.math: row '", "lacks absent,"]),
+        ("tasks.math.rewards=['trl:grade.py:absent_too']", ["tasks.math: row '", "lacks absent,"]),
     ],
 )
 def test_validate_finds_what_a_run_would_trip_over(
@@ -116,6 +126,19 @@ def test_validate_finds_what_a_run_would_trip_over(
     told = capsys.readouterr().err
     assert [part for part in parts if part not in told] == [], told
     assert told.count("\n") == 1
+
+
+def test_validate_knows_what_a_function_is_given_and_what_it_reads(here: Path) -> None:
+    (here / "good.py").write_text(
+        "def one(answer, reference, other=None, *, scale): ...\n"
+        "def many(responses, prompts, rollouts, reference): ...\n"
+        "def trl(prompts, completions, completion_ids, trainer_state, log_metric, reference, k): ...\n"
+    )
+    rewards = (
+        "[{plugin: 'good.py:one', config: {scale: 2}}, 'good.py:many', "
+        "{plugin: 'trl:good.py:trl', config: {arguments: {k: 1}}}]"
+    )
+    assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
 
 
 def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
