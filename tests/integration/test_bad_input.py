@@ -162,6 +162,31 @@ def test_responses_of_no_length_are_scored_and_trained_past(space):
         assert run(space, "out-zero") == 0
 
 
+def test_an_evaluation_needs_the_run_alone_and_says_whose_weights_it_saw(space, capsys):
+    done, tasks = space / "done", [f"tasks_file={space / 'tasks.yaml'}", *SMALL]
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+
+    def evaluate(*arguments):
+        code = main(["eval", *arguments])
+        return code, capsys.readouterr()
+
+    code, told = evaluate(f"output_dir={done}", "eval.num_prompts=3")
+    assert code == 0
+    first, _, row = told.out.splitlines()[-3:]
+    assert first == f"weights: {done / 'checkpoints/step_00000002'} (step 2)"
+    assert row.split()[4:] == ["3", "0"]
+    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
+
+    code, told = evaluate(f"output_dir={space / 'dnoe'}", f"model.name_or_path={space / 'actor'}", *tasks)
+    assert code == 2
+    assert "dnoe' does not exist, so there is no run to evaluate" in told.err
+    assert not (space / "dnoe").exists()
+
+    code, told = evaluate(f"output_dir={done}", "checkpoint.resume=never")
+    assert f"weights: the untrained model {space / 'actor'} (checkpoint.resume=never)\n" in told.out
+    assert (done / "checkpoints/step_00000002").exists()
+
+
 def test_a_model_that_is_not_there_is_told(space, capsys):
     assert run(space, "out-model", "model.name_or_path=no/such/model") == 2
     assert "no/such/model" in paragraph(capsys)

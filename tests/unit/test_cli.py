@@ -15,7 +15,9 @@ from multitask_rl.cli.train import compose_and_run, config_keys
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import GuardStop, TrainingError
+from multitask_rl.plan import load_specs
 from multitask_rl.records import Prompt, Rollout, Score, Scored
+from multitask_rl.run_state import RunStore
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +179,43 @@ def test_overrides_and_experiments_become_dataclasses(here: Path) -> None:
     assert (config.max_steps, config.batch.group_size, config.model.lora.rank) == (7, 2, 4)
     assert config.tasks == {"math": {"weight": 2}}
     assert (here / "runs" / "default" / ".hydra" / "overrides.yaml").is_file()
+
+
+RECORDED = """
+tasks:
+  plain: {dataset: math.jsonl, rewards: ['grade.py:absent'], prompt: '${HOME} {prompt}', weight: 2}
+  every_key:
+    type: dapo
+    dataset: math.jsonl
+    sampling: {temperature: 0.7, stop: ['${x}']}
+    kl: {coefficient: 1e-6}
+    rewards: [{plugin: math_answer, weight: 0.5}]
+    constraints:
+      - {mode: grammar, config: {choices: ['${b}', c]}}
+      - {plugin: safety_classifier, mode: lagrangian, limit: 0.1, config: {model_name: m}}
+  words: {type: ppo, dataset: math.jsonl, rewards: [exact_match], curriculum: {by: pass_rate}}
+"""
+
+
+def test_a_run_goes_on_from_what_it_recorded_and_overrides_come_on_top(here: Path) -> None:
+    (here / "tasks.yaml").write_text(RECORDED)
+    before = load_tasks("tasks.yaml")
+    config = RunConfig(tasks_file="tasks.yaml", output_dir="elsewhere", max_steps=7)
+    config.checkpoint.resume, config.rollout.max_new_tokens = "never", 5
+    (here / "run").mkdir()
+    RunStore(here / "run", config.checkpoint, track=False).write_config(config, before)
+    (here / "tasks.yaml").write_text("tasks: {}")
+
+    again = compose(["output_dir=run", "max_steps=9", "tasks.plain.weight=3"])
+    assert (again.rollout.max_new_tokens, again.max_steps, again.output_dir) == (5, 9, "run")
+    assert again.checkpoint.resume == "auto"
+    after = load_specs(again)
+    before["plain"].weight = 3.0
+    for spec in (*before.values(), *after.values()):
+        spec.source = ""
+    assert after == before
+    assert compose(["output_dir=run", "tasks_file=tasks.yaml"]).rollout.max_new_tokens != 5
+    assert compose(["output_dir=gone"]).rollout.max_new_tokens != 5
 
 
 def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Path) -> None:
