@@ -40,7 +40,7 @@ usage: multitask-rl {command} [--config-dir DIR] [--multirun] [key=value ...]
 
   multitask-rl {command} tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=runs/first
   multitask-rl {command} --config-dir configs +experiment=NAME tasks.math.weight=2
-  multitask-rl {command} output_dir=runs/first       an earlier run, as it recorded itself; further keys change it
+  multitask-rl {command} output_dir=runs/first       an earlier run as it was configured; more keys on top
   multitask-rl train --multirun seed=0,1,2 ...      one run per value, under multirun/
   multitask-rl {command} --cfg job ...               print the configuration and stop
 
@@ -170,8 +170,8 @@ def _evaluate(config: RunConfig) -> None:
     resume, run = config.checkpoint.resume, config.output_dir
     if resume == "auto" and not Path(run).is_dir():
         raise ConfigError(
-            f"output_dir={run!r} does not exist, so there is no run to evaluate; give the directory of one, a "
-            "checkpoint with checkpoint.resume=DIR, or checkpoint.resume=never for the untrained model"
+            f"output_dir={run!r} does not exist, so there is no run to evaluate; give the directory of one, "
+            "a checkpoint with checkpoint.resume=DIR, or checkpoint.resume=never for the untrained model"
         )
     trainer = Trainer.from_config(config)
     evaluations = trainer.evaluate()
