@@ -34,6 +34,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "multitask_rl.cli.rescore:main",
         "RUN [--reward NAME]: score the stored rollouts again, without a model",
     ),
+    "bench": ("multitask_rl.cli.bench:main", "how fast this machine makes steps, and where the time goes"),
     "sandbox corpus": ("multitask_rl.sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
     "doctor": ("multitask_rl.cli.doctor:main", "what is installed, what works, what mends the rest"),
 }

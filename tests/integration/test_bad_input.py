@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -185,6 +186,32 @@ def test_an_evaluation_needs_the_run_alone_and_says_whose_weights_it_saw(space, 
     code, told = evaluate(f"output_dir={done}", "checkpoint.resume=never")
     assert f"weights: the untrained model {space / 'actor'} (checkpoint.resume=never)\n" in told.out
     assert (done / "checkpoints/step_00000002").exists()
+
+
+def test_a_benchmark_makes_real_steps_and_leaves_nothing_but_its_numbers(space, capsys, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(space / "bench"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (space / "bench").mkdir()
+    before = {path for path in space.rglob("*") if "sandbox" not in path.name}
+    file, arguments = space / "bench.json", [f"output_dir={space / 'done'}", "rollout.max_new_tokens=2"]
+    assert main(["bench", "--steps", "2", "--json", str(file), *arguments]) == 0
+    assert {path for path in space.rglob("*") if "sandbox" not in path.name} - before == {file}
+    numbers = json.loads(file.read_text())
+    # 4 prompts, 2 responses each, both tokens drawn or the end
+    drawn = numbers["samples_per_s"] * numbers["step_s"]
+    assert drawn >= 8
+    assert drawn <= numbers["tokens_per_s"] * numbers["step_s"] <= 2 * drawn
+    stages = numbers["stages"]
+    assert {"rollout", "rewards", "advantages", "update"} <= stages.keys()
+    assert 0 < stages["update"]["seconds"] < numbers["step_s"]
+    assert stages["update"]["utilisation"] == pytest.approx(
+        stages["update"]["seconds"] / numbers["step_s"], rel=0.05
+    )
+    assert numbers["sampling_tokens_per_s"] > numbers["tokens_per_s"]
+    assert numbers["memory"]["rss_peak_mb"] > 50 * numbers["memory"]["weights_mb"] > 0
+    assert "training" in capsys.readouterr().out
+    assert main(["bench", "--steps", "0", *arguments]) == 2
+    assert main(["bench", "--multirun", *arguments]) == 2
 
 
 def test_a_model_that_is_not_there_is_told(space, capsys):

@@ -23,7 +23,18 @@ from multitask_rl.tracking.lines import dump_line, scored_to_dict
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "configs" / "reference_tasks.yaml")
 
-COMMANDS = ["train", "eval", "tasks", "plugins", "compare", "report", "rescore", "sandbox corpus", "doctor"]
+COMMANDS = [
+    "train",
+    "eval",
+    "tasks",
+    "plugins",
+    "compare",
+    "report",
+    "rescore",
+    "bench",
+    "sandbox corpus",
+    "doctor",
+]
 
 TASKS = """
 tasks:
