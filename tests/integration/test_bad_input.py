@@ -93,14 +93,20 @@ def paragraph(capsys):
         (TASK + "  copy: {type: ppo, dataset: copy.jsonl}\n", ["copy", "3"]),
         (TASK.replace("copy.jsonl", "empty.jsonl"), ["empty.jsonl"]),
         (TASK.replace("copy.jsonl", "nowhere.jsonl"), ["nowhere.jsonl"]),
+        (
+            TASK.replace("copy.jsonl", "torn.jsonl"),
+            ["row {'reference': 'x'} of", "torn.jsonl"],
+        ),
     ],
-    ids=["broken", "duplicate", "empty", "missing"],
+    ids=["broken", "duplicate", "empty", "missing", "row"],
 )
 def test_a_bad_file_is_refused_before_a_model_loads(space, capsys, text, parts):
     (space / "bad").mkdir(exist_ok=True)
     for name in ("copy.jsonl", "rewards.py"):
         shutil.copy(space / name, space / "bad" / name)
     (space / "bad/empty.jsonl").write_text("")
+    rows = [{"prompt": f"{i}>", "reference": "x"} for i in range(30)] + [{"reference": "x"}]
+    (space / "bad/torn.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (space / "bad/tasks.yaml").write_text(text)
     assert run(space, "out-bad", tasks="bad/tasks.yaml") == 2
     told = paragraph(capsys)

@@ -141,6 +141,28 @@ def test_validate_finds_what_a_run_would_trip_over(
     assert told.count("\n") == 1
 
 
+def test_a_row_that_is_trained_on_and_held_out_is_warned_of(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    (here / "math.jsonl").write_text('{"prompt": "1+1=", "reference": "2"}\n')
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("the held-out rows are those that are trained on (1)") == 2
+    assert "warning: tasks.yaml:3: tasks.math: " in told
+
+
+def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages) + capsys.readouterr().out
+    assert text.count("plugins new reward") + text.count("plugins new constraint") == text.count(
+        "plugins new "
+    )
+    assert "new KIND NAME" in text
+
+
 def test_validate_knows_what_a_function_is_given_and_what_it_reads(here: Path) -> None:
     (here / "good.py").write_text(
         "def one(answer, reference, other=None, *, scale): ...\n"
@@ -257,6 +279,8 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Pat
         (["output_dir=/proc/run"], ["output directory", "/proc/run"]),
         (["output_dir=o"], ["tasks_file=path"]),
         (["tasks_file=absent.yaml"], ["absent.yaml"]),
+        (["checkpoint.resume=nowhere"], ["checkpoint.resume='nowhere' is not there", "step_00000025"]),
+        (["checkpoint.resume=."], ["checkpoint.resume='.' is no checkpoint; give"]),
     ],
 )
 def test_bad_configuration_is_one_paragraph_and_exit_code_2(
