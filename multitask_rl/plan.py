@@ -15,6 +15,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
 from multitask_rl.data import load_rows, pools_by_column
+from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError
 from multitask_rl.learnable import check_learnable
@@ -84,8 +85,9 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     Raises:
         ConfigError: tasks file, keys, devices, or an output directory that cannot be written.
         PluginError: an unknown or broken plugin.
-        DataError: missing or empty data.
+        DataError: missing or empty data, or a row without a column of its prompt.
     """
+    _check_resume(config.checkpoint.resume)
     specs = load_specs(config)
     validate_tasks(specs, need_data=dataloader is None)
     if all(spec.evaluation_only for spec in specs.values()):
@@ -100,6 +102,11 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         name: ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
         for name, spec in specs.items()
     }
+    for name, spec in specs.items():
+        for part in rows[name]:
+            check_rows(spec, part)
+        if warning := held_out_warning(*rows[name]):
+            logger.warning("task %s: %s", name, warning)
     plan = RunPlan(
         config=config,
         specs=specs,
@@ -292,6 +299,17 @@ def check_overlap(plan: RunPlan) -> None:
                 f"rollout.max_staleness={bound} samples are older than the weights they train: nothing would "
                 "correct for it; give it a cap (default 2), or set rollout.max_staleness=0"
             )
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("auto", "never") or (Path(resume) / "manifest.json").is_file():
+        return
+    run = Path(resume) / "checkpoints"
+    problem = f"no checkpoint; those of the run are in {str(run)!r}" if run.is_dir() else "no checkpoint"
+    raise ConfigError(
+        f"checkpoint.resume={resume!r} is {problem if Path(resume).exists() else 'not there'}; give the "
+        "directory of one (RUN/checkpoints/step_00000025), auto or never"
+    )
 
 
 def _check_output_dir(directory: Path) -> None:

@@ -78,6 +78,8 @@ class RunStore:
         except BaseException:
             self.close()
             raise
+        self.restored: Path | None = None
+        """The checkpoint whose weights the run began with."""
         self.events: list[Event] = []
         """What is to be told of the resume."""
 
@@ -157,6 +159,7 @@ class RunStore:
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
         # who goes on from another run's checkpoint does not go on in its records
         is_own = self._found.path.resolve().parent == self.checkpoints.directory.resolve()
+        self.restored = self._found.path
         run_id = self._found.state["run_id"] if is_own else None
         self._found = None
         for path in records if track else ():

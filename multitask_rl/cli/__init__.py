@@ -26,7 +26,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("multitask_rl.cli.tasks:main", "validate FILE | show FILE: check or print a tasks file"),
     "plugins": (
         "multitask_rl.testing.plugin_commands:main",
-        "list | check NAME | new NAME: installed plugins, their contract",
+        "list | check NAME | new KIND NAME: installed plugins, their contract",
     ),
     "compare": ("multitask_rl.comparison:main_compare", "RUN RUN...: per-task differences with intervals"),
     "report": ("multitask_rl.comparison:main_report", "RUN: what happened in one run"),
@@ -34,6 +34,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "multitask_rl.cli.rescore:main",
         "RUN [--reward NAME]: score the stored rollouts again, without a model",
     ),
+    "bench": ("multitask_rl.cli.bench:main", "how fast this machine makes steps, and where the time goes"),
     "sandbox corpus": ("multitask_rl.sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
     "doctor": ("multitask_rl.cli.doctor:main", "what is installed, what works, what mends the rest"),
 }

@@ -15,21 +15,16 @@ from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.run import EvalConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights, load_tasks
-from multitask_rl.config.template import parse_template
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.data import load_rows, row_id
-from multitask_rl.data.readers import GeneratedRows
-from multitask_rl.data.render import render_content
-from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.data import load_rows
+from multitask_rl.data.row_check import check_rows, held_out_warning
+from multitask_rl.errors import ConfigError
 from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.satisfaction import constraint_warnings
-from multitask_rl.scoring.adapt import PluginSource, find_plugin
+from multitask_rl.scoring.adapt import find_plugin
 
 __all__ = ["main"]
-
-_SHOWN = 4
-"""Rows looked at of a generator, whose rows all have the same columns."""
 
 
 def main(arguments: list[str]) -> int:
@@ -83,6 +78,7 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
     check_learnable(spec, algorithm(config), spec.group_size)
     needs: set[str] = set()
+    parameters: set[str] = set()
     traits: dict[str, PluginTraits] = {}
     rewards = [("reward", i, r.plugin, r.config) for i, r in enumerate(spec.rewards)]
     constraints = [
@@ -91,11 +87,11 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     for kind, index, plugin, config in rewards + constraints:
         place = f"{where}.{kind}s[{index}]"
         source = find_plugin(kind, plugin, place)
-        _check_config(source, config, f"{place}.config")
+        parameters |= set(source.check(config))
         needs |= set(source.traits.needs)
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits
-    counts = _check_data(spec, needs) if spec.dataset else {}
+    counts = _check_data(spec, needs, parameters, warnings) if spec.dataset else {}
     num_prompts = min(counts["eval"], EvalConfig().num_prompts) if counts else None
     warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
     if not counts:
@@ -103,29 +99,14 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     return f"{spec.type}; {counts['train']} training rows, {counts['eval']} held-out rows"
 
 
-def _check_config(source: PluginSource, config: Mapping[str, Any], where: str) -> None:
-    """Check the keys against the plugin's ``Config`` without building it: building may load a model."""
-    config_class = getattr(source.located.value, "Config", None)
-    if isinstance(config_class, type) and dataclasses.is_dataclass(config_class):
-        build_dataclass(config_class, config, Where(path=(where,)))
-
-
-def _check_data(spec: TaskSpec, needs: set[str]) -> dict[str, int]:
-    """Check that every row has the columns of the prompt and of the rewards; return rows by split."""
-    columns = needs | {column for _, column, _, _ in parse_template(spec.prompt) if column}
-    counts = {"train": 0, "eval": 0}
-    for split in ["eval"] if spec.evaluation_only else list(counts):
-        rows = load_rows(spec, split)
-        counts[split] = len(rows)
-        for row in rows[:_SHOWN] if isinstance(rows, GeneratedRows) else rows:
-            missing = sorted(column for column in columns if row.get(column) is None)
-            if missing:
-                raise DataError(
-                    f"{spec.source}: tasks.{spec.name}: row {row_id(row)!r} of {spec.dataset!r} lacks "
-                    f"{', '.join(missing)}, which the prompt or a plugin reads (columns: {', '.join(row)})"
-                )
-            render_content(spec, row)
-    return counts
+def _check_data(spec: TaskSpec, needs: set[str], parameters: set[str], warnings: list[str]) -> dict[str, int]:
+    """Check the rows (see ``check_rows``); return their number by split."""
+    rows = {split: load_rows(spec, split) for split in ("train", "eval")[spec.evaluation_only :]}
+    for own in rows.values():
+        check_rows(spec, own, needs=needs, parameters=parameters)
+    if warning := held_out_warning(rows.get("train", ()), rows["eval"]):
+        warnings.append(f"{spec.source}: tasks.{spec.name}: {warning}")
+    return {"train": 0, **{split: len(own) for split, own in rows.items()}}
 
 
 def _table(specs: Mapping[str, TaskSpec]) -> str:

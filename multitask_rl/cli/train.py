@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from multitask_rl.config.build import suggest
+from multitask_rl.config.recorded import RECORD, recorded_config
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.interrupts import stopping_on_signals
@@ -39,6 +40,7 @@ usage: multitask-rl {command} [--config-dir DIR] [--multirun] [key=value ...]
 
   multitask-rl {command} tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=runs/first
   multitask-rl {command} --config-dir configs +experiment=NAME tasks.math.weight=2
+  multitask-rl {command} output_dir=runs/first       an earlier run as it was configured; more keys on top
   multitask-rl train --multirun seed=0,1,2 ...      one run per value, under multirun/
   multitask-rl {command} --cfg job ...               print the configuration and stop
 
@@ -59,10 +61,14 @@ _OPTIONS_WITH_VALUE = {
     ),
     *("--experimental-rerun", "--info", "-i"),
 }
-_HYDRA_DEFAULTS = (
-    "hydra.run.dir=${output_dir}",
-    "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
+_OTHER_SOURCES = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--multirun", "-m")
+_SWEEP_DIR = "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"
+_OF_A_RUN = ("hydra.run.dir=${output_dir}", _SWEEP_DIR)
+_OF_A_LOOK = (
+    *("hydra.run.dir=.", "hydra.output_subdir=null", _SWEEP_DIR),
+    *("hydra.job_logging.root.handlers=[console]", "~hydra.job_logging.handlers.file"),
 )
+"""Only training writes: neither the record nor the log of a run is touched by who looks at it."""
 
 
 def train(arguments: list[str]) -> int:
@@ -85,7 +91,7 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     if {"-h", "--help"} & set(arguments):
         print(_USAGE.format(command=command))
         return 0
-    ConfigStore.instance().store(name="run", node=RunConfig)
+    ConfigStore.instance().store(name="run", node=_base(arguments))
 
     failures: list[Exception] = []
 
@@ -99,7 +105,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
 
     # Hydra takes the module of the function for the name of the log file.
     job.__module__ = f"multitask_rl.cli.{command}"
-    with _hydra_environment(_hydra_arguments(arguments)):
+    defaults = _OF_A_RUN if command == "train" else _OF_A_LOOK
+    with _hydra_environment(_hydra_arguments(arguments, defaults)):
         try:
             hydra.main(version_base="1.3", config_path=None, config_name="run")(job)()
         except (HydraException, OmegaConfBaseException) as error:
@@ -125,6 +132,30 @@ def config_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasse
     return keys
 
 
+def _base(arguments: list[str]) -> RunConfig | type[RunConfig]:
+    """Return what ``arguments`` override: what the run of ``output_dir`` recorded if no tasks file is given.
+
+    Raises:
+        ConfigError: see ``recorded_config``.
+    """
+    given = dict(a.partition("=")[::2] for a in arguments)
+    run = Path(given.get("output_dir", "").strip("'\""))
+    has_other = "tasks_file" in given or any(key.startswith("+") or key in _OTHER_SOURCES for key in given)
+    if has_other or "output_dir" not in given or not (run / RECORD).is_file():
+        return RunConfig
+    config = recorded_config(run)
+    return replace(config, tasks=_literal(config.tasks))
+
+
+def _literal(value: Any) -> Any:
+    """Keep OmegaConf from taking ``${`` in a prompt or a pattern for a reference to a key."""
+    if isinstance(value, dict):
+        return {key: _literal(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_literal(below) for below in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
 def _train(config: RunConfig) -> None:
     from multitask_rl.cli.results import print_evaluations
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
@@ -136,7 +167,19 @@ def _evaluate(config: RunConfig) -> None:
     from multitask_rl.cli.results import print_evaluations
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
-    print_evaluations(Trainer.from_config(config).evaluate())
+    resume, run = config.checkpoint.resume, config.output_dir
+    if resume == "auto" and not Path(run).is_dir():
+        raise ConfigError(
+            f"output_dir={run!r} does not exist, so there is no run to evaluate; give the directory of one, "
+            "a checkpoint with checkpoint.resume=DIR, or checkpoint.resume=never for the untrained model"
+        )
+    trainer = Trainer.from_config(config)
+    evaluations = trainer.evaluate()
+    restored = trainer.store.restored
+    why = "checkpoint.resume=never" if resume == "never" else f"{run} has no checkpoint"
+    untrained = f"the untrained model {config.model.name_or_path} ({why})"
+    print(f"weights: {untrained if restored is None else f'{restored} (step {trainer.step})'}")
+    print_evaluations(evaluations)
 
 
 def _to_config(tree: DictConfig) -> RunConfig:
@@ -178,9 +221,9 @@ def _hydra_environment(arguments: list[str]) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
-def _hydra_arguments(arguments: list[str]) -> list[str]:
+def _hydra_arguments(arguments: list[str], defaults: Iterable[str]) -> list[str]:
     """Put options before overrides, which Hydra's parser needs, and our overrides before the user's."""
-    options, overrides, rest = [], list(_HYDRA_DEFAULTS), iter(arguments)
+    options, overrides, rest = [], list(defaults), iter(arguments)
     for argument in rest:
         if argument.startswith("-"):
             options.append(argument)

@@ -20,6 +20,7 @@ from multitask_rl.python_source import parse_python
 __all__ = [
     "DATA_SUFFIXES",
     "FOREIGN_PREFIXES",
+    "FUNCTION_PREFIXES",
     "GENERATOR_PREFIX",
     "check_entry_point",
     "check_task",
@@ -31,6 +32,8 @@ RESERVED_NAMES = ("all", "macro", "worst", "global")
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")
 """Reward functions of other libraries; ``scoring.adapt`` reads what follows the prefix."""
+FUNCTION_PREFIXES = ("trl", "verl")
+"""Those that a function follows, named like one of ours."""
 GENERATOR_PREFIX = "reasoning_gym:"
 """Data sets that a program makes, with their own verifier."""
 CONSTRAINT_MODES = ("reject", "penalty", "lagrangian", "grammar")
@@ -216,10 +219,14 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
     prefix, _, rest = plugin.partition(":")
     if not rest:
         check_entry_point(where, group, plugin)
-    elif prefix in FOREIGN_PREFIXES:
-        if prefix == "verl":
-            _check_function(where, rest)
-    else:
+    elif prefix in FUNCTION_PREFIXES:
+        if ":" not in rest and rest not in {p.name for p in list_plugins(group)}:
+            raise ConfigError(
+                f"{where}: {plugin!r} names no file, module or installed plugin; expected "
+                f"'{prefix}:file.py:function' or '{prefix}:package.module:function'"
+            )
+        _check_plugin(where, group, rest)
+    elif prefix not in FOREIGN_PREFIXES:
         _check_function(where, plugin)
 
 

@@ -86,7 +86,9 @@ def load_yaml(path: str | Path) -> tuple[Any, Where]:
     file = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read as UTF-8 text: {error}") from error
     loader = _Loader(text)
     try:

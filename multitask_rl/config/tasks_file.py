@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from multitask_rl.config.build import build_dataclass, check_keys, suggest
-from multitask_rl.config.checks import GENERATOR_PREFIX, check_entry_point, check_task, check_tasks
+from multitask_rl.config.checks import (
+    FUNCTION_PREFIXES,
+    GENERATOR_PREFIX,
+    check_entry_point,
+    check_task,
+    check_tasks,
+)
 from multitask_rl.config.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
@@ -284,5 +290,8 @@ def _beside(text: str, where: Where) -> str:
 
 
 def _resolve_plugin(plugin: str, where: Where) -> str:
+    prefix, _, rest = plugin.partition(":")
+    if prefix in FUNCTION_PREFIXES:
+        return f"{prefix}:{_resolve_plugin(rest, where)}"
     place, colon, name = plugin.rpartition(":")
     return f"{_beside(place, where)}{colon}{name}" if place.endswith(".py") else plugin

@@ -58,16 +58,20 @@ class PluginSource:
         config = getattr(self.located.value, "Config", None)
         return dataclasses.is_dataclass(config) and any(f.name == key for f in dataclasses.fields(config))
 
-    def check(self, config: Mapping[str, Any]) -> None:
-        """Check ``config`` without building the plugin (a model is not loaded for a typing mistake).
+    def check(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Check ``config`` without building a class (no model is loaded for a typing mistake).
+
+        Returns:
+            The columns that every row must have, as far as a function's parameters say.
 
         Raises:
             ConfigError, PluginError: as ``build``.
         """
-        if isinstance(self.located.value, type):
-            build_config(self.located.value, config, where=f"{self.where}.config")
-        else:
-            self.build(config)
+        value = self.located.value
+        if isinstance(value, type) and not getattr(value, "is_function", False):
+            build_config(value, config, where=f"{self.where}.config")
+            return ()
+        return tuple(getattr(self.build(config), "columns", ()))
 
     def build(self, config: Mapping[str, Any]) -> Any:
         """Return the reward or constraint.
@@ -85,7 +89,7 @@ class PluginSource:
                 raise ConfigError(f"{where}: {self.reference!r} is a ready object and takes no configuration")
             built = value
         else:
-            built = FunctionPlugin(value, self.located.label, config, where)
+            built = FunctionPlugin(value, self.located.label, config, self.where, self.reference)
         if not isinstance(getattr(built, "traits", UNDECLARED), PluginTraits):
             raise PluginError(f"{where}: {self.reference!r}: its 'traits' is not a PluginTraits")
         return built

@@ -58,8 +58,8 @@ def locate(reference: str, group: str, where: str = "") -> Located:
         )
     try:
         module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
-    except (PluginError, MissingExtraError):
-        raise
+    except (PluginError, MissingExtraError) as error:
+        raise type(error)(f"{prefix}{error}") from error
     except Exception as error:
         raise PluginError(
             f"{prefix}the plugin {reference!r} cannot be loaded: importing {place!r} failed with "

@@ -71,12 +71,18 @@ class Signature:
     """Which parameter takes the response; empty = by the special names."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], label: str) -> Signature:
+    def of(cls, function: Callable[..., Any], reference: str, where: str = "") -> Signature:
         """Read ``function``.
+
+        Args:
+            function: the reward or constraint.
+            reference: how the tasks file names it.
+            where: place for messages.
 
         Raises:
             PluginError: it cannot be called with a response.
         """
+        label = f"{where}: {reference}" if where else reference
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError) as error:
@@ -87,7 +93,7 @@ class Signature:
             if name in names:
                 raise PluginError(
                     f"{label}: the parameter {name!r} belongs to another library's reward functions; write "
-                    f"the plugin as '{prefix}{label}' and it is used unchanged"
+                    f"the plugin as '{prefix}{reference}' and it is used unchanged"
                 )
         if not named:
             raise PluginError(
@@ -142,10 +148,11 @@ class FunctionPlugin:
         label: str,
         config: Mapping[str, Any],
         where: str,
+        reference: str,
     ) -> None:
         self.function = function
         self.label = label
-        self.signature = Signature.of(function, label)
+        self.signature = Signature.of(function, reference, where)
         self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
         self.one_by_one = not self.signature.batch and not self.is_async
@@ -156,7 +163,14 @@ class FunctionPlugin:
         self._loop = EventLoop()
         self._bound = dict(config)
         reserved = {*_SPECIAL, *_BATCH, self.signature.response_parameter}
-        check_keys(config, set(self.signature.names) - reserved, Where(path=(where,)))
+        check_keys(config, set(self.signature.names) - reserved, Where(path=(f"{where}.config",)))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that every row must have."""
+        given = {*_SPECIAL, *self._bound, self.signature.response_parameter}
+        given |= set(_BATCH) if self.signature.batch else set()
+        return tuple(name for name in self.signature.required if name not in given)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """Return what the function says, one per rollout; a row that lacks a column is a ``data`` failure."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ __all__ = [
     "lines",
     "run_config",
     "train",
+    "undocumented",
     "weights_hash",
     "write_run",
 ]
@@ -121,6 +123,25 @@ def train(config: RunConfig) -> Trainer:
     trainer = Trainer.from_config(config)
     trainer.train()
     return trainer
+
+
+def undocumented(directory: Path) -> set[str]:
+    """Return the metrics of the run in ``directory`` that no row of docs/metrics.md names."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    patterns = []
+    for name in (name for cell in cells for name in re.findall("`([^`]+)`", cell)):
+        parts = re.split(r"(<\w+>)", name)
+        kinds = {"<metric>": "(?P<metric>.+)", "<watched>": ".+"}
+        patterns.append("".join(kinds.get(p, "[^/]+") if p[:1] == "<" else re.escape(p) for p in parts))
+
+    def is_covered(name: str) -> bool:
+        found = [match for pattern in patterns if (match := re.fullmatch(pattern, name))]
+        inner = [match["metric"] for match in found if "metric" in match.groupdict()]
+        return len(found) > len(inner) or any(is_covered(f"task/any/{metric}") for metric in inner)
+
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {name for row in rows for name in row if name not in ("step", "time") and not is_covered(name)}
 
 
 def weights_hash(trainer: Trainer) -> str:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -92,14 +93,20 @@ def paragraph(capsys):
         (TASK + "  copy: {type: ppo, dataset: copy.jsonl}\n", ["copy", "3"]),
         (TASK.replace("copy.jsonl", "empty.jsonl"), ["empty.jsonl"]),
         (TASK.replace("copy.jsonl", "nowhere.jsonl"), ["nowhere.jsonl"]),
+        (
+            TASK.replace("copy.jsonl", "torn.jsonl"),
+            ["row {'reference': 'x'} of", "torn.jsonl"],
+        ),
     ],
-    ids=["broken", "duplicate", "empty", "missing"],
+    ids=["broken", "duplicate", "empty", "missing", "row"],
 )
 def test_a_bad_file_is_refused_before_a_model_loads(space, capsys, text, parts):
     (space / "bad").mkdir(exist_ok=True)
     for name in ("copy.jsonl", "rewards.py"):
         shutil.copy(space / name, space / "bad" / name)
     (space / "bad/empty.jsonl").write_text("")
+    rows = [{"prompt": f"{i}>", "reference": "x"} for i in range(30)] + [{"reference": "x"}]
+    (space / "bad/torn.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (space / "bad/tasks.yaml").write_text(text)
     assert run(space, "out-bad", tasks="bad/tasks.yaml") == 2
     told = paragraph(capsys)
@@ -160,6 +167,57 @@ def test_responses_of_no_length_are_scored_and_trained_past(space):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HFEngine, "generate", end_at_once)
         assert run(space, "out-zero") == 0
+
+
+def test_an_evaluation_needs_the_run_alone_and_says_whose_weights_it_saw(space, capsys):
+    done, tasks = space / "done", [f"tasks_file={space / 'tasks.yaml'}", *SMALL]
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+
+    def evaluate(*arguments):
+        code = main(["eval", *arguments])
+        return code, capsys.readouterr()
+
+    code, told = evaluate(f"output_dir={done}", "eval.num_prompts=3")
+    assert code == 0
+    first, _, row = told.out.splitlines()[-3:]
+    assert first == f"weights: {done / 'checkpoints/step_00000002'} (step 2)"
+    assert row.split()[4:] == ["3", "0"]
+    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
+
+    code, told = evaluate(f"output_dir={space / 'dnoe'}", f"model.name_or_path={space / 'actor'}", *tasks)
+    assert code == 2
+    assert "dnoe' does not exist, so there is no run to evaluate" in told.err
+    assert not (space / "dnoe").exists()
+
+    code, told = evaluate(f"output_dir={done}", "checkpoint.resume=never")
+    assert f"weights: the untrained model {space / 'actor'} (checkpoint.resume=never)\n" in told.out
+    assert (done / "checkpoints/step_00000002").exists()
+
+
+def test_a_benchmark_makes_real_steps_and_leaves_nothing_but_its_numbers(space, capsys, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(space / "bench"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (space / "bench").mkdir()
+    before = {path for path in space.rglob("*") if "sandbox" not in path.name}
+    file, arguments = space / "bench.json", [f"output_dir={space / 'done'}", "rollout.max_new_tokens=2"]
+    assert main(["bench", "--steps", "2", "--json", str(file), *arguments]) == 0
+    assert {path for path in space.rglob("*") if "sandbox" not in path.name} - before == {file}
+    numbers = json.loads(file.read_text())
+    # 4 prompts, 2 responses each, both tokens drawn or the end
+    drawn = numbers["samples_per_s"] * numbers["step_s"]
+    assert drawn >= 8
+    assert drawn <= numbers["tokens_per_s"] * numbers["step_s"] <= 2 * drawn
+    stages = numbers["stages"]
+    assert {"rollout", "rewards", "advantages", "update"} <= stages.keys()
+    assert 0 < stages["update"]["seconds"] < numbers["step_s"]
+    assert stages["update"]["utilisation"] == pytest.approx(
+        stages["update"]["seconds"] / numbers["step_s"], rel=0.05
+    )
+    assert numbers["sampling_tokens_per_s"] > numbers["tokens_per_s"]
+    assert numbers["memory"]["rss_peak_mb"] > 50 * numbers["memory"]["weights_mb"] > 0
+    assert "training" in capsys.readouterr().out
+    assert main(["bench", "--steps", "0", *arguments]) == 2
+    assert main(["bench", "--multirun", *arguments]) == 2
 
 
 def test_a_model_that_is_not_there_is_told(space, capsys):

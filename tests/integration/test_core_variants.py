@@ -13,6 +13,7 @@ from run_builders import (
     build_tokenizer,
     run_config,
     train,
+    undocumented,
     weights_hash,
     write_run,
 )
@@ -140,6 +141,7 @@ def test_the_variant_trains_and_resumes_bitwise(tmp_path, tasks, save, changes):
     found = numbers(tmp_path / "whole")
     assert math.isfinite(found["train/loss"])
     assert found["train/grad_norm"] > 0
+    assert undocumented(tmp_path / "whole") == set()
     tolerance = 0.05 if changes.get("model", {}).get("autocast") else 1e-4
     assert found["task/copy/mismatch_max"] < tolerance
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_builders import lines, run_config, train, weights_hash, write_run
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.trainer import Trainer
@@ -51,6 +51,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path, text) -> None:
     shares = [{k: v for k, v in row.items() if k.endswith("/share") and "/pool/" in k} for row in rows]
     shares = [found for found in shares if found]
     assert len(shares) == 6
+    assert undocumented(directory / "whole") == set()
     assert all(sum(found.values()) == pytest.approx(1.0) for found in shares)
 
 

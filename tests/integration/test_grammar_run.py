@@ -8,7 +8,7 @@ from statistics import fmean
 
 import jsonschema
 import pytest
-from run_builders import lines, run_config, train, weights_hash, write_run
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.config.run import BatchConfig, EvalConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
@@ -94,6 +94,7 @@ def test_metrics_tell_what_was_accepted_and_forced_and_engine_and_trainer_agree(
             assert last[f"task/{task}/mismatch_max"] < 1e-5
     # apple, bread and coffee are told apart by their first letter
     assert last["task/word/grammar/forced_share"] > 0.7
+    assert undocumented(directory / "whole") == set()
     assert 0.0 < last["task/number/grammar/forced_share"] < 0.6
     assert not any("grammar" in name for name in last if name.startswith("task/free/"))
     assert trainer.history[-1][1]["word"].metrics["grammar/accepted_rate"] == 1.0

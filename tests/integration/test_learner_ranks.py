@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from run_builders import run_config, train, weights_hash, write_run
+from run_builders import run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.cli import main
 from multitask_rl.config.build import build_dataclass
@@ -31,6 +31,7 @@ def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(tmp_path,
     steps = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     numbers = {key: value for step in steps for key, value in step.items()}
     assert numbers["train/ranks/1/busy_s"] > 0.0
+    assert undocumented(tmp_path / "two") == set()
     assert numbers["train/ranks/0/waits_s"] == 0.0 or numbers["train/ranks/1/waits_s"] == 0.0
     assert 0.0 < numbers["utilisation/rank1"] <= numbers["utilisation/update"]
     assert main(["report", str(tmp_path / "two")]) == 0

@@ -5,7 +5,7 @@ import math
 import time
 
 import pytest
-from run_builders import lines, run_config, train, weights_hash, write_run
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RolloutConfig, SchedulerConfig
 from multitask_rl.errors import ConfigError
@@ -166,6 +166,7 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
     assert [row["task/slow/carried_over"] for row in steps] == [0.0, 0.0, 4.0]
     assert [row["task/slow/dropped_stale"] for row in steps] == [0.0, 0.0, 4.0]
     assert all(row["task/copy/carried_over"] == 0.0 for row in steps)
+    assert undocumented(tmp_path / "out") == set()
     slow = [r for r in records(tmp_path / "out") if r["task"] == "slow"]
     assert {r["draw"] for r in slow if r["policy_version"] == 1} == {4, 5, 6, 7}
     assert {r["step"] for r in slow} == {3}

@@ -24,7 +24,7 @@ from model_builders import build_actor
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PAGES = ["write-a-reward.md", "bring-your-reward.md", "write-a-task.md", "constraints.md"]
+PAGES = ["write-a-reward.md", "bring-your-reward.md", "write-a-task.md", "constraints.md", "flow.md"]
 SHELL = """
 import json, os, runpy, sys, traceback
 from multitask_rl.cli import main
@@ -97,6 +97,8 @@ def test_every_block_of_the_page_works(page: str, tmp_path: Path) -> None:
             elif language == "python":
                 script += text
                 (tmp_path / "example_on_the_page.py").write_text(script)
+                if '"MODEL"' in text:
+                    build_actor().save(tmp_path / "MODEL")
                 shell.run("python", ["example_on_the_page.py"])
             elif language == "bash":
                 for line in text.splitlines():

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from run_builders import lines, run_config, train, weights_hash, write_run
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.config.run import (
     CheckpointConfig,
@@ -49,6 +49,7 @@ def test_every_task_is_trained_and_every_number_is_per_task(finished):
     assert numbers["task/copy/mismatch_max"] < 1e-4
     assert numbers["task/digit/value_loss"] >= 0.0
     assert last["step"] == 6
+    assert undocumented(directory / "whole") == set()
 
 
 def test_the_same_seed_gives_the_same_run_twice(finished):

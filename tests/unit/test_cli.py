@@ -15,13 +15,26 @@ from multitask_rl.cli.train import compose_and_run, config_keys
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import GuardStop, TrainingError
+from multitask_rl.plan import load_specs
 from multitask_rl.records import Prompt, Rollout, Score, Scored
+from multitask_rl.run_state import RunStore
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = str(ROOT / "configs" / "reference_tasks.yaml")
 
-COMMANDS = ["train", "eval", "tasks", "plugins", "compare", "report", "rescore", "sandbox corpus", "doctor"]
+COMMANDS = [
+    "train",
+    "eval",
+    "tasks",
+    "plugins",
+    "compare",
+    "report",
+    "rescore",
+    "bench",
+    "sandbox corpus",
+    "doctor",
+]
 
 TASKS = """
 tasks:
@@ -42,6 +55,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{"id": str(i), "prompt": f"{i}+1=", "reference": str(i + 1)} for i in range(50)]
     (tmp_path / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tasks.yaml").write_text(TASKS)
+    (tmp_path / "grade.py").write_text(
+        "def trl(completions, reference, **row): ...\ndef absent(response, absent): ...\n"
+        "def absent_too(completions, absent): ...\n"
+    )
     return tmp_path
 
 
@@ -107,6 +124,12 @@ def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.Cap
         ("tasks.math.rewards=[{plugin: math_answer, config: {nope: 1}}]", ["rewards[0].config", "nope"]),
         ("tasks.math.weight=-1", ["override: tasks.math.weight", ">= 0"]),
         ("tasks.math.dataset=gone.jsonl", ["gone.jsonl", "does not exist"]),
+        ("tasks.math.rewards=['trl:grade.py:nofn']", ["rewards[0]", "grade.py' has no 'nofn'"]),
+        ("tasks.math.rewards=['trl:gone.py:f']", ["rewards[0]", "cannot read 'gone.py'"]),
+        ("tasks.math.rewards=['verl:grade.py:trl']", ["rewards[0]", "is not a verl reward function"]),
+        ("tasks.math.rewards=['grade.py:trl']", ["rewards[0]", "as 'trl:/", "/grade.py:trl' and"]),
+        ("tasks.math.rewards=['grade.py:absent']", ["tasks.math: row '", "lacks absent,"]),
+        ("tasks.math.rewards=['trl:grade.py:absent_too']", ["tasks.math: row '", "lacks absent,"]),
     ],
 )
 def test_validate_finds_what_a_run_would_trip_over(
@@ -116,6 +139,41 @@ def test_validate_finds_what_a_run_would_trip_over(
     told = capsys.readouterr().err
     assert [part for part in parts if part not in told] == [], told
     assert told.count("\n") == 1
+
+
+def test_a_row_that_is_trained_on_and_held_out_is_warned_of(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    (here / "math.jsonl").write_text('{"prompt": "1+1=", "reference": "2"}\n')
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("the held-out rows are those that are trained on (1)") == 2
+    assert "warning: tasks.yaml:3: tasks.math: " in told
+
+
+def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages) + capsys.readouterr().out
+    assert text.count("plugins new reward") + text.count("plugins new constraint") == text.count(
+        "plugins new "
+    )
+    assert "new KIND NAME" in text
+
+
+def test_validate_knows_what_a_function_is_given_and_what_it_reads(here: Path) -> None:
+    (here / "good.py").write_text(
+        "def one(answer, reference, other=None, *, scale): ...\n"
+        "def many(responses, prompts, rollouts, reference): ...\n"
+        "def trl(prompts, completions, completion_ids, trainer_state, log_metric, reference, k): ...\n"
+    )
+    rewards = (
+        "[{plugin: 'good.py:one', config: {scale: 2}}, 'good.py:many', "
+        "{plugin: 'trl:good.py:trl', config: {arguments: {k: 1}}}]"
+    )
+    assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
 
 
 def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +214,43 @@ def test_overrides_and_experiments_become_dataclasses(here: Path) -> None:
     assert (here / "runs" / "default" / ".hydra" / "overrides.yaml").is_file()
 
 
+RECORDED = """
+tasks:
+  plain: {dataset: math.jsonl, rewards: ['grade.py:absent'], prompt: '${HOME} {prompt}', weight: 2}
+  every_key:
+    type: dapo
+    dataset: math.jsonl
+    sampling: {temperature: 0.7, stop: ['${x}']}
+    kl: {coefficient: 1e-6}
+    rewards: [{plugin: math_answer, weight: 0.5}]
+    constraints:
+      - {mode: grammar, config: {choices: ['${b}', c]}}
+      - {plugin: safety_classifier, mode: lagrangian, limit: 0.1, config: {model_name: m}}
+  words: {type: ppo, dataset: math.jsonl, rewards: [exact_match], curriculum: {by: pass_rate}}
+"""
+
+
+def test_a_run_goes_on_from_what_it_recorded_and_overrides_come_on_top(here: Path) -> None:
+    (here / "tasks.yaml").write_text(RECORDED)
+    before = load_tasks("tasks.yaml")
+    config = RunConfig(tasks_file="tasks.yaml", output_dir="elsewhere", max_steps=7)
+    config.checkpoint.resume, config.rollout.max_new_tokens = "never", 5
+    (here / "run").mkdir()
+    RunStore(here / "run", config.checkpoint, track=False).write_config(config, before)
+    (here / "tasks.yaml").write_text("tasks: {}")
+
+    again = compose(["output_dir=run", "max_steps=9", "tasks.plain.weight=3"])
+    assert (again.rollout.max_new_tokens, again.max_steps, again.output_dir) == (5, 9, "run")
+    assert again.checkpoint.resume == "auto"
+    after = load_specs(again)
+    before["plain"].weight = 3.0
+    for spec in (*before.values(), *after.values()):
+        spec.source = ""
+    assert after == before
+    assert compose(["output_dir=run", "tasks_file=tasks.yaml"]).rollout.max_new_tokens != 5
+    assert compose(["output_dir=gone"]).rollout.max_new_tokens != 5
+
+
 def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Path) -> None:
     seen: list[RunConfig] = []
 
@@ -184,6 +279,8 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Pat
         (["output_dir=/proc/run"], ["output directory", "/proc/run"]),
         (["output_dir=o"], ["tasks_file=path"]),
         (["tasks_file=absent.yaml"], ["absent.yaml"]),
+        (["checkpoint.resume=nowhere"], ["checkpoint.resume='nowhere' is not there", "step_00000025"]),
+        (["checkpoint.resume=."], ["checkpoint.resume='.' is no checkpoint; give"]),
     ],
 )
 def test_bad_configuration_is_one_paragraph_and_exit_code_2(

@@ -25,6 +25,8 @@ class ForeignReward:
     where: ClassVar[str] = ""
     one_by_one = False
     independent = False
+    is_function: ClassVar[bool] = False
+    """Nothing but a function: building it loads no data or model."""
 
     def __init__(self) -> None:
         self._loop = EventLoop()

@@ -14,9 +14,14 @@ from multitask_rl.scoring.foreign.base import ForeignReward, awaited
 
 __all__ = ["TrlReward"]
 
+_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments that are no columns."""
+
 
 class TrlReward(ForeignReward):
     """A TRL reward function: one call per batch, every column of the rows as a list."""
+
+    is_function = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -31,7 +36,7 @@ class TrlReward(ForeignReward):
         super().__init__()
         self.config = config
         self.function = self._function()
-        parameters = inspect.signature(self.function).parameters.values()
+        parameters = list(inspect.signature(self.function).parameters.values())
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = {p.name for p in parameters}
         if not {"completions", "prompts"} & self._names and not self._open:
@@ -39,6 +44,16 @@ class TrlReward(ForeignReward):
                 f"{self.where}: {self.target!r} has no parameter 'completions'; a TRL reward function is "
                 f"f(prompts, completions, **columns), got {inspect.signature(self.function)}"
             )
+
+        given = {*_GIVEN, *config.arguments}
+        self.columns = tuple(
+            p.name
+            for p in parameters
+            if p.default is p.empty
+            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            and p.name not in given
+        )
+        """Columns that every row must have."""
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Any]:
         """Return one value per rollout; None says that the sample is not this function's."""

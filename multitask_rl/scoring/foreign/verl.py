@@ -19,6 +19,8 @@ _GROUND_TRUTH = ("ground_truth", "reference", "answer")
 class VerlReward(ForeignReward):
     """A verl ``compute_score``; the row holds verl's columns or a plain reference."""
 
+    is_function = True
+
     @dataclass(kw_only=True, slots=True)
     class Config:
         """How rows become arguments."""
@@ -32,6 +34,8 @@ class VerlReward(ForeignReward):
         super().__init__()
         self.config = config
         self.function = self._function()
+        self.columns = (config.ground_truth,) if config.ground_truth else ()
+        """Columns that every row must have, as far as they are named."""
         try:
             inspect.signature(self.function).bind(
                 data_source="", solution_str="", ground_truth="", extra_info={}, **config.arguments

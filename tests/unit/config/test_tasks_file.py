@@ -93,6 +93,13 @@ def test_every_key_of_a_task_is_read(tmp_path: Path) -> None:
     validate_tasks({"math": task}, need_data=True)
 
 
+@pytest.mark.parametrize("prefix", ["", "trl:", "verl:"])
+def test_a_file_of_rewards_is_looked_for_beside_the_tasks_file(tmp_path: Path, prefix: str) -> None:
+    (tmp_path / "beside.py").write_text("def f(solution_str): ...\n")
+    task = load_tasks(write(tmp_path, f"tasks: {{m: {{rewards: ['{prefix}beside.py:f']}}}}"))["m"]
+    assert task.rewards[0].plugin == f"{prefix}{tmp_path.resolve() / 'beside.py'}:f"
+
+
 def test_list_form_and_mapping_form_give_the_same_tasks() -> None:
     body = {"rewards": ["math_answer"], "weight": 1.0}
     listed = parse_tasks({"tasks": [{"name": "a", **body}]})
@@ -148,6 +155,9 @@ OK = "rewards: [math_answer]"
         ),
         ("tasks:\n  m:\n    rewards: ['no_such_package.x:f']\n", ["tasks.yaml:3", "no module", "prefixes"]),
         ("tasks:\n  m:\n    rewards: ['absent.py:f']\n", ["tasks.yaml:3", "cannot read", "absent.py"]),
+        ("tasks:\n  m:\n    rewards: ['trl:absent.py:f']\n", ["tasks.yaml:3", "cannot read", "absent.py"]),
+        ("tasks:\n  m:\n    rewards: ['verl:absent.m:f']\n", ["tasks.yaml:3", "no module 'absent.m'"]),
+        ("tasks:\n  m:\n    rewards: ['trl:f']\n", ["tasks.yaml:3", "'trl:f'", "'trl:file.py:function'"]),
         (
             "tasks:\n  m:\n    constraints:\n      - {plugin: fact_checker,\n         mode: rejct}\n",
             ["tasks.yaml:5", "constraints[0].mode", "'reject'", "lagrangian"],
@@ -232,7 +242,7 @@ def test_mistake_of_an_override_is_not_blamed_on_the_file(tmp_path: Path) -> Non
 
 
 def test_missing_file_and_undecodable_file_are_config_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file or directory$"):
         load_tasks(tmp_path / "absent.yaml")
     bad = tmp_path / "bad.yaml"
     bad.write_bytes(b"\xff\xfe\x00tasks")

@@ -159,14 +159,14 @@ def test_module_function_is_found_in_the_working_directory(
         (
             "def f(): return 1.0",
             "f",
-            "f: it takes no response; expected f(response, reference, ...), a batch function "
+            "here: {file}:f: it takes no response; expected f(response, reference, ...), a batch function "
             "f(responses, ...), or a class with score(rollouts); got ()",
         ),
         (
             "def f(prompts, completions): ...",
             "f",
-            "f: the parameter 'completions' belongs to another library's reward functions; write the plugin "
-            "as 'trl:f' and it is used unchanged",
+            "here: {file}:f: the parameter 'completions' belongs to another library's reward functions; "
+            "write the plugin as 'trl:{file}:f' and it is used unchanged",
         ),
         ("f = 3", "f", "here: reward '{file}:f' is 3; expected a function or a class with score(rollouts)"),
         (
@@ -196,8 +196,8 @@ def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: 
 
 
 def test_missing_file_and_module_are_said() -> None:
-    with pytest.raises(PluginError, match=r"the plugin file '.*nowhere\.py' does not exist"):
-        resolve_reward(RewardSpec(plugin="nowhere.py:f"), "here")
+    with pytest.raises(PluginError, match=r"^here: the plugin file '.*nowhere\.py' does not exist"):
+        resolve_reward(RewardSpec(plugin="trl:nowhere.py:f"), "here")
     with pytest.raises(PluginError, match="importing 'no_such_package' failed with ModuleNotFoundError"):
         resolve_reward(RewardSpec(plugin="no_such_package:f"), "here")
 

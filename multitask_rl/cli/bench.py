@@ -1,0 +1,140 @@
+"""``bench``: how fast this machine makes steps of a configuration, and where the time goes.
+
+Real steps of the ordinary trainer: nothing is evaluated, saved or tracked, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multitask_rl.cli.train import compose_and_run
+from multitask_rl.config.run import RunConfig, TrackingConfig
+from multitask_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from multitask_rl.step_report import StepReport
+
+__all__ = ["main", "measure"]
+
+Row = Mapping[str, float]
+
+
+def main(arguments: list[str]) -> int:
+    """Make some steps of the configuration, print what was measured, write it as JSON if asked."""
+    parser = argparse.ArgumentParser(
+        prog="multitask-rl bench",
+        usage="multitask-rl bench [--steps N] [--json FILE] key=value ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Keys as for train: tasks_file=tasks.yaml model.name_or_path=MODEL, or output_dir=RUN alone.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps measured (default: 3)")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps made before, not measured (default: 1)")
+    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.steps < 1 or options.warm_up < 0:
+        raise ConfigError("--steps must be at least 1 and --warm-up at least 0")
+    if {"-m", "--multirun"} & set(overrides):
+        raise ConfigError("bench measures one configuration at a time; leave --multirun out")
+    found: list[dict[str, Any]] = []
+    compose_and_run(overrides, "bench", lambda c: found.append(measure(c, options.steps, options.warm_up)))
+    for numbers in found:  # none with --cfg job
+        print(_table(numbers))
+        if options.json is not None:
+            options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
+    """Make ``warm_up + steps`` steps and return what the last ``steps`` took.
+
+    Args:
+        config: the run; its output directory, trackers, guard and checkpoints have no part in it.
+        steps: at least 1.
+        warm_up: steps that are not measured.
+
+    Returns:
+        JSON-able numbers; times in seconds per step, memory in MiB.
+    """
+    from multitask_rl.profiling import memory_report
+    from multitask_rl.trainer import Trainer  # heavy: torch, transformers
+
+    resume = "never" if config.checkpoint.resume == "auto" else config.checkpoint.resume
+    with tempfile.TemporaryDirectory(prefix="multitask_rl_bench_") as folder:
+        alone = replace(
+            config,
+            output_dir=folder,
+            profile="",
+            guard=replace(config.guard, enabled=False),
+            checkpoint=replace(config.checkpoint, resume=resume),
+            tracking=TrackingConfig(trackers=["jsonl"], store_rollouts=0),
+        )
+        with Trainer.from_config(alone) as trainer:
+            reports = [trainer.train_step() for _ in range(warm_up + steps)][warm_up:]
+            memory = memory_report(trainer.actor.model.parameters(), trainer.learner.optimizer_bytes)
+            device = str(trainer.actor.device)
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[warm_up:]]
+    memory.pop("memory/peak_mb", None)  # since the last step only
+    if "memory/peak_mb" in rows[-1]:
+        memory["gpu_peak_mb"] = max(row["memory/peak_mb"] for row in rows)
+    return {
+        "steps": steps,
+        "device": device,
+        "engine": config.rollout.engine,
+        **_speeds(reports),
+        "stages": _stages(rows),
+        "memory": {name: round(value, 1) for name, value in memory.items()},
+    }
+
+
+def _speeds(reports: Sequence[StepReport]) -> dict[str, float]:
+    """Return seconds per step, and tokens of responses per second: sampled, trained, in all."""
+    sampled = sum(len(s.rollout.response_ids) for r in reports for s in r.drawn)
+    trained = sum(len(s.rollout.response_ids) for r in reports for s in r.kept)
+    seconds = {name: math.fsum(r.seconds.get(name, 0.0) for r in reports) for name in reports[0].seconds}
+    whole = seconds["step"]
+    return {
+        "step_s": whole / len(reports),
+        "samples_per_s": sum(len(r.drawn) for r in reports) / whole,
+        "tokens_per_s": sampled / whole,
+        "sampling_tokens_per_s": sampled / max(seconds.get("rollout", 0.0), 1e-9),
+        "training_tokens_per_s": trained / max(seconds.get("update", 0.0), 1e-9),
+    }
+
+
+def _stages(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return per stage its seconds of work per step, and the shares of time it worked or was waited for."""
+    total = math.fsum(row["time/step_s"] for row in rows)
+    stages: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        area, _, stage = name.partition("/")
+        if area in ("utilisation", "waits_for"):
+            share = math.fsum(row.get(name, 0.0) * row["time/step_s"] for row in rows) / total
+            stages.setdefault(stage, {})[area] = share
+    for stage, own in stages.items():
+        own["seconds"] = math.fsum(row.get(f"time/{stage}_s", 0.0) for row in rows) / len(rows)
+    return stages
+
+
+def _table(numbers: Mapping[str, Any]) -> str:
+    lines = [
+        f"{numbers['steps']} steps, {numbers['engine']} on {numbers['device']}: {numbers['step_s']:.3g} s a "
+        f"step, {numbers['samples_per_s']:.4g} responses/s, {numbers['tokens_per_s']:.4g} tokens/s",
+        f"sampling {numbers['sampling_tokens_per_s']:.4g} tokens/s, training "
+        f"{numbers['training_tokens_per_s']:.4g} tokens/s (of responses)",
+        f"{'stage':<14} {'s/step':>8} {'busy':>6} {'waited for':>10}",
+    ]
+    for stage, own in numbers["stages"].items():
+        shares = f"{own.get('utilisation', 0.0):>6.0%} {own.get('waits_for', 0.0):>10.0%}"
+        lines.append(f"{stage:<14} {own['seconds']:>8.3f} {shares}")
+    memory = ", ".join(f"{name.removesuffix('_mb')} {mb:g}" for name, mb in numbers["memory"].items())
+    return "\n".join([*lines, f"memory, MiB: {memory}"])

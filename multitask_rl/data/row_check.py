@@ -1,0 +1,64 @@
+"""Whether every row holds what is read of it: found before a model loads, not in the middle of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.template import parse_template
+from multitask_rl.data.readers import GeneratedRows, Row, Rows
+from multitask_rl.data.render import render_content
+from multitask_rl.data.rows import fingerprint
+from multitask_rl.errors import DataError
+
+__all__ = ["check_rows", "held_out_warning"]
+
+_GENERATED = 4
+"""Rows looked at of a generator, whose rows all have the same columns."""
+_SHOWN = 120
+"""Characters shown of a row without an id."""
+
+
+def check_rows(
+    spec: TaskSpec, rows: Rows, *, needs: Collection[str] = (), parameters: Collection[str] = ()
+) -> None:
+    """Check that every row has the columns of the task's prompt template, and further ones.
+
+    Args:
+        spec: the task.
+        rows: its rows.
+        needs: columns that must hold something, as those of the prompt.
+        parameters: columns that may be null.
+
+    Raises:
+        DataError: names the first row that lacks one, or whose columns make no prompt.
+    """
+    filled = {column for _, column, _, _ in parse_template(spec.prompt) if column}.union(needs)
+    present = set(parameters)
+    for row in rows[:_GENERATED] if isinstance(rows, GeneratedRows) else rows:
+        missing = {c for c in filled if row.get(c) is None} | (present - row.keys())
+        if missing:
+            raise DataError(
+                f"{spec.source or 'tasks'}: tasks.{spec.name}: row {_named(row)} of "
+                f"{spec.dataset or 'the dataloader'!r} lacks {', '.join(sorted(missing))}, which the prompt "
+                f"or a plugin reads (columns: {', '.join(map(str, row)) or 'none'})"
+            )
+        render_content(spec, row)
+
+
+def held_out_warning(train: Rows, held_out: Rows) -> str:
+    """Return what to know of a data set too small for held-out rows of its own; "" if it is not."""
+    if not len(train) or len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
+        return ""
+    return (
+        f"the held-out rows are those that are trained on ({len(train)}): the evaluation says nothing of "
+        "other prompts; give more rows, or an eval_dataset"
+    )
+
+
+def _named(row: Row) -> str:
+    """Return what a person finds the row by: its id, else how it begins."""
+    if row.get("id") is not None:
+        return repr(str(row["id"]))
+    text = repr(dict(row))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
