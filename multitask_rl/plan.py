@@ -97,16 +97,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     actor_devices = parse_devices(config.device_map.get("actor", "cpu"))
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
-    load = load_rows if dataloader is None else dataloader.load
-    rows: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {
-        name: ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
-        for name, spec in specs.items()
-    }
-    for name, spec in specs.items():
-        for part in rows[name]:
-            check_rows(spec, part)
-        if warning := held_out_warning(*rows[name]):
-            logger.warning("task %s: %s", name, warning)
+    rows = _load_rows(specs, dataloader)
     plan = RunPlan(
         config=config,
         specs=specs,
@@ -136,6 +127,21 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     check_overlap(plan)
     _check_output_dir(plan.output_dir)
     return plan
+
+
+def _load_rows(
+    specs: Mapping[str, TaskSpec], dataloader: TaskDataLoader | None
+) -> dict[str, tuple[Sequence[Row], Sequence[Row]]]:
+    """Return the rows to train on and those held out, by task, each of them checked."""
+    load = load_rows if dataloader is None else dataloader.load
+    rows: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {}
+    for name, spec in specs.items():
+        rows[name] = ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
+        for part in rows[name]:
+            check_rows(spec, part)
+        if warning := held_out_warning(*rows[name]):
+            logger.warning("task %s: %s", name, warning)
+    return rows
 
 
 def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
