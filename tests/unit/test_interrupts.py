@@ -6,6 +6,22 @@ import pytest
 from multitask_rl.interrupts import Terminated, check_interrupt, finishing, stopping_on_signals
 
 
+@pytest.fixture(autouse=True)
+def nothing_ignored():
+    """As in a terminal: a shell ignores some of them for what it runs in the background."""
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in (
+            (signal.SIGINT, signal.default_int_handler),
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGHUP, signal.SIG_DFL),
+        )
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def update(done, *numbers):
     with finishing():
         for number in numbers:
