@@ -22,7 +22,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors", "records", "seeding", "channel", "python_source"},
-    {"config.located_yaml", "config.build", "config.template", "config.run", "config.task"},
+    {"config.located_yaml", "config.build", "config.ranges", "config.template", "config.run", "config.task"},
     {"contracts", "plugins", "config", "algorithms", "intervals"},
     {"data", "rollout", "scoring", "training", "tracking", "curriculum", "guard", "sandbox"},
     {"trainer", "flow", "stages", "comparison", "testing"},
