@@ -61,7 +61,7 @@ def test_numbers_out_of_range_are_told(section: type[Any], key: str, value: Any,
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
-    EvalConfig(every=0, num_prompts=0, temperature=0.0)
+    assert EvalConfig(every=0, num_prompts=0, temperature=0.0).every == 0
     OptimizerConfig(max_grad_norm=0.0, betas=[0.0, 0.0])
     ScoringConfig(max_failure_rate=1.0, retries=0)
     ScoringConfig(max_failure_rate=0.0)
