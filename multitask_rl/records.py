@@ -27,6 +27,7 @@ __all__ = [
     "TaskStats",
     "TrainSample",
     "Verdict",
+    "concerned_cost",
 ]
 
 
@@ -217,6 +218,12 @@ class Scored:
         return self.rollout.order
 
 
+def concerned_cost(scored: Scored, constraint: str) -> float | None:
+    """Return the cost of a record under the constraint of that name; None where it does not apply."""
+    verdict = scored.rollout.verdicts.get(constraint)
+    return verdict.cost if isinstance(verdict, Verdict) and verdict.applicable else None
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainSample:
     """A scored rollout with its credit: what the learner packs."""
@@ -247,7 +254,8 @@ class TaskStats:
     num_prompts: int
     """Groups scored this step (before filtering)."""
     num_informative: int
-    """Groups whose rewards differ (of one rollout: groups the algorithm learns from)."""
+    """Groups whose rewards, or costs with a multiplier, differ (of one rollout: groups the algorithm learns
+    from)."""
     reward_mean: float
     """Mean reward of the step's valid rollouts; NaN when there was none."""
     reward_std: float = 0.0

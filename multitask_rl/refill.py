@@ -6,6 +6,7 @@ here every task gets back what its own filter took, within a bound.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -87,11 +88,22 @@ class Refill:
         return missing
 
     def keep(self, drawn: Sequence[Scored], quotas: Mapping[str, int]) -> list[Scored]:
-        """Return each task's quota of groups: those with a gradient first, in order of drawing."""
+        """Return the groups to train on, by task, at least the quota of each if so many were drawn.
+
+        - Without a KL or entropy term: the quota, groups with a gradient first, in order of drawing.
+        - With one, every group has its gradient, so none is passed over: all groups in order of drawing, up to
+          the last that the quota of groups with a gradient needs. The term then sees the prompts as the stream
+          draws them, not only those that are not solved yet.
+        """
         kept: list[Scored] = []
         for name, own in by_group(drawn).items():
-            run = self._runs[name]
-            ordered: list[Sequence[Scored]] = sorted(own.values(), key=lambda g: not is_informative(run, g))
-            for group in ordered[: quotas[name]]:
-                kept.extend(group)
+            run, groups = self._runs[name], list(own.values())
+            informative = [is_informative(run, group) for group in groups]
+            if run.learner.is_regularised:
+                found = itertools.accumulate(informative, initial=0)
+                chosen = [group for group, before in zip(groups, found, strict=False) if before < quotas[name]]
+            else:
+                order = sorted(range(len(groups)), key=lambda i: not informative[i])
+                chosen = [groups[i] for i in order[: quotas[name]]]
+            kept.extend(s for group in chosen for s in group)
         return kept

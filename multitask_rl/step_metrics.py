@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from multitask_rl.evaluation import describe, served
-from multitask_rl.records import Scored, TaskStats
+from multitask_rl.records import Scored, TaskStats, concerned_cost
 from multitask_rl.stages import is_trainable
 from multitask_rl.task_run import TaskRun
 
@@ -30,20 +30,36 @@ def group_rewards(run: TaskRun, group: Sequence[Scored]) -> list[float]:
     return [run.algorithm.outcome(s) for s in group if is_trainable(run, s)]
 
 
+def costs_differ(run: TaskRun, group: Sequence[Scored]) -> bool:
+    """Whether a constraint of mode ``lagrangian`` tells the group's responses apart, whatever its multiplier.
+
+    A multiplier of 0 may rise. Responses that the constraint does not concern have no cost to compare.
+    """
+    trainable = [s for s in group if is_trainable(run, s)]
+    costs = [[c for s in trainable if (c := concerned_cost(s, name)) is not None] for name in run.multipliers]
+    return any(max(own) > min(own) for own in costs if own)
+
+
 def is_informative(run: TaskRun, group: Sequence[Scored]) -> bool:
-    """Whether the group gives the algorithm a gradient."""
+    """Whether the group gives the task's loss a gradient: by its rewards, or by costs with a multiplier.
+
+    The gradient of a KL or entropy term does not count: every response has one, and it is not what a task
+    is drawn again for (see ``Refill.keep``).
+    """
     rewards = group_rewards(run, group)
-    return bool(rewards) and run.algorithm.is_informative(rewards)
+    return bool(rewards) and (run.algorithm.is_informative(rewards) or costs_differ(run, group))
 
 
 def has_spread(run: TaskRun, group: Sequence[Scored]) -> bool:
-    """Whether the group's rewards differ: what schedulers call learnable, whatever the algorithm.
+    """Whether the group's rewards differ, or its costs: what schedulers call learnable, whatever the algorithm.
 
     A critic or a quantile pool finds a gradient in any group; that is no sign that there is something to
     learn. A group of one has no spread to show: there the algorithm's word counts.
     """
     rewards = group_rewards(run, group)
-    return max(rewards) > min(rewards) if len(rewards) > 1 else is_informative(run, group)
+    if len(rewards) <= 1:
+        return is_informative(run, group)
+    return max(rewards) > min(rewards) or costs_differ(run, group)
 
 
 def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:

@@ -79,7 +79,8 @@ class CreditBatch:
     kl_coefficient: float = 0.0
     """beta of the KL penalty inside the reward (k1); 0 when the KL is in the loss or off."""
     costs: Tensor | None = None
-    """[B, C] cost in [0, 1] of each constraint of mode ``lagrangian``; None without one."""
+    """[B, C] cost in [0, 1] of each constraint of mode ``lagrangian``, NaN = not applicable; None without
+    one."""
     multipliers: tuple[float, ...] = ()
     """[C] Lagrange multiplier of each, >= 0."""
     component_rewards: Tensor | None = None
@@ -187,7 +188,11 @@ class Algorithm:
         return prompt_ids
 
     def is_informative(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards gives a gradient (False: refilled and counted)."""
+        """Whether a group with these rewards gives a gradient (False: refilled and counted).
+
+        Of the rewards only. The caller also counts a group whose costs differ under a constraint of mode
+        ``lagrangian``.
+        """
         return True
 
     def outcome(self, scored: Scored) -> float:

@@ -5,29 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from multitask_rl.algorithms.base import CreditBatch
+from multitask_rl.algorithms.ragged import broadcast
 
 __all__ = ["subtract_costs"]
 
 
 def subtract_costs(
-    advantages: Tensor, batch: CreditBatch, of_cost: Callable[[Tensor, int], Tensor]
+    advantages: Tensor,
+    batch: CreditBatch,
+    of_cost: Callable[[CreditBatch, int], Tensor],
+    *,
+    per_token: bool = False,
 ) -> Tensor:
     """Return ``(A - sum_i lambda_i A_i) / (1 + sum_i lambda_i)``; ``A`` where every lambda is 0.
+
+    A sample that constraint i does not concern is in none of its statistics and has ``A_i = 0``.
 
     Source: Stooke et al. (arXiv:2007.03964) for one constraint; several: the same sum.
 
     Args:
-        advantages: of the reward, per response or per token.
+        advantages: of the reward, [B] or, ``per_token``, [N].
         batch: its costs and multipliers.
-        of_cost: costs [B] of one constraint and its index -> their advantages, shaped as ``advantages``;
-            asked only for constraints with a multiplier above 0.
+        of_cost: the samples that one constraint concerns, with its costs as their rewards, and its index ->
+            the costs' advantages, per sample or per token; asked only for constraints with a multiplier
+            above 0.
+        per_token: the shape of all advantages.
     """
     if batch.costs is None or not any(batch.multipliers):
         return advantages
     for index, (cost, multiplier) in enumerate(zip(batch.costs.unbind(1), batch.multipliers, strict=True)):
         if multiplier > 0:
-            advantages = advantages - multiplier * of_cost(cost, index)
+            concerned = ~cost.isnan()
+            own = CreditBatch(
+                rewards=cost[concerned], groups=batch.groups[concerned], lengths=batch.lengths[concerned]
+            )
+            where = broadcast(concerned, batch.lengths) if per_token else concerned
+            of_all = torch.zeros_like(advantages)
+            of_all[where] = of_cost(own, index).to(advantages.dtype)
+            advantages = advantages - multiplier * of_all
     return advantages / (1.0 + math.fsum(batch.multipliers))

@@ -118,7 +118,7 @@ class GRPO(Algorithm):
         advantages = subtract_costs(
             advantages,
             batch,
-            lambda cost, i: self.normalise(self.centre(cost, batch), batch, f"cost_{i}" if i else "cost"),
+            lambda own, i: self.normalise(self.centre(own.rewards, own), own, f"cost_{i}" if i else "cost"),
         )
         if batch.kl_coefficient > 0:
             samples = broadcast(torch.arange(len(batch.groups), device=batch.groups.device), batch.lengths)

@@ -122,7 +122,7 @@ class PPO(Algorithm):
             raise ValueError("ppo needs values [N] of the critic in its credit batch")
         check_tokens(batch.lengths, values=batch.values)
         outcomes = self._whiten_rewards(batch.rewards)
-        outcomes = subtract_costs(outcomes, batch, lambda cost, _: cost.to(outcomes.dtype))
+        outcomes = subtract_costs(outcomes, batch, lambda own, _: own.rewards)
         token_rewards = torch.zeros_like(batch.values)
         metrics = {"reward_running_mean": self._reward_moments.mean, "reward_scale": self._reward_moments.std}
         if batch.kl_coefficient > 0:

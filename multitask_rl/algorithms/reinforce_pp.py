@@ -64,7 +64,8 @@ class ReinforcePP(GRPO):
         advantages = subtract_costs(
             advantages,
             batch,
-            lambda cost, _: group.whiten(broadcast(self.centre(cost, batch), batch.lengths)),
+            lambda own, _: group.whiten(broadcast(self.centre(own.rewards, own), own.lengths)),
+            per_token=True,
         )
         if batch.kl_coefficient > 0:
             kl = sampled_kl(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from multitask_rl.algorithms.base import Algorithm, CreditBatch
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.records import TrainSample, Verdict
+from multitask_rl.records import TrainSample, concerned_cost
 from multitask_rl.training.runner import ModelRunner, scatter
 
 __all__ = ["Before", "CreditAssigner", "CreditedSample", "LearnerTask", "look_before", "merge_before"]
@@ -28,6 +29,11 @@ class LearnerTask:
     """beta now (the controller's)."""
     multipliers: dict[str, float] = field(default_factory=dict)
     """Lagrange multiplier now, by name of the constraint."""
+
+    @property
+    def is_regularised(self) -> bool:
+        """A KL or entropy term is on: it gives every response a gradient, whatever its reward."""
+        return self.kl_coefficient > 0 or self.algorithm.config.entropy_coefficient > 0
 
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:
@@ -235,11 +241,9 @@ def _credit_batch(
 
 
 def _costs(samples: list[TrainSample], names: Sequence[str]) -> Tensor:
-    """Return the cost of each sample under each of the constraints, 0 where it does not apply: [B, C]."""
-    rows = [[s.scored.rollout.verdicts.get(name) for name in names] for s in samples]
-    return torch.tensor(
-        [[v.cost if isinstance(v, Verdict) and v.applicable else 0.0 for v in row] for row in rows]
-    )
+    """Return the cost of each sample under each of the constraints, NaN where it does not apply: [B, C]."""
+    costs = [[concerned_cost(s.scored, name) for name in names] for s in samples]
+    return torch.tensor([[math.nan if c is None else c for c in row] for row in costs])
 
 
 def _components(samples: list[TrainSample]) -> dict[str, Tensor]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.task import KLSpec, TaskSpec
+from multitask_rl.curriculum.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.records import SamplingParams, Scored
+from multitask_rl.records import SamplingParams, Scored, Verdict
 from multitask_rl.refill import MAX_OVERSAMPLING, Refill
-from multitask_rl.step_metrics import by_group, is_informative
+from multitask_rl.step_metrics import by_group, has_spread, is_informative, task_stats
 from multitask_rl.step_report import StepReport
 from multitask_rl.task_run import TaskRun
 from multitask_rl.testing import make_rollout
@@ -23,12 +24,29 @@ from multitask_rl.training.credit import LearnerTask
 Experience = Callable[[Mapping[str, int]], list[Scored]]
 
 
-def _run(name: str) -> TaskRun:
-    spec, algorithm = TaskSpec(name=name), GRPO(GRPO.Config())
-    learner = LearnerTask(spec=spec, algorithm=algorithm)
-    sampling = SamplingParams()
-    kl = KLController(KLSpec())
-    return TaskRun(spec=spec, algorithm=algorithm, sampling=sampling, group_size=2, kl=kl, learner=learner)
+def _run(name: str, *, limits: tuple[str, ...] = (), kl: float = 0.0, entropy: float = 0.0) -> TaskRun:
+    spec, algorithm = TaskSpec(name=name), GRPO(GRPO.Config(entropy_coefficient=entropy))
+    return TaskRun(
+        spec=spec,
+        algorithm=algorithm,
+        sampling=SamplingParams(),
+        group_size=2,
+        kl=KLController(KLSpec(coefficient=kl)),
+        learner=LearnerTask(spec=spec, algorithm=algorithm, kl_coefficient=kl),
+        multipliers={constraint: LagrangeMultiplier(limit=0.1) for constraint in limits},
+    )
+
+
+def _group(draw: int, rewards: Sequence[float], **costs: Sequence[float | None]) -> list[Scored]:
+    """A group with its costs by constraint; None: the constraint does not concern the response."""
+    scored = []
+    for i, reward in enumerate(rewards):
+        rollout = make_rollout(draw=draw, sample=i)
+        for name, values in costs.items():
+            cost = values[i]
+            rollout.verdicts[name] = Verdict(cost=cost or 0.0, violated=bool(cost), applicable=cost is not None)
+        scored.append(Scored(rollout=rollout, reward=reward))
+    return scored
 
 
 def _experience(rates: Mapping[str, float], drawn: dict[str, int], seed: int = 0) -> Experience:
@@ -110,3 +128,38 @@ def test_without_rounds_nothing_is_drawn_again() -> None:
     refill = Refill({"task": _run("task")}, 0, lambda task: 0.5)
     refill.collect({"task": 4}, _experience({"task": 0.2}, drawn))
     assert drawn == {"task": 4}
+
+
+def test_a_group_is_informative_by_its_costs_too() -> None:
+    run = _run("task", limits=("safe", "short"))
+    assert is_informative(run, _group(0, [0.0, 1.0], safe=[0.0, 0.0]))
+    assert is_informative(run, _group(0, [1.0, 1.0], safe=[0.0, 0.0], short=[0.0, 1.0]))
+    assert not is_informative(run, _group(0, [1.0, 1.0], safe=[1.0, 1.0], short=[0.0, 0.0]))
+    assert not is_informative(run, _group(0, [1.0, 1.0], safe=[1.0, None])), "one concerned alone"
+    assert not is_informative(run, _group(0, [1.0, 1.0], measured=[0.0, 1.0])), "no multiplier, no gradient"
+    failed = _group(0, [1.0, 1.0], safe=[0.0, 1.0])
+    failed[1].reward = None
+    assert not is_informative(run, failed), "it is not trained on"
+
+
+def test_a_solved_task_whose_costs_differ_is_learnable() -> None:
+    run = _run("task", limits=("safe",))
+    groups = {str(i): _group(i, [1.0, 1.0], safe=[0.0, float(i < 3)]) for i in range(4)}
+    assert [has_spread(run, group) for group in groups.values()] == [True, True, True, False]
+    assert task_stats(run, groups, {}).num_informative == 3
+
+
+@pytest.mark.parametrize("term", [{"kl": 0.01}, {"entropy": 0.01}])
+def test_solved_groups_are_not_passed_over_where_a_term_gives_them_a_gradient(term: dict[str, float]) -> None:
+    rewards = [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 1.0)]
+    drawn = [s for draw, own in enumerate(rewards) for s in _group(draw, own)]
+
+    def kept(run: TaskRun, quota: int) -> list[int]:
+        own = Refill({"task": run}, 1, lambda _: 0.5).keep(drawn, {"task": quota})
+        return [s.rollout.prompt.draw for s in own][::2]
+
+    assert kept(_run("task"), 2) == [1, 3]
+    assert kept(_run("task"), 4) == [1, 3, 5, 0]
+    assert kept(_run("task", **term), 2) == [0, 1, 2, 3]
+    assert kept(_run("task", **term), 4) == [0, 1, 2, 3, 4, 5]
+    assert kept(_run("task", **term), 0) == []

@@ -23,7 +23,7 @@ NAMES = [
     "opo",
     "gdpo",
 ]
-CLASSES = {e.name: e.load() for e in entry_points(group="multitask_rl.algorithms") if e.name in NAMES}
+CLASSES = {e.name: e.load() for e in entry_points(group="multitask_rl.algorithms") if e.name in (*NAMES, "ppo")}
 SCALE_FREE = [n for n in NAMES if n not in ("dr_grpo", "rloo", "opo")]
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -147,6 +147,27 @@ def test_several_constraints_are_combined_each_with_its_own_multiplier(name):
     assert (alone == _credit(name, costs=COSTS, multipliers=(0.5,))).all(), (
         "an idle constraint changes nothing"
     )
+
+
+@pytest.mark.parametrize("name", [*NAMES, "ppo"])
+def test_a_cost_that_does_not_concern_a_sample_is_in_no_statistic(name):
+    concerned = torch.arange(24) % 3 != 1
+    costs = torch.where(concerned, COSTS[:, 0], torch.nan).unsqueeze(1)
+    of_tokens = concerned.repeat_interleave(LENGTHS)
+    zero, values = torch.zeros(24, dtype=torch.float64), torch.zeros(NUM_TOKENS, dtype=torch.float64)
+
+    def credit(rewards, members, **others):
+        batch = credit_batch(rewards[members], GROUPS[members], LENGTHS[members], **others)
+        batch.values = values[: int(batch.lengths.sum())]
+        return _build(name).credit(batch).advantages
+
+    everyone = torch.ones_like(concerned)
+    found = credit(zero, everyone, costs=costs, multipliers=(0.5,))
+    assert (found[~of_tokens] == found[~of_tokens][0]).all(), "nothing tells them apart"
+    if name != "ppo":  # whose advantages are whitened together
+        alone = credit(zero, concerned, costs=costs[concerned], multipliers=(0.5,))
+        torch.testing.assert_close(found[of_tokens], alone)
+        assert (found[~of_tokens] == 0).all()
 
 
 @pytest.mark.parametrize("normalisation", ["group", "task", "none"])
