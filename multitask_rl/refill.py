@@ -91,9 +91,9 @@ class Refill:
         """Return the groups to train on, by task, at least the quota of each if so many were drawn.
 
         - Without a KL or entropy term: the quota, groups with a gradient first, in order of drawing.
-        - With one, every group has its gradient, so none is passed over: all groups in order of drawing, up to
-          the last that the quota of groups with a gradient needs. The term then sees the prompts as the stream
-          draws them, not only those that are not solved yet.
+        - With one, every group has its gradient, so none is passed over: all groups in order of drawing, up
+          to the last that the quota of groups with a gradient needs. The term then sees the prompts as the
+          stream draws them, not only those that are not solved yet.
         """
         kept: list[Scored] = []
         for name, own in by_group(drawn).items():
@@ -101,7 +101,9 @@ class Refill:
             informative = [is_informative(run, group) for group in groups]
             if run.learner.is_regularised:
                 found = itertools.accumulate(informative, initial=0)
-                chosen = [group for group, before in zip(groups, found, strict=False) if before < quotas[name]]
+                chosen = [
+                    group for group, before in zip(groups, found, strict=False) if before < quotas[name]
+                ]
             else:
                 order = sorted(range(len(groups)), key=lambda i: not informative[i])
                 chosen = [groups[i] for i in order[: quotas[name]]]

@@ -51,7 +51,7 @@ def is_informative(run: TaskRun, group: Sequence[Scored]) -> bool:
 
 
 def has_spread(run: TaskRun, group: Sequence[Scored]) -> bool:
-    """Whether the group's rewards differ, or its costs: what schedulers call learnable, whatever the algorithm.
+    """Whether the group's rewards or costs differ: what schedulers call learnable, whatever the algorithm.
 
     A critic or a quantile pool finds a gradient in any group; that is no sign that there is something to
     learn. A group of one has no spread to show: there the algorithm's word counts.

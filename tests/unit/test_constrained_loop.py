@@ -14,7 +14,6 @@ from multitask_rl.algorithms.dapo import DAPO
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.algorithms.reinforce_pp import ReinforcePP
-from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import ConstraintSpec, KLSpec, TaskSpec
 from multitask_rl.curriculum.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.signal import TaskTrace
@@ -24,10 +23,7 @@ from multitask_rl.stages import AdvantageStage
 from multitask_rl.step_metrics import by_group, task_stats
 from multitask_rl.task_run import TaskRun
 from multitask_rl.testing import make_rollout
-from multitask_rl.training.actor import Actor
 from multitask_rl.training.credit import CreditAssigner, CreditedSample, LearnerTask
-from multitask_rl.training.critic import Critic
-from multitask_rl.training.runner import ModelRunner
 
 LIMIT = 0.1
 GROUP_SIZE = 4
@@ -49,7 +45,7 @@ def build_run(algorithm: Algorithm) -> TaskRun:
 
 
 class Policy:
-    """One logit: of violating. Prompts with even numbers are easy: all solve them, and only there it violates.
+    """One logit, of violating. Prompts with even numbers are always solved, and only there it violates.
 
     The others are solved by chance for ever: their rewards differ in almost every group.
     """

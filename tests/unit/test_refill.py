@@ -44,7 +44,9 @@ def _group(draw: int, rewards: Sequence[float], **costs: Sequence[float | None])
         rollout = make_rollout(draw=draw, sample=i)
         for name, values in costs.items():
             cost = values[i]
-            rollout.verdicts[name] = Verdict(cost=cost or 0.0, violated=bool(cost), applicable=cost is not None)
+            rollout.verdicts[name] = Verdict(
+                cost=cost or 0.0, violated=bool(cost), applicable=cost is not None
+            )
         scored.append(Scored(rollout=rollout, reward=reward))
     return scored
 

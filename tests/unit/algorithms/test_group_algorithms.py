@@ -23,7 +23,9 @@ NAMES = [
     "opo",
     "gdpo",
 ]
-CLASSES = {e.name: e.load() for e in entry_points(group="multitask_rl.algorithms") if e.name in (*NAMES, "ppo")}
+CLASSES = {
+    e.name: e.load() for e in entry_points(group="multitask_rl.algorithms") if e.name in (*NAMES, "ppo")
+}
 SCALE_FREE = [n for n in NAMES if n not in ("dr_grpo", "rloo", "opo")]
 
 GENERATOR = torch.Generator().manual_seed(3)
