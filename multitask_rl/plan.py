@@ -217,10 +217,9 @@ def load_specs(config: RunConfig) -> dict[str, TaskSpec]:
     )
 
 
-def initial_weights(specs: Mapping[str, TaskSpec], trained: Sequence[str]) -> dict[str, float] | None:
-    """Return the weights given in the tasks file; None when none is."""
-    given = {n: float(w) for n in trained if (w := specs[n].weight) is not None}
-    return given or None
+def initial_weights(specs: Mapping[str, TaskSpec], trained: Sequence[str]) -> dict[str, float]:
+    """Return the weight of every trained task."""
+    return {name: specs[name].weight for name in trained}
 
 
 def _check_combination(spec: TaskSpec, algorithm: Algorithm) -> None:

@@ -232,7 +232,8 @@ class Trainer:
         if self._profiler is not None:
             self._profiler.step()
         self.step += 1
-        self.trackers.log_metrics({**step_numbers(report, stats, self.runs), **shares}, self.step)
+        numbers = {**step_numbers(report, stats, self.runs), **self.scheduler.metrics(), **shares}
+        self.trackers.log_metrics(numbers, self.step)
         self.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
         return report
 

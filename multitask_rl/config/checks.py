@@ -57,8 +57,7 @@ def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
     trained = [s for s in specs.values() if not s.evaluation_only]
     if not trained:
         raise ConfigError(f"{where.file or 'tasks'}: every task is evaluation_only; nothing would be trained")
-    given = [s.weight for s in trained if s.weight is not None]
-    if given and max(given) <= 0:
+    if max(s.weight for s in trained) <= 0:
         raise ConfigError(
             f"{where.file or 'tasks'}: the weights of {', '.join(s.name for s in trained)} are all 0; "
             f"give at least one task a weight > 0, or leave them out for equal weights"

@@ -164,8 +164,9 @@ class TaskSpec:
     """System message (chat only); replaces that of rows which are chat messages."""
     chat: bool | None = None
     """Use the tokenizer's chat template; None = if it has one."""
-    weight: float | None = None
-    """Initial weight; None = mean of those given."""
+    weight: float = 1.0
+    """Initial weight, >= 0: its share of a step's prompts is in proportion to it; 0 = not trained, unless it
+    has a ``min_share``."""
     min_share: float | None = None
     """Floor of its share of a step's prompts; None = the scheduler's ``min_weight``."""
     loss_weight: float = 1.0

@@ -40,7 +40,8 @@ class DynamicTaskWeightScheduler:
             given. 0 takes a task out of the training unless it has a ``min_share``. None = equal weights.
         metric_key: what the policy watches: ``reward_score`` (mean training reward, rescaled to [0, 1] as
             ``signal.py`` says) or a key of ``TaskStats.metrics``.
-        patience: steps without improvement that make a plateau; for policies that know one.
+        patience: steps without improvement that make a plateau. None = the policy's default. A policy that
+            does not use it says so among the first events.
         min_weight: floor of every task's share. None = 0.1, or ``0.2 / number of tasks`` where that is
             smaller.
         policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
@@ -55,7 +56,7 @@ class DynamicTaskWeightScheduler:
         self,
         initial_weights: Mapping[str, float] | None = None,
         metric_key: str = "reward_score",
-        patience: int = 500,
+        patience: int | None = None,
         min_weight: float | None = None,
         policy: str | type[SchedulerPolicy] = "deficit_learnability",
         **policy_config: Any,
@@ -71,8 +72,10 @@ class DynamicTaskWeightScheduler:
         )
         self.policy_name = policy if isinstance(policy, str) else policy.__name__
         values = {"metric_key": metric_key, **policy_config}
-        if "patience" in {f.name for f in dataclasses.fields(self.policy_class.Config)}:
+        knows_patience = "patience" in {f.name for f in dataclasses.fields(self.policy_class.Config)}
+        if patience is not None and knows_patience:
             values.setdefault("patience", patience)
+        self._unused_patience = None if knows_patience else patience
         self.policy_config = build_dataclass(
             self.policy_class.Config, values, Where("scheduler.policy_config")
         )
@@ -124,7 +127,7 @@ class DynamicTaskWeightScheduler:
         self._reported = self.weights()
         self._reported_at = -_STEPS_BETWEEN_REPORTS
         self._has_warned_missing = False
-        self._pending = [self._bound_event(filled)]
+        self._pending = [self._bound_event(filled), *self._unused_settings()]
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
         """Learn from the step's statistics and return what was decided, at most one event of each kind.
@@ -216,13 +219,14 @@ class DynamicTaskWeightScheduler:
         return policy.informative(task) if task in policy.tasks else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Return weight, level, informative share and gate per task, as ``task/<name>/...``."""
+        """Return level, informative share and gate of every task seen so far, as ``task/<name>/...``."""
         policy = self._bound()
-        values = {f"task/{task}/weight": share for task, share in self.weights().items()}
+        values = {}
         for task in policy.tasks:
-            values[f"task/{task}/level"] = policy.level(task)
-            values[f"task/{task}/informative"] = policy.informative(task)
-            values[f"task/{task}/held"] = float(task in self._gate.held)
+            if policy.traces[task].steps:
+                values[f"task/{task}/level"] = policy.level(task)
+                values[f"task/{task}/informative"] = policy.informative(task)
+                values[f"task/{task}/held"] = float(task in self._gate.held)
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,6 +311,15 @@ class DynamicTaskWeightScheduler:
             "floors": self._floors,
         }
         return Event(step=0, source="scheduler", kind="weights", reason=reason, data=data)
+
+    def _unused_settings(self) -> list[Event]:
+        if self._unused_patience is None:
+            return []
+        reason = (
+            f"patience={self._unused_patience} has no effect: the policy {self.policy_name} does not wait "
+            "for plateaus; leave it out, or set policy to patience"
+        )
+        return [Event(step=0, source="scheduler", kind="warn", reason=reason)]
 
     def _warn_missing_metric(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
         key = self.policy_config.metric_key

@@ -186,7 +186,8 @@ def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]
 def test_show_prints_shares_and_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "show", "tasks.yaml"]) == 0
     told = capsys.readouterr().out
-    assert "0.500" in told
+    assert "0.250" in told  # one that is not given is 1
+    assert "0.750" in told
     assert "exact_match x 1" in told
     assert main(["tasks", "show", "tasks.yaml", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -11,7 +11,9 @@ import yaml
 from multitask_rl.config.located_yaml import load_yaml
 from multitask_rl.config.run import RolloutConfig
 from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks, validate_tasks
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError
+from multitask_rl.plan import initial_weights
 from multitask_rl.records import SamplingParams
 
 REFERENCE = Path(__file__).parents[3] / "configs" / "reference_tasks.yaml"
@@ -254,6 +256,14 @@ def test_data_set_is_demanded_only_when_a_run_is_about_to_start() -> None:
     tasks = load_tasks(REFERENCE)
     with pytest.raises(ConfigError, match="has no data set"):
         validate_tasks(tasks, need_data=True)
+
+
+def test_a_missing_weight_in_a_tasks_file_is_one(tmp_path: Path) -> None:
+    path = write(tmp_path, f"tasks: {{a: {{weight: 2, {OK}}}, b: {{{OK}}}, c: {{{OK}}}}}")
+    specs = load_tasks(path)
+    scheduler = DynamicTaskWeightScheduler(initial_weights(specs, list(specs)), policy="static")
+    scheduler.bind(list(specs))
+    assert scheduler.weights() == pytest.approx({"a": 0.5, "b": 0.25, "c": 0.25})
 
 
 def test_missing_weight_is_the_mean_of_those_given() -> None:

@@ -79,9 +79,10 @@ def test_order_of_tasks_has_no_influence(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_state_round_trip_continues_identically(policy: str) -> None:
-    whole = _bound(policy=policy, patience=5)
+    settings = {"patience": 5} if policy == "patience" else {}
+    whole = _bound(policy=policy, **settings)
     _drive(whole, 120)
-    resumed = _bound(policy=policy, patience=5)
+    resumed = _bound(policy=policy, **settings)
     resumed.load_state_dict(whole.state_dict())
     assert resumed.weights() == whole.weights()
     for seed in range(50):
@@ -294,9 +295,15 @@ def test_using_it_before_bind_says_what_to_do() -> None:
         DynamicTaskWeightScheduler().weights()
 
 
-def test_metrics_are_per_task() -> None:
-    scheduler = _bound("ab")
-    scheduler.update({"a": _stats("a", 0.25)}, 0)
-    metrics = scheduler.metrics()
-    assert metrics["task/a/level"] == 0.25
-    assert metrics["task/b/weight"] == scheduler.weights()["b"]
+def test_metrics_are_of_the_tasks_that_were_seen() -> None:
+    scheduler = _bound("ab", bind={"reward_ranges": {"a": (0.0, 1.0)}})
+    scheduler.update({"a": _stats("a", 0.25, informative=0.5)}, 0)
+    assert scheduler.metrics() == {"task/a/level": 0.25, "task/a/informative": 0.5, "task/a/held": 0.0}
+
+
+@pytest.mark.parametrize(("policy", "is_used"), [("patience", True), ("mt_grpo", False), ("static", False)])
+def test_a_patience_that_the_policy_does_not_use_is_said(policy: str, is_used: bool) -> None:
+    warnings = [e.reason for e in _bound("ab", policy=policy, patience=7).update({}, 0) if e.kind == "warn"]
+    assert [w for w in warnings if "patience=7" in w and policy in w] == ([] if is_used else warnings)
+    assert bool(warnings) != is_used
+    assert not [e for e in _bound("ab", policy=policy).update({}, 0) if e.kind == "warn"]
