@@ -38,7 +38,7 @@ from multitask_rl.pipeline import Experience, Pipeline, build_stages
 from multitask_rl.plan import RunPlan, check_overlap, initial_weights, plan_run
 from multitask_rl.profiling import StepProfiler, memory_numbers, memory_report
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
-from multitask_rl.run_state import RunStore
+from multitask_rl.run_store import RunStore
 from multitask_rl.stages import AdvantageStage
 from multitask_rl.step_report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.supervision import Supervisor

@@ -2,7 +2,8 @@
 
 ``step_00000025/`` holds ``actor/`` (an ordinary Hugging Face directory: load it anywhere),
 ``tensors.safetensors`` (optimizer, value heads, random state), ``state.json`` (every controller, as data) and
-``manifest.json`` (size and hash of each file, and the guard's verdict: it restores none but the good).
+``manifest.json`` (size and hash of each file and of itself, and the guard's verdict: it restores none but
+the good). All of it is checked whenever a checkpoint is read.
 It is written aside, fsynced and renamed, so a crash leaves the former ones as they were, and it is removed
 by being renamed first. The directories are all there is: nothing beside them can disagree with them.
 Nothing is pickled.
@@ -10,7 +11,6 @@ Nothing is pickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -23,16 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.errors import CheckpointError
+from multitask_rl.training.manifest import check_files, read_json, read_manifest, sync, write_manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "CheckpointEntry", "CheckpointStore", "disk_errors", "sync_tree"]
+__all__ = ["Checkpoint", "CheckpointEntry", "CheckpointStore", "disk_errors"]
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-_MANIFEST = "manifest.json"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,13 +105,7 @@ class CheckpointStore:
                     aside / "tensors.safetensors",
                 )
                 _write_json(aside / "state.json", dict(state))
-                files = sorted(p for p in aside.rglob("*") if p.is_file())
-                listed = {
-                    str(p.relative_to(aside)): {"bytes": p.stat().st_size, "blake2b": _hash(p)} for p in files
-                }
-                manifest = {"format": FORMAT, "step": entry.step, "entry": asdict(entry), "files": listed}
-                _write_json(aside / _MANIFEST, manifest)
-                sync_tree(aside)
+                write_manifest(aside, {"entry": asdict(entry)})
                 self._put_in_place(aside, final)
                 self.entries[entry.step] = entry
                 self._retain()
@@ -130,7 +122,7 @@ class CheckpointStore:
             os.replace(aside, final)
         finally:
             self._put_back()
-        _fsync(self.directory)
+        sync(self.directory)
 
     def load(self, path: Path) -> Checkpoint:
         """Read and verify a checkpoint.
@@ -138,20 +130,15 @@ class CheckpointStore:
         Raises:
             CheckpointError: a file is missing, cut off or altered, or the format is another.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        manifest = _read_json(path / _MANIFEST)
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} has checkpoint format {manifest.get('format')!r}, this version reads {FORMAT}"
-            )
-        for name, expected in manifest["files"].items():
-            _verify(path / name, expected)
-        return Checkpoint(
-            path=path,
-            state=_read_json(path / "state.json"),
-            tensors=load_file(path / "tensors.safetensors"),
-        )
+        check_files(path, read_manifest(path))
+        try:
+            tensors = load_file(path / "tensors.safetensors")
+        except SafetensorError as error:
+            raise CheckpointError(f"{path / 'tensors.safetensors'} cannot be read: {error}") from error
+        return Checkpoint(path=path, state=read_json(path / "state.json"), tensors=tensors)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, None if there is none; broken ones are passed over."""
@@ -185,7 +172,7 @@ class CheckpointStore:
                     number += 1
                 path.rename(aside)
                 self.entries.pop(newer, None)
-            _fsync(self.directory)
+            sync(self.directory)
 
     def _retain(self) -> None:
         newest_first = sorted(self.entries, reverse=True)
@@ -214,7 +201,7 @@ class CheckpointStore:
         shutil.rmtree(gone, ignore_errors=True)
         if path.exists():
             os.replace(path, gone)
-            _fsync(self.directory)
+            sync(self.directory)
         self.entries.pop(step, None)
         shutil.rmtree(gone, ignore_errors=True)
 
@@ -255,80 +242,21 @@ def disk_errors(what: str) -> Iterator[None]:
         ) from error
 
 
-def sync_tree(directory: Path) -> None:
-    """Have every file of ``directory``, and their names, on the disk when this returns."""
-    for path in (*directory.rglob("*"), directory):
-        _fsync(path)
-
-
 def _read_entries(directory: Path, steps: list[int]) -> dict[int, CheckpointEntry]:
-    """Return the entries of complete checkpoints; those of older versions are in an index beside them."""
+    """Return the entries of complete checkpoints."""
     entries: dict[int, CheckpointEntry] = {}
-    before: dict[int, CheckpointEntry] | None = None
     for step in steps:
         path = directory / f"step_{step:08d}"
         try:
-            known = _read_json(path / _MANIFEST).get("entry")
-        except CheckpointError as error:
-            logger.warning("%s; it is left alone", error)
+            entry = CheckpointEntry(**read_manifest(path)["facts"]["entry"])
+            if entry.step != step:
+                raise CheckpointError(f"it holds step {entry.step}: its name was changed")
+        except (CheckpointError, KeyError, TypeError) as error:
+            logger.warning("%s: %s; it is left alone", path, error)
             continue
-        if known is None and before is None:
-            before = _read_index(directory / "index.json")
-        entries[step] = (
-            CheckpointEntry(**known) if known else (before or {}).get(step, CheckpointEntry(step=step))
-        )
+        entries[step] = entry
     return entries
-
-
-def _read_index(file: Path) -> dict[int, CheckpointEntry]:
-    if not file.exists():
-        return {}
-    try:
-        return {row["step"]: CheckpointEntry(**row) for row in _read_json(file)["checkpoints"]}
-    except (CheckpointError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read (%s): no checkpoint in it counts as judged good", file, error)
-        return {}
-
-
-def _verify(file: Path, expected: Mapping[str, Any]) -> None:
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {file.parent} is incomplete: {file.name} is missing")
-    try:
-        size, found = file.stat().st_size, _hash(file)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint file {file} cannot be read: {error}") from error
-    if size != expected["bytes"]:
-        raise CheckpointError(
-            f"checkpoint file {file} is cut off or altered: {size} bytes instead of {expected['bytes']}"
-        )
-    if found != expected["blake2b"]:
-        raise CheckpointError(f"checkpoint file {file} was altered: its hash is not that of the manifest")
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, allow_nan=True, sort_keys=True), encoding="utf-8")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"checkpoint {file.parent} is incomplete: {file.name} is missing") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint file {file} is cut off or unreadable: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"checkpoint file {file} does not hold an object")
-    return value
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,11 @@
+import copy
 import json
 import math
+import random
+import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -336,3 +340,30 @@ def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
     never_opened.close()
     never_opened.close()
     assert only_threads(before)
+
+
+def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished):
+    """As if every hash were right: whatever a controller cannot read is one error that says where."""
+    directory, _ = finished
+    rng = random.Random(0)
+    with Trainer.from_config(run_config(directory, "edited", 6)) as trainer:
+        trainer._open()
+        whole = trainer.store.checkpoints.load(directory / "whole/checkpoints/step_00000006")
+        refused = 0
+        for _ in range(150):
+            state = copy.deepcopy(whole.state)
+            node, key = state, rng.choice(sorted(state))
+            while isinstance(node[key], dict | list) and node[key] and rng.random() < 0.8:
+                node = node[key]
+                key = rng.choice(sorted(node) if isinstance(node, dict) else range(len(node)))
+            wrong = rng.choice([None, "x", -7, [], {}, [1], {"a": 1}, 1e308, math.nan, "gone"])
+            if wrong == "gone":
+                del node[key]
+            else:
+                node[key] = wrong
+            try:
+                restore(trainer, replace(whole, state=state))
+            except CheckpointError as error:
+                refused += 1
+                assert re.search("does not hold what this version|is unreadable", str(error))  # noqa: PT017
+    assert refused > 50

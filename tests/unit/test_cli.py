@@ -17,7 +17,7 @@ from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.plan import load_specs
 from multitask_rl.records import Prompt, Rollout, Score, Scored
-from multitask_rl.run_state import RunStore
+from multitask_rl.run_store import RunStore
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
 
 ROOT = Path(__file__).parents[2]

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import resource
@@ -85,7 +86,7 @@ def test_nothing_is_pickled(tmp_path):
     path = save(CheckpointStore(tmp_path, keep=1), 1)
     suffixes = {p.suffix for p in path.rglob("*") if p.is_file() and p.parent.name != "actor"}
     assert suffixes == {".json", ".safetensors"}
-    assert json.loads((path / "manifest.json").read_text())["format"] == 1
+    assert json.loads((path / "manifest.json").read_text())["format"] == 2
 
 
 def test_a_rollback_forgets_newer_checkpoints(tmp_path):
@@ -164,31 +165,33 @@ def test_what_a_kill_left_is_removed_by_the_next_save(tmp_path, number):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000004"]
 
 
-def test_a_checkpoint_that_the_index_of_an_older_version_missed_is_forgotten_like_any_other(tmp_path):
-    store = CheckpointStore(tmp_path, keep=2)
-    for step in (10, 20):
-        manifest = save(store, step) / "manifest.json"
-        rows = json.loads(manifest.read_text())
-        del rows["entry"]
-        manifest.write_text(json.dumps(rows))
-    index = {"checkpoints": [{"step": 10, "judged_good": True, "score": 0.5}]}
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    store = CheckpointStore(tmp_path, keep=2)
-    assert [(e.step, e.judged_good) for e in store.entries.values()] == [(10, True), (20, None)]
-    store.forget_after(10)
-    assert store.newest().state["step"] == 10
-    assert CheckpointStore(tmp_path, keep=2).newest().state["step"] == 10
+def test_no_edit_of_a_byte_of_a_manifest_is_taken_for_what_was_written(tmp_path):
+    """Verdict, score, step and hashes: whatever changes, the checkpoint before is the newest."""
+    save(CheckpointStore(tmp_path, keep=3), 1, good=True, score=0.25)
+    manifest = save(CheckpointStore(tmp_path, keep=3), 2, good=False, score=0.5) / "manifest.json"
+    written, found = manifest.read_bytes(), CheckpointEntry(step=2, judged_good=False, score=0.5)
+    value = json.loads(written)
+    for place in range(len(written)):
+        for byte in (written[place] ^ 1, ord("0"), ord("}"), 0):
+            edited = written[:place] + bytes([byte]) + written[place + 1 :]
+            if edited == written:
+                continue
+            manifest.write_bytes(edited)
+            with contextlib.suppress(ValueError):
+                if json.loads(edited) == value:  # a space for another one
+                    continue
+            store = CheckpointStore(tmp_path, keep=3)
+            assert list(store.entries) == [1], edited
+            assert store.newest().state["step"] == 1
+    manifest.write_bytes(written)
+    assert CheckpointStore(tmp_path, keep=3).entries[2] == found
 
 
-def test_an_index_cut_off_does_not_block_the_start(tmp_path, caplog):
-    manifest = save(CheckpointStore(tmp_path, keep=2), 10) / "manifest.json"
-    manifest.write_text(
-        json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != "entry"})
-    )
-    (tmp_path / "index.json").write_text("")
-    store = CheckpointStore(tmp_path, keep=2)
-    assert store.newest().state["step"] == 10
-    assert "counts as judged good" in caplog.text
+def test_a_checkpoint_under_the_name_of_another_step_is_left_alone(tmp_path, caplog):
+    save(CheckpointStore(tmp_path, keep=3), 1)
+    (tmp_path / "step_00000001").rename(tmp_path / "step_00000007")
+    assert CheckpointStore(tmp_path, keep=3).entries == {}
+    assert "holds step 1" in caplog.text
 
 
 def test_a_directory_without_manifest_is_no_checkpoint_but_goes_with_its_branch(tmp_path, caplog):
