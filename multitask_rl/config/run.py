@@ -294,12 +294,16 @@ class ScoringConfig:
     """Error budget per task over the last 200 samples: warn at half of it, stop the run above it."""
     retries: int = 2
     """Of ``infra`` failures only."""
+    worker_memory_mb: int = 1024
+    """What scoring may add to the memory of a worker process, in MiB, above what its plugin holds when it is
+    ready; 0 = no limit. A response that passes it pays alone (see ``overrun`` of a reward)."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         at_least("scoring.num_workers", self.num_workers, 1)
         at_least("scoring.max_concurrency", self.max_concurrency, 1)
         at_least("scoring.retries", self.retries, 0)
+        at_least("scoring.worker_memory_mb", self.worker_memory_mb, 0)
         within("scoring.max_failure_rate", self.max_failure_rate, "[0, 1]")
 
 

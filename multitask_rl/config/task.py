@@ -32,6 +32,10 @@ class RewardSpec:
     """Name in logs; default: the plugin's."""
     weight: float = 1.0
     """Weight in the task's reward; 0 = metric only."""
+    overrun: float | None = None
+    """Value of a response that passes the reward's limit of time or memory where the same row with an empty
+    response does not. Default: the worst end of the declared range; without one 0, or a failure where lower
+    values are better."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the plugin's ``Config``."""
     device: str = ""

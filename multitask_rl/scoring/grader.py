@@ -79,7 +79,7 @@ class Grader:
             return []
         try:
             raw = list(self._call(rollouts))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary where an error becomes data
+        except BaseException as error:  # noqa: BLE001 - the boundary where an error becomes data
             failure = failure_of(error, self.source)
             if len(rollouts) > 1 and failure.kind is not FailureKind.infra:
                 if self.independent:  # one bad sample must not cost its batch mates their score

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from multitask_rl.records import Rollout
+from multitask_rl.records import Failure, Rollout
 from multitask_rl.scoring.grader import Result
 
-__all__ = ["Call", "Item", "Latch", "Limiter"]
+__all__ = ["Call", "Item", "Latch", "Limiter", "Trouble", "probe_of"]
 
 
 class Latch:
@@ -37,6 +37,16 @@ class Latch:
             return self._condition.wait_for(lambda: self._count <= 0, timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Scoring a rollout alone came to nothing."""
+
+    failure: Failure
+    """What it is if the plugin does not answer an empty response either."""
+    is_overrun: bool
+    """A limit of time or memory was passed."""
+
+
 @dataclass(slots=True, eq=False)
 class Item:
     """One rollout before one plugin. Only the lane that holds it changes it, under the lane's lock."""
@@ -45,6 +55,8 @@ class Item:
     latch: Latch
     label: str
     """``<task>/<reward>``, for the log."""
+    overrun: Result | None = None
+    """The result of a response that passes a limit of time or memory; None = that is a failure."""
     result: Result | None = None
     """The first result wins; later ones (of a hedge, of a call given up) are dropped."""
     seconds: float = 0.0
@@ -65,6 +77,28 @@ class Item:
     """Its seconds are in the task's numbers."""
     ready_at: float = 0.0
     """Not before (pause before a retry)."""
+    trouble: Trouble | None = None
+    """It is not tried again; it waits for what its probe says."""
+    probe: Item | None = None
+    """The same row with an empty response: does the plugin answer that?"""
+    subject: Item | None = None
+    """A probe's: the item it was made for."""
+
+    @property
+    def is_open(self) -> bool:
+        """It has no result and is to be tried."""
+        return self.result is None and self.trouble is None
+
+    @property
+    def has_overrun(self) -> bool:
+        """Its result is what its task gives a response that passes a limit."""
+        return self.result is not None and self.result is self.overrun
+
+
+def probe_of(item: Item) -> Item:
+    """Return the probe of ``item``, which tells a bad response from a plugin that is down."""
+    rollout = replace(item.rollout, response="", response_ids=[], rollout_logprobs=[])
+    return Item(rollout, Latch(), f"{item.label} (empty response)", alone=True, subject=item)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +114,8 @@ class Call:
     """Items answered so far."""
     at: int = 0
     """With ``each``: index of the item being scored, as far as the runner has looked."""
-    probe: bool = False
-    """It asks whether the plugin answers at all; what it answers is dropped."""
-    canary: bool = False
     hedged: bool = False
+    """All it holds up was sent again."""
 
     def open(self) -> list[Item]:
         """Return the items without a result."""

@@ -2,9 +2,12 @@
 
 A lane never blocks another lane. Calls of a plugin that looks at responses one by one are cut to about 50 ms
 of work, so that a response that hangs holds up next to nothing. A plugin that takes batches gets up to its
-``batch_size``. A call that stalls is hedged: what it holds up goes out again, alone, on another runner, and
-the first result of an item counts. Where results depend on their batch, no call is cut, and what goes out
-alone only asks whether the plugin still answers.
+``batch_size``. A call that stalls is hedged: what it holds up goes out again, each item alone, on another
+runner, and the first result of an item counts. Where results depend on their batch, no call is cut.
+
+A response that passes its limit or costs a worker process its life is judged by a probe: the same row with an
+empty response. If the plugin answers that, the response is the cause, and it alone pays. If it does not, the
+plugin is down: its breaker opens and what waits fails.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, FailureKind
 from multitask_rl.scoring.breaker import CircuitBreaker
 from multitask_rl.scoring.grader import Grader, Result
-from multitask_rl.scoring.items import Call, Item, Limiter
+from multitask_rl.scoring.items import Call, Item, Limiter, Trouble, probe_of
 from multitask_rl.scoring.process import WorkerProcess
 
 __all__ = ["Lane", "Runner"]
@@ -48,6 +51,14 @@ class Runner(Protocol):
 
     def start(self) -> None:
         """Begin to take calls."""
+        ...
+
+    def wait_up(self) -> None:
+        """Return once it can take calls.
+
+        Raises:
+            MultitaskRLError: its plugin cannot be built.
+        """
         ...
 
     def abort(self) -> None:
@@ -91,10 +102,28 @@ class Lane:
         self._queue: deque[Item] = deque()
         self._waiting_since = 0.0
         self._last_answer = 0.0
+        self._has_answered = False
+        self._dead_probes = 0
         self._mean_s = 0.0
+        self._first: Runner | None = None
         self._closed = False
 
     # ------------------------------------------------------------------ the pool's side
+
+    def start(self, runner: Runner) -> None:
+        """Start ``runner``, the lane's first; it may not be up yet."""
+        self._first = runner
+        self.runners.append(runner)
+        runner.start()
+
+    def wait_ready(self) -> None:
+        """Return once the first runner is up.
+
+        Raises:
+            MultitaskRLError: its plugin cannot be built.
+        """
+        assert self._first is not None, "the lane was not started"
+        self._first.wait_up()
 
     def submit(self, items: Sequence[Item]) -> None:
         """Queue ``items``; their latches count down as results arrive."""
@@ -167,9 +196,7 @@ class Lane:
                         item.started = now
                         item.began = item.began or now
                     self._waiting_since = now
-                    alone = items[0].alone
-                    probe = alone and not self.independent
-                    runner.call = Call(items, each=self.one_by_one or alone, probe=probe, began=now)
+                    runner.call = Call(items, each=self.one_by_one or items[0].alone, began=now)
                     return runner.call
                 self._condition.wait(GROW_AFTER_S if self._queue else None)
             return None
@@ -181,12 +208,9 @@ class Lane:
             if call is None:
                 return
             self._limiter.leave()
-            left = [] if call.probe else call.open()  # a probe's item is in the call that stalled, too
-            if not self.independent:
-                for item in call.items:
-                    item.alone = False
-            queued = set(map(id, self._queue))
-            self._queue.extendleft(item for item in reversed(left) if id(item) not in queued)
+            elsewhere = {id(i) for i in self._queue} | {id(i) for c in self._calls() for i in c.items}
+            left = [item for item in call.items if item.is_open and id(item) not in elsewhere]
+            self._queue.extendleft(reversed(left))
             self._condition.notify_all()
 
     def answer(self, call: Call, results: Sequence[Result], seconds: float) -> None:
@@ -196,10 +220,10 @@ class Lane:
             items = call.items[call.position : call.position + len(results)]
             call.position += len(results)
             call.began = self._last_answer = now
-            if call.probe:
-                return
+            self._has_answered, self._dead_probes = True, 0
             share = seconds / max(1, len(items))
-            self._mean_s = share if not self._mean_s else 0.8 * self._mean_s + 0.2 * share
+            if items and items[0].subject is None:
+                self._mean_s = share if not self._mean_s else 0.8 * self._mean_s + 0.2 * share
             for item, result in zip(items, results, strict=True):
                 item.seconds += share
                 if isinstance(result, Failure) and result.kind is FailureKind.infra:
@@ -210,7 +234,7 @@ class Lane:
             for item in call.items[call.position : call.position + 1]:
                 item.started = now
 
-    def died(self, call: Call, reason: str, *, outside: bool) -> None:
+    def died(self, call: Call, reason: str, *, outside: bool, out_of_memory: bool) -> None:
         """The process of ``call`` died. The item it was at is the suspect, the rest is merely sent again.
 
         A batch that cannot be sent in parts is suspect as a whole.
@@ -218,15 +242,27 @@ class Lane:
         with self._condition:
             suspects = call.current()
             for item in call.open():
-                item.alone = self.independent
+                item.alone = item.alone or self.independent
             if len(suspects) != 1 and self.independent:
                 return
             what = "this sample" if len(suspects) == 1 else "this batch"
+            allowed = OUTSIDE_KILLS if outside else 1 if out_of_memory else self.retries
+            if suspects and not outside:
+                self._probe(suspects[0])
             for item in suspects:
                 item.deaths += 1
-                if item.deaths > (OUTSIDE_KILLS if outside else self.retries):
-                    message = f"the worker process {reason} {item.deaths} times while scoring {what}"
-                    self._settle(item, Failure(kind=FailureKind.infra, message=message, source=self.source))
+                message = f"the worker process {reason} {item.deaths} times while scoring {what}"
+                failure = Failure(kind=FailureKind.infra, message=message, source=self.source)
+                if item.subject is not None and not outside:
+                    self._settle(item, failure)
+                    self._dead_probes += 1
+                    if self._dead_probes > 1 or not self._has_answered:
+                        message = f"its worker process {reason}, on an empty response too"
+                        self._give_rest(FailureKind.infra, message, message)
+                elif item.deaths > allowed and len(suspects) == 1:
+                    self._stuck(item, Trouble(failure, is_overrun=out_of_memory))
+                elif item.deaths > allowed:
+                    self._settle(item, failure)
 
     def unsendable(self, call: Call, message: str) -> None:
         """A rollout of ``call`` cannot be sent to another process; alone, it is a ``data`` failure.
@@ -241,22 +277,29 @@ class Lane:
                 item.alone = self.independent
 
     def timed_out(self, call: Call) -> None:
-        """The time limit of ``call`` passed; with nothing answered for a whole limit, the plugin hangs."""
+        """The time limit of ``call`` passed."""
         with self._condition:
-            limit = self.traits.timeout_s
+            now, limit, failure = time.monotonic(), self.traits.timeout_s, self._timeout()
             culprits = call.current()
-            for item in [] if call.probe else culprits:
-                self._settle(item, self._timeout())
+            is_down = False
+            for item in culprits:
+                if item.subject is not None or not (call.each or self.independent):
+                    self._settle(item, failure)
+                    is_down |= item.subject is not None
+                    continue
+                if not call.each and len(call.items) > 1:
+                    continue  # of these one hangs: each is sent alone
+                self._stuck(item, Trouble(failure, is_overrun=True))
+                probe = item.probe
+                if probe is not None and probe.result is None and 0 < probe.started <= now - limit / 2:
+                    self._settle(probe, failure)
+                    is_down = True
             for item in call.open():
-                item.alone = self.independent
-            silent = time.monotonic() - self._last_answer >= 0.9 * limit
-            others = [i for c in self._calls() for i in c.open()] or [i for i in self._queue if not i.result]
-            if culprits and silent and (others or self.breaker.suspicious):
-                self.breaker.open(FailureKind.timeout, f"nothing came back for its time limit of {limit:g} s")
-                self._fail_everything(FailureKind.timeout, self._timeout().message)
-                for runner in self.runners:
-                    if runner.call is not None and runner.call is not call:
-                        runner.abort()
+                item.alone = item.alone or self.independent
+            is_silent = now - self._last_answer >= 0.9 * limit
+            if is_down and is_silent and (self._waiting() or self.breaker.suspicious):
+                reason = f"no answer within its time limit of {limit:g} s, to an empty response neither"
+                self._give_rest(FailureKind.timeout, reason, failure.message)
 
     def unavailable(self, message: str) -> None:
         """No worker can be had: everything that waits fails."""
@@ -275,9 +318,46 @@ class Lane:
     def _calls(self) -> list[Call]:
         return [runner.call for runner in self.runners if runner.call is not None]
 
+    def _waiting(self) -> bool:
+        return any(i.is_open for call in self._calls() for i in call.items) or any(
+            i.is_open for i in self._queue
+        )
+
+    def _probe(self, item: Item) -> None:
+        """Ask, before all else, whether the plugin answers the row of ``item`` with an empty response."""
+        if item.probe is None and item.subject is None:
+            item.probe = probe_of(item)
+            self._queue.appendleft(item.probe)
+            self._waiting_since = min(self._waiting_since, time.monotonic() - GROW_AFTER_S)
+            self._condition.notify_all()
+
+    def _stuck(self, item: Item, trouble: Trouble) -> None:
+        """``item`` is not tried again; what it gets depends on its probe."""
+        if item.result is None and item.trouble is None:
+            item.trouble = trouble
+            self._probe(item)
+            self._conclude(item)
+
+    def _conclude(self, item: Item) -> None:
+        trouble, probe = item.trouble, item.probe
+        if trouble is None or probe is None or probe.result is None:
+            return
+        known = probe.result
+        answers = not isinstance(known, Failure) or known.kind in (FailureKind.data, FailureKind.grader)
+        overrun = item.overrun if trouble.is_overrun and answers else None
+        self._settle(item, trouble.failure if overrun is None else overrun)
+
+    def _give_rest(self, kind: FailureKind, reason: str, message: str) -> None:
+        """The plugin is down: ask no more for a while, fail what waits."""
+        self.breaker.open(kind, reason)
+        self._fail_everything(kind, message)
+        for runner in self.runners:
+            if runner.call is not None and not runner.call.open():
+                runner.abort()
+
     def _next_size(self, now: float) -> int:
         """Bring an item that may go to the front; return how many from there make the next call."""
-        self._queue = deque(item for item in self._queue if item.result is None)
+        self._queue = deque(item for item in self._queue if item.is_open)
         for _ in range(len(self._queue)):
             if self._queue[0].ready_at <= now:
                 break
@@ -307,20 +387,32 @@ class Lane:
         return max(1, min(most, int(target / self._mean_s)))
 
     def _hedge_stalled(self, now: float) -> None:
+        limit = self.traits.timeout_s
+        queued: set[int] | None = None
         for call in self._calls():
             age = now - call.began
-            if age <= STALL_S or len(call.items) < 2:
+            current = call.current()
+            if age <= STALL_S or not current:
                 continue
-            if self.independent and (call.each or age > self.traits.timeout_s):
-                due, call.hedged = not call.hedged, True
-                held_up = [item for item in call.open() if item not in call.current()[: call.each]]
-            else:  # one rollout tells a slow batch from a plugin that hangs
-                due, call.canary = not call.canary, True
-                held_up = call.open()[:1]
+            patience_ends = age > max(STALL_S, limit / 4)
+            if patience_ends and (len(current) == 1 or not self.independent):
+                self._probe(current[0])
+            if not self.independent or len(call.items) < 2 or call.hedged:
+                continue
+            queued = queued or set(map(id, self._queue))
+            if call.each or age > limit:  # what it holds up does not wait for it
+                call.hedged = True
+                due = [item for item in call.open() if item not in current[: call.each]]
+            else:  # one after the other: a slow batch shall not be computed twice
+                sent = [item for item in call.items if item.alone]
+                under_way = any(i.is_open and (id(i) in queued or now - i.started <= STALL_S) for i in sent)
+                is_due = not sent or (patience_ends and not under_way and not self.waits)
+                due = [item for item in call.open() if not item.alone][: 1 if is_due else 0]
+            due = [item for item in due if id(item) not in queued]
+            for item in due:
+                item.alone = True
+            self._queue.extend(due)
             if due:
-                for item in held_up:
-                    item.alone = True
-                self._queue.extend(held_up)
                 self._waiting_since = now - GROW_AFTER_S
 
     def _grow(self, now: float) -> None:
@@ -378,3 +470,5 @@ class Lane:
             item.ended = time.monotonic()
             item.result = result
             item.latch.count_down()
+            if item.subject is not None:
+                self._conclude(item.subject)

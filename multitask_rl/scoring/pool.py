@@ -24,7 +24,7 @@ from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.pending import TICK_S, Answering, Pending
 from multitask_rl.scoring.round import Judge, Round
 from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
-from multitask_rl.scoring.wiring import LanePlan, plan_lane, start_lane, wait_ready
+from multitask_rl.scoring.wiring import LanePlan, plan_lane, start_lane
 
 __all__ = ["RewardPool"]
 
@@ -84,7 +84,8 @@ class RewardPool:
             for task, spec, plan in plans:
                 lane = self._lanes[plan.key]
                 weight = _signed_weight(task, spec, lane)
-                judge = Judge(spec.name or spec.plugin, weight, plan.key, lane)
+                overrun = _overrun(spec, lane)
+                judge = Judge(spec.name or spec.plugin, weight, plan.key, lane, overrun)
                 own = self._rewards if isinstance(spec, RewardSpec) else self._constraints
                 own[task.name].append(judge)
             self._is_started = True
@@ -98,12 +99,11 @@ class RewardPool:
         for plan in sorted(plans.values(), key=lambda p: not p.isolate):
             self._lanes[plan.key] = start_lane(
                 plan,
-                num_workers=self._config.num_workers,
-                retries=self._config.retries,
+                config=self._config,
                 limiter=limiter,
             )
         for lane in self._lanes.values():
-            wait_ready(lane)
+            lane.wait_ready()
         threading.Thread(target=self._tick, name="reward-pool", daemon=True).start()
 
     def reward_ranges(self) -> dict[str, tuple[float, float]]:
@@ -247,6 +247,7 @@ class RewardPool:
                     counts.hits += 1
                 else:
                     counts.seconds[judge.name] += item.seconds
+                    counts.overruns += item.has_overrun
                 item.counted = True
             counts.add(own.values())
             answers.append(own)
@@ -298,6 +299,27 @@ def _check_names(task: TaskSpec) -> None:
                 f"{task.source + ': ' if task.source else ''}tasks.{task.name}.{kind}: {twice[0]!r} is there "
                 "twice; give each a 'name' of its own"
             )
+
+
+def _overrun(spec: RewardSpec | ConstraintSpec, lane: Lane) -> RewardResult | Verdict | None:
+    """Return the result of a response that passes the plugin's limits; None = a failure.
+
+    Raises:
+        ConfigError: the tasks file's ``overrun`` is outside the declared range.
+    """
+    if isinstance(spec, ConstraintSpec):
+        return Verdict(cost=1.0, violated=True, reason="the response passes the limits of its check")
+    traits = lane.traits
+    value = spec.overrun
+    if value is None:
+        worst = traits.low if traits.higher_is_better else traits.high
+        value = worst if math.isfinite(worst) else 0.0 if traits.higher_is_better else None
+    elif not traits.low <= value <= traits.high:
+        raise ConfigError(
+            f"overrun of {spec.name or spec.plugin!r} is {value:g}, outside its declared range "
+            f"[{traits.low:g}, {traits.high:g}]"
+        )
+    return None if value is None else Score(value=value, components={"overrun": 1.0})
 
 
 def _signed_weight(task: TaskSpec, spec: RewardSpec | ConstraintSpec, lane: Lane) -> float:

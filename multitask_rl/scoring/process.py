@@ -21,7 +21,7 @@ from multitask_rl.records import Rollout
 from multitask_rl.scoring.grader import Result, decode
 from multitask_rl.scoring.progress import Progress
 from multitask_rl.scoring.wire import without_tokens
-from multitask_rl.scoring.worker import WorkerTask
+from multitask_rl.scoring.worker import OUT_OF_MEMORY, WorkerTask
 
 __all__ = ["START_LIMIT_S", "WorkerDiedError", "WorkerProcess"]
 
@@ -42,6 +42,8 @@ class WorkerDiedError(Exception):
     @property
     def reason(self) -> str:
         """How it ended, in words."""
+        if self.returncode == OUT_OF_MEMORY:
+            return "ran out of memory"
         if self.signal:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(self.signal).name}"
@@ -136,7 +138,9 @@ class WorkerProcess:
             raise
         except (EOFError, OSError) as error:
             raise self._died() from error
-        assert call == self._calls, f"result of call {call} during call {self._calls}"
+        if call != self._calls:  # something else of the plugin writes to its socket
+            self.terminate()
+            raise self._died()
         return [decode(parts) for parts in encoded]
 
     def at(self) -> int:

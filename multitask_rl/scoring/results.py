@@ -23,10 +23,11 @@ from multitask_rl.records import (
     Verdict,
 )
 
-__all__ = ["failure_of", "to_result", "to_verdict"]
+__all__ = ["failure_of", "is_out_of_memory", "to_result", "to_verdict"]
 
 _VALUE_KEYS = ("score", "value", "reward")
 _MAX_MESSAGE = 500
+_MEMORY = "raised MemoryError"
 
 
 def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
@@ -95,6 +96,11 @@ def failure_of(error: BaseException, source: str) -> Failure:
         kind = FailureKind.grader
     message = f"raised {type(error).__name__}: {error}"
     return Failure(kind=kind, message=message[:_MAX_MESSAGE], source=source)
+
+
+def is_out_of_memory(result: object) -> bool:
+    """Return whether ``result`` is the failure of a plugin that was refused memory."""
+    return isinstance(result, Failure) and result.message.startswith(_MEMORY)
 
 
 def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, source: str) -> RewardResult:

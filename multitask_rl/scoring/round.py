@@ -24,6 +24,8 @@ class Judge:
     key: bytes
     """Digest of plugin and configuration."""
     lane: Lane
+    overrun: Result | None = None
+    """The result of a response that passes the plugin's limits; None = a failure."""
 
 
 class Round:
@@ -106,10 +108,10 @@ class Round:
         return found
 
     def remember(self) -> None:
-        """Put what was found out into the cache; failures are not kept."""
+        """Put what was found out into the cache; failures and overruns are not kept."""
         for key, item in list(self._keys.items()):
             if item.result is not None:
-                if not isinstance(item.result, Failure):
+                if not isinstance(item.result, Failure) and not item.has_overrun:
                     self._cache.put(key, item.result)
                 del self._keys[key]
 
@@ -125,7 +127,7 @@ class Round:
             item = self._keys.get(key)
         is_new = item is None
         if item is None:
-            item = Item(rollout, self.latch, f"{rollout.task}/{judge.name}")
+            item = Item(rollout, self.latch, f"{rollout.task}/{judge.name}", overrun=judge.overrun)
             self.latch.expect(1)
             self.lanes.add(judge.lane)
             if key:

@@ -13,7 +13,7 @@ from multitask_rl.scoring.grader import Grader, Result
 from multitask_rl.scoring.items import Call
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.process import WorkerDiedError, WorkerProcess
-from multitask_rl.scoring.worker import WorkerTask
+from multitask_rl.scoring.worker import OUT_OF_MEMORY, WorkerTask
 
 __all__ = ["LocalRunner", "ProcessRunner"]
 
@@ -42,6 +42,9 @@ class _Thread:
     def start(self) -> None:
         """Begin to take calls."""
         self._thread.start()
+
+    def wait_up(self) -> None:
+        """Return once it can take calls."""
 
     def _run(self) -> None:
         raise NotImplementedError
@@ -136,12 +139,17 @@ class ProcessRunner(_Thread):
             self._drop(worker)
             if not self.closed and call.open():
                 logger.warning("%s: its worker process %s; started again", lane.source, error.reason)
-                lane.died(call, error.reason, outside=error.signal in _OUTSIDE_SIGNALS)
+                lane.died(
+                    call,
+                    error.reason,
+                    outside=error.signal in _OUTSIDE_SIGNALS,
+                    out_of_memory=error.returncode == OUT_OF_MEMORY,
+                )
         except pickle.PicklingError as error:
             lane.unsendable(call, str(error))
 
     def _results(self, worker: WorkerProcess, call: Call, deadline: float) -> list[Result]:
-        """Wait for results in slices, to see when a hedge has answered everything meanwhile."""
+        """Wait for results in slices, to see what hedges have answered meanwhile."""
         while True:
             now = time.monotonic()
             if now >= deadline:

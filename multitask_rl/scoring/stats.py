@@ -25,6 +25,8 @@ class TaskCounts:
     samples: int = 0
     results: int = 0
     hits: int = 0
+    overruns: int = 0
+    """Results of responses that passed a limit of time or memory."""
     failures: Counter[FailureKind] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By name of reward or constraint."""
@@ -42,6 +44,7 @@ class TaskCounts:
         samples, results = max(1, self.samples), max(1, self.results)
         numbers = {f"reward_failures/{kind.value}": self.failures[kind] / samples for kind in FailureKind}
         numbers["reward_failure_rate"] = sum(self.failures.values()) / samples
+        numbers["reward_overrun_rate"] = self.overruns / samples
         numbers["reward_cache_hits"] = self.hits / results
         numbers.update({f"reward_s/{name}": seconds for name, seconds in self.seconds.items()})
         return numbers

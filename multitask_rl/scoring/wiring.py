@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
+from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.scoring.adapt import PluginSource, find_plugin
@@ -70,21 +70,20 @@ def plan_lane(
     return LanePlan(source, worker_task, hashlib.blake2b(identity.encode(), digest_size=16).digest())
 
 
-def start_lane(plan: LanePlan, *, num_workers: int, retries: int, limiter: Limiter) -> Lane:
+def start_lane(plan: LanePlan, *, config: ScoringConfig, limiter: Limiter) -> Lane:
     """Return the lane of ``plan`` with its first runner started; a worker process may not be up yet.
 
     Raises:
         MultitaskRLError: a plugin of the trainer's process cannot be built or warmed up.
     """
-    task = plan.task
-    lane = Lane(task.source, num_workers=num_workers, retries=retries, limiter=limiter)
+    task = replace(plan.task, memory_mb=config.worker_memory_mb)
+    lane = Lane(task.source, num_workers=config.num_workers, retries=config.retries, limiter=limiter)
     if plan.isolate:
         lane.make_runner = lambda: ProcessRunner(lane, task)
         runner: ProcessRunner | LocalRunner = ProcessRunner(lane, task)
     else:
         runner = LocalRunner(lane, _build(plan.source, task))
-    lane.runners.append(runner)
-    runner.start()
+    lane.start(runner)
     return lane
 
 
@@ -98,15 +97,3 @@ def _build(source: PluginSource, task: WorkerTask) -> Grader:
             f"{type(error).__name__}: {error}"
         ) from error
     return grader
-
-
-def wait_ready(lane: Lane) -> None:
-    """Return once the first runner of ``lane`` is up.
-
-    Raises:
-        MultitaskRLError: its plugin cannot be built.
-    """
-    for runner in list(lane.runners):
-        wait: Any = getattr(runner, "wait_up", None)
-        if wait is not None:
-            wait()

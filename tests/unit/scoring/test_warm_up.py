@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.errors import MultitaskRLError
+from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.scoring.wiring import plan_lane, start_lane
 from multitask_rl.testing import make_rollout
 
 PLUGIN = """
@@ -66,3 +69,21 @@ def test_a_plugin_that_cannot_warm_up_stops_the_start(plugin: Path) -> None:
     with pytest.raises(MultitaskRLError, match=r"warm.*judge\.example:443 does not answer"):
         pool.start()
     pool.close()
+
+
+def test_a_plugin_that_failed_before_anything_waited_for_it_stops_the_start(tmp_path: Path) -> None:
+    """A runner that failed leaves its lane; who waits later must hear of it and not wait for nothing."""
+    file = tmp_path / "warm_plugin.py"
+    file.write_text(PLUGIN.replace("ISOLATE", "True"))
+    spec = RewardSpec(plugin=f"{file}:Cold", name="warm")
+    plan = plan_lane(TaskSpec(name="t", rewards=[spec]), spec, 0, seed=0, devices={})
+    lane = start_lane(plan, config=ScoringConfig(num_workers=1), limiter=Limiter(1))
+    try:
+        deadline = time.monotonic() + 30.0
+        while lane.runners and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not lane.runners
+        with pytest.raises(MultitaskRLError, match=r"warm.*judge\.example:443 does not answer"):
+            lane.wait_ready()
+    finally:
+        lane.close()
