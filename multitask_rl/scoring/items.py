@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from multitask_rl.records import Failure, Rollout
+from multitask_rl.records import Failure, FailureKind, Rollout
 from multitask_rl.scoring.grader import Result
 
-__all__ = ["Call", "Item", "Latch", "Limiter", "Trouble", "probe_of"]
+__all__ = ["Call", "Item", "Latch", "Limiter", "Runner", "Trouble", "probe_of"]
 
 
 class Latch:
@@ -94,6 +95,15 @@ class Item:
         """Its result is what its task gives a response that passes a limit."""
         return self.result is not None and self.result is self.overrun
 
+    def conclusion(self) -> Result | None:
+        """Return what its trouble and its probe make of it; None while one of them is not known."""
+        if self.trouble is None or self.probe is None or self.probe.result is None:
+            return None
+        known = self.probe.result
+        answers = not isinstance(known, Failure) or known.kind in (FailureKind.data, FailureKind.grader)
+        overrun = self.overrun if self.trouble.is_overrun and answers else None
+        return self.trouble.failure if overrun is None else overrun
+
 
 def probe_of(item: Item) -> Item:
     """Return the probe of ``item``, which tells a bad response from a plugin that is down."""
@@ -126,6 +136,38 @@ class Call:
         at = max(self.at, self.position)
         current = self.items[at : at + 1] if self.each else self.items
         return [item for item in current if item.result is None]
+
+
+class Runner(Protocol):
+    """Makes calls for a lane from a thread of its own."""
+
+    call: Call | None
+    """Under way."""
+
+    @property
+    def closed(self) -> bool:
+        """It takes no further call."""
+        ...
+
+    def start(self) -> None:
+        """Begin to take calls."""
+        ...
+
+    def wait_up(self) -> None:
+        """Return once it can take calls.
+
+        Raises:
+            MultitaskRLError: its plugin cannot be built.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Give the call under way up."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and leave nothing behind."""
+        ...
 
 
 class Limiter:

@@ -16,58 +16,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, FailureKind
 from multitask_rl.scoring.breaker import CircuitBreaker
 from multitask_rl.scoring.grader import Grader, Result
-from multitask_rl.scoring.items import Call, Item, Limiter, Trouble, probe_of
+from multitask_rl.scoring.hedging import (
+    GROW_AFTER_S,
+    STALL_S,
+    call_size,
+    held_up,
+    is_out_of_patience,
+    next_size,
+)
+from multitask_rl.scoring.items import Call, Item, Limiter, Runner, Trouble, probe_of
 from multitask_rl.scoring.process import WorkerProcess
 
-__all__ = ["Lane", "Runner"]
+__all__ = ["Lane"]
 
-ONE_BY_ONE_CALL_S = 0.05
-BATCH_CALL_S = 5.0
-GROW_AFTER_S = 0.1
-STALL_S = 0.4
 SPARE_RUNNERS = 2
 """Beyond ``num_workers``, started only while others stall."""
 RETRY_PAUSE_S = 0.2
 OUTSIDE_KILLS = 10
 """How often an item is sent again after SIGKILL or SIGTERM, which are rarely the item's fault."""
-
-
-class Runner(Protocol):
-    """Makes calls for a lane from a thread of its own."""
-
-    call: Call | None
-    """Under way."""
-
-    @property
-    def closed(self) -> bool:
-        """It takes no further call."""
-        ...
-
-    def start(self) -> None:
-        """Begin to take calls."""
-        ...
-
-    def wait_up(self) -> None:
-        """Return once it can take calls.
-
-        Raises:
-            MultitaskRLError: its plugin cannot be built.
-        """
-        ...
-
-    def abort(self) -> None:
-        """Give the call under way up."""
-        ...
-
-    def close(self) -> None:
-        """Stop, and leave nothing behind."""
-        ...
 
 
 class Lane:
@@ -100,11 +71,8 @@ class Lane:
         self._limiter = limiter
         self._condition = threading.Condition()
         self._queue: deque[Item] = deque()
-        self._waiting_since = 0.0
-        self._last_answer = 0.0
-        self._has_answered = False
-        self._dead_probes = 0
-        self._mean_s = 0.0
+        self._waiting_since = self._last_answer = self._mean_s = 0.0
+        self._has_answered, self._dead_probes = False, 0
         self._first: Runner | None = None
         self._closed = False
 
@@ -143,8 +111,7 @@ class Lane:
             unwanted = set(map(id, items))
             for item in self._queue:
                 if id(item) in unwanted:
-                    message = "given up: nobody waits for it any more"
-                    self._settle(item, Failure(kind=FailureKind.infra, message=message, source=self.source))
+                    self._settle(item, self._failure(FailureKind.infra, "given up: its result is not needed"))
 
     def tick(self) -> None:
         """Hedge calls that stall, start another runner where work waits."""
@@ -252,7 +219,7 @@ class Lane:
             for item in suspects:
                 item.deaths += 1
                 message = f"the worker process {reason} {item.deaths} times while scoring {what}"
-                failure = Failure(kind=FailureKind.infra, message=message, source=self.source)
+                failure = self._failure(FailureKind.infra, message)
                 if item.subject is not None and not outside:
                     self._settle(item, failure)
                     self._dead_probes += 1
@@ -273,7 +240,7 @@ class Lane:
             for item in call.open():
                 if len(call.items) == 1 or not self.independent:
                     text = f"the row cannot be sent to the worker process: {message}"
-                    self._settle(item, Failure(kind=FailureKind.data, message=text, source=self.source))
+                    self._settle(item, self._failure(FailureKind.data, text))
                 item.alone = self.independent
 
     def timed_out(self, call: Call) -> None:
@@ -319,9 +286,7 @@ class Lane:
         return [runner.call for runner in self.runners if runner.call is not None]
 
     def _waiting(self) -> bool:
-        return any(i.is_open for call in self._calls() for i in call.items) or any(
-            i.is_open for i in self._queue
-        )
+        return any(i.is_open for items in (self._queue, *(c.items for c in self._calls())) for i in items)
 
     def _probe(self, item: Item) -> None:
         """Ask, before all else, whether the plugin answers the row of ``item`` with an empty response."""
@@ -336,16 +301,7 @@ class Lane:
         if item.result is None and item.trouble is None:
             item.trouble = trouble
             self._probe(item)
-            self._conclude(item)
-
-    def _conclude(self, item: Item) -> None:
-        trouble, probe = item.trouble, item.probe
-        if trouble is None or probe is None or probe.result is None:
-            return
-        known = probe.result
-        answers = not isinstance(known, Failure) or known.kind in (FailureKind.data, FailureKind.grader)
-        overrun = item.overrun if trouble.is_overrun and answers else None
-        self._settle(item, trouble.failure if overrun is None else overrun)
+            self._settle(item, item.conclusion())
 
     def _give_rest(self, kind: FailureKind, reason: str, message: str) -> None:
         """The plugin is down: ask no more for a while, fail what waits."""
@@ -356,59 +312,27 @@ class Lane:
                 runner.abort()
 
     def _next_size(self, now: float) -> int:
-        """Bring an item that may go to the front; return how many from there make the next call."""
         self._queue = deque(item for item in self._queue if item.is_open)
-        for _ in range(len(self._queue)):
-            if self._queue[0].ready_at <= now:
-                break
-            self._queue.rotate(-1)
-        else:
-            return 0
-        most = self._call_size() if not self._queue[0].alone else 1
-        size = 1
-        while size < min(most, len(self._queue)):
-            item = self._queue[size]
-            if item.alone or item.ready_at > now:
-                break
-            size += 1
-        return size
-
-    def _call_size(self) -> int:
         most = max(1, self.traits.batch_size)
-        if not self.independent:
-            return most
-        if self.breaker.suspicious:
-            return 1
-        if self.waits:
-            return most
-        if not self._mean_s:
-            return 1 if self.one_by_one else most
-        target = ONE_BY_ONE_CALL_S if self.one_by_one else BATCH_CALL_S
-        return max(1, min(most, int(target / self._mean_s)))
+        if self.independent and self.breaker.suspicious:
+            most = 1
+        elif self.independent and not self.waits:
+            most = call_size(most, self._mean_s, one_by_one=self.one_by_one)
+        return next_size(self._queue, now, most)
 
     def _hedge_stalled(self, now: float) -> None:
-        limit = self.traits.timeout_s
         queued: set[int] | None = None
         for call in self._calls():
-            age = now - call.began
             current = call.current()
-            if age <= STALL_S or not current:
+            if now - call.began <= STALL_S or not current:
                 continue
-            patience_ends = age > max(STALL_S, limit / 4)
-            if patience_ends and (len(current) == 1 or not self.independent):
+            impatient = is_out_of_patience(call, now, self.traits.timeout_s)
+            if impatient and (len(current) == 1 or not self.independent):
                 self._probe(current[0])
-            if not self.independent or len(call.items) < 2 or call.hedged:
+            if not self.independent:
                 continue
             queued = queued or set(map(id, self._queue))
-            if call.each or age > limit:  # what it holds up does not wait for it
-                call.hedged = True
-                due = [item for item in call.open() if item not in current[: call.each]]
-            else:  # one after the other: a slow batch shall not be computed twice
-                sent = [item for item in call.items if item.alone]
-                under_way = any(i.is_open and (id(i) in queued or now - i.started <= STALL_S) for i in sent)
-                is_due = not sent or (patience_ends and not under_way and not self.waits)
-                due = [item for item in call.open() if not item.alone][: 1 if is_due else 0]
-            due = [item for item in due if id(item) not in queued]
+            due = held_up(call, now, queued, limit=self.traits.timeout_s, waits=self.waits)
             for item in due:
                 item.alone = True
             self._queue.extend(due)
@@ -456,19 +380,22 @@ class Lane:
             self._queue.clear()
 
     def _fail_everything(self, kind: FailureKind, message: str) -> None:
-        failure = Failure(kind=kind, message=message, source=self.source)
+        failure = self._failure(kind, message)
         for item in [*self._queue, *(i for call in self._calls() for i in call.open())]:
             self._settle(item, failure)
         self._queue.clear()
 
+    def _failure(self, kind: FailureKind, message: str) -> Failure:
+        return Failure(kind=kind, message=message, source=self.source)
+
     def _timeout(self) -> Failure:
         message = f"no result within its time limit of {self.traits.timeout_s:g} s"
-        return Failure(kind=FailureKind.timeout, message=message, source=self.source)
+        return self._failure(FailureKind.timeout, message)
 
-    def _settle(self, item: Item, result: Result) -> None:
-        if item.result is None:
+    def _settle(self, item: Item, result: Result | None) -> None:
+        if item.result is None and result is not None:
             item.ended = time.monotonic()
             item.result = result
             item.latch.count_down()
             if item.subject is not None:
-                self._conclude(item.subject)
+                self._settle(item.subject, item.subject.conclusion())
