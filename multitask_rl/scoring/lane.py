@@ -254,9 +254,8 @@ class Lane:
                     self._settle(item, failure)
                     is_down |= item.subject is not None
                     continue
-                if not call.each and len(call.items) > 1:
-                    continue  # of these one hangs: each is sent alone
-                self._stuck(item, Trouble(failure, is_overrun=True))
+                if call.each or len(call.items) == 1:  # of several one hangs: each is sent alone
+                    self._stuck(item, Trouble(failure, is_overrun=True))
                 probe = item.probe
                 if probe is not None and probe.result is None and 0 < probe.started <= now - limit / 2:
                     self._settle(probe, failure)
