@@ -14,6 +14,7 @@ import numpy as np
 from multitask_rl.guard.decision import GuardAction
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import TaskEvaluation
+from multitask_rl.testing import make_evaluation
 
 LEVELS = {"a": 0.6, "b": 0.3, "c": 0.85, "d": 0.12}
 NUM_PROMPTS = 256
@@ -47,13 +48,12 @@ def first_rollback(
     stream = np.random.default_rng(seed)
     fixed = {task: stream.random(NUM_PROMPTS) for task in LEVELS}
     guard = SafetyGuard()
-    guard.bind(dict.fromkeys(LEVELS, True))
+    guard.bind(LEVELS)
 
     def evaluate(task: str, level: float, difficulty: np.ndarray, step: int) -> TaskEvaluation:
         redrawn = stream.random(NUM_PROMPTS) < noise
         solved = np.where(redrawn, stream.random(NUM_PROMPTS) < level, difficulty < level)
-        values = solved.astype(float).tolist()
-        return TaskEvaluation(task=task, metric="accuracy", values=values, step=step, policy_version=step)
+        return make_evaluation(solved.tolist(), task=task, step=step)
 
     for step in range(num_evaluations):
         levels = dict(LEVELS)

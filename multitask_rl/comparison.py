@@ -21,6 +21,7 @@ from typing import Any
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.intervals import compare_means, holm
+from multitask_rl.records import Direction
 from multitask_rl.tracking.lines import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
 
@@ -147,9 +148,9 @@ def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
     pairs, more = {}, dict[str, dict[str, Any]]()
     for task, history in run.evaluations.items():
         last = history[-1]
-        kind = (last.metric, last.higher_is_better)
-        alike = [e for e in history if (e.metric, e.higher_is_better) == kind]
-        left_out = [e.step for e in history if (e.metric, e.higher_is_better) != kind]
+        kind = (last.metric, last.direction)
+        alike = [e for e in history if (e.metric, e.direction) == kind]
+        left_out = [e.step for e in history if (e.metric, e.direction) != kind]
         more[task] = {"left_out": left_out}
         if len(alike) > 1:
             pairs[task] = (alike[0], last, _share_prompts(run, run, alike[0], last))
@@ -183,7 +184,7 @@ def _rows(pairs: Mapping[str, tuple[Evaluation, Evaluation, bool]]) -> dict[str,
             "p_value": p_value,
             "n": difference.n,
             "paired": paired,
-            "verdict": difference.verdict(first.higher_is_better, p_value),
+            "verdict": difference.verdict(first.direction is not Direction.lower, p_value),
         }
     return rows
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
+
+from multitask_rl.records import Direction, Statistic
 
 __all__ = [
     "Difference",
@@ -15,6 +17,7 @@ __all__ = [
     "sign_test",
     "student_quantile",
     "student_tails",
+    "summarise",
 ]
 
 _LEVEL = 0.05
@@ -49,6 +52,61 @@ class Difference:
         if p_value >= _LEVEL:
             return "same"
         return "better" if (self.delta > 0) == higher_is_better else "worse"
+
+
+def summarise(
+    values: Sequence[float],
+    prompts: Sequence[Hashable] = (),
+    *,
+    direction: Direction = Direction.none,
+    low: float = -math.inf,
+    high: float = math.inf,
+    keep: Sequence[Hashable] = (),
+) -> Statistic:
+    """Return the mean of the finite values, their number and the standard error of the mean.
+
+    Values of one prompt hang together: prompts are the independent units (the linearised error of a ratio,
+    Cochran, "Sampling Techniques", 1977, 6.4). Values that are only ever the two ends of their range are a
+    rate; its error is at least Agresti's and Coull's (two successes and two failures added), which is not 0
+    where the event was not seen yet.
+
+    Args:
+        values: NaN = not in the population.
+        prompts: which prompt each value is of; empty = every value is of another one.
+        direction: of the metric.
+        low: declared end of the range; with ``high`` not declared, 0 and 1 are tried as the ends of a rate.
+        high: declared end of the range.
+        keep: prompts whose means become ``Statistic.values``, in this order.
+
+    >>> summarise([0.0, 1.0, float("nan"), 0.0, 1.0]).n
+    4
+    """
+    owners = prompts or range(len(values))
+    by_prompt: dict[Hashable, list[float]] = {}
+    for owner, value in zip(owners, values, strict=True):
+        if math.isfinite(value):
+            by_prompt.setdefault(owner, []).append(value)
+    found = [value for own in by_prompt.values() for value in own]
+    n, units = len(found), len(by_prompt)
+    mean, error = math.fsum(found) / n if n else math.nan, math.nan
+    if units > 1:
+        excess = math.fsum(math.fsum(value - mean for value in own) ** 2 for own in by_prompt.values())
+        error = math.sqrt(excess * units / (units - 1)) / n
+    bottom, top = (low, high) if math.isfinite(high - low) else (0.0, 1.0)
+    if n and top > bottom and all(value in (bottom, top) for value in found):
+        rate = ((mean - bottom) / (top - bottom) * n + 2) / (n + 4)
+        least = (top - bottom) * math.sqrt(rate * (1 - rate) / (n + 4))
+        error = least if math.isnan(error) else max(error, least)
+    means = {owner: math.fsum(own) / len(own) for owner, own in by_prompt.items()}
+    return Statistic(
+        mean=mean,
+        n=n,
+        error=error,
+        direction=direction,
+        low=low,
+        high=high,
+        values=[means.get(owner, math.nan) for owner in keep],
+    )
 
 
 def student_quantile(probability: float, degrees: float) -> float:

@@ -6,13 +6,15 @@ A record is never split into parallel lists that a reorder could tear apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
 __all__ = [
     "NOT_APPLICABLE",
+    "Direction",
     "Event",
     "Failure",
     "FailureKind",
@@ -23,6 +25,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "Scored",
+    "Statistic",
     "TaskEvaluation",
     "TaskStats",
     "TrainSample",
@@ -246,6 +249,54 @@ class TrainSample:
         return self.scored.rollout.task
 
 
+class Direction(Enum):
+    """Which way a metric gets better."""
+
+    higher = "higher"
+    lower = "lower"
+    none = "none"
+    """Neither: a length, an entropy."""
+
+    @property
+    def sign(self) -> int:
+        """1, -1, or 0: ``sign * value`` is better the higher it is."""
+        return {"higher": 1, "lower": -1, "none": 0}[self.value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistic:
+    """A mean over a population with all that is needed to judge it (``intervals.summarise`` makes it).
+
+    Which records are the population of which metric: ``definitions.py``, docs/definitions.md.
+    """
+
+    mean: float
+    """NaN: nothing to measure."""
+    n: int
+    """Size of the population: values behind the mean, without those that failed or are not concerned."""
+    error: float
+    """Standard error of the mean over its own population; NaN where one value or none is known."""
+    direction: Direction = Direction.none
+    low: float = -math.inf
+    """Smallest value there can be, where it is declared."""
+    high: float = math.inf
+    """Largest value there can be, where it is declared."""
+    values: Sequence[float] = ()
+    """[prompts] mean per prompt in the order of the evaluation, NaN = not concerned or failed; empty = none
+    were kept (training). Of two evaluations of the same prompts they are pairs."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % normal interval of the mean; the mean alone where there is no error."""
+        half = 1.96 * self.error if math.isfinite(self.error) else 0.0
+        return self.mean - half, self.mean + half
+
+    @property
+    def score(self) -> float:
+        """The mean, turned so that higher is better; NaN without a direction."""
+        return self.mean * self.direction.sign if self.direction.sign else math.nan
+
+
 @dataclass(kw_only=True, slots=True)
 class TaskStats:
     """What one training step saw of one task; what schedulers learn from."""
@@ -257,11 +308,14 @@ class TaskStats:
     """Groups whose rewards, or costs with a multiplier, differ (of one rollout: groups the algorithm learns
     from)."""
     reward_mean: float
-    """Mean reward of the step's valid rollouts; NaN when there was none."""
+    """Mean reward over the step's slots, refused ones included; NaN when there was none."""
     reward_std: float = 0.0
     """Mean over groups of the reward's standard deviation."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Every other per-task number of the step by name (``length``, ``kl``, ``rejection_rate``...)."""
+    statistics: Mapping[str, Statistic] = field(default_factory=dict)
+    """Those that are means over the step's responses, with n, error and direction (``reward_mean``,
+    ``cost/<constraint>``, ``violation_rate``...)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -271,15 +325,23 @@ class TaskEvaluation:
     task: str
     metric: str
     """Name of the primary metric."""
-    values: Sequence[float]
-    """[n] per prompt, always in the same prompt order; NaN = failed to score."""
+    primary: Statistic
+    """The primary metric, with its values per prompt."""
     step: int
     policy_version: int
-    higher_is_better: bool = True
     prompts: str = ""
     """Hash of the prompts in their order: evaluations with the same one are paired."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further means (``violation_rate``, ``over_refusal``, ``length``...)."""
+    metrics: Mapping[str, Statistic] = field(default_factory=dict)
+    """Further metrics (``violation_rate``, ``reward/<name>``, ``length``...)."""
+
+    @property
+    def values(self) -> Sequence[float]:
+        """[n] the primary metric per prompt, always in the same prompt order; NaN = failed to score."""
+        return self.primary.values
+
+    def statistic(self, metric: str = "") -> Statistic | None:
+        """Return a metric by name; empty = the primary one; None: the evaluation has none of that name."""
+        return self.metrics.get(metric) if metric else self.primary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.definitions import violations
 from multitask_rl.intervals import rate_upper_bound
-from multitask_rl.records import Scored, Verdict
+from multitask_rl.records import Direction, Scored, Statistic
 
 __all__ = ["constraint_metrics", "constraint_warnings", "smallest_number"]
 
@@ -19,42 +20,39 @@ PREFIX = "constraint/"
 """Of the metrics' names: ``constraint/<name>/violation_rate`` and so on."""
 
 
-def constraint_metrics(
-    spec: TaskSpec, scored: Sequence[Scored], served: Sequence[Scored] = ()
-) -> dict[str, float]:
+def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, Statistic]:
     """Return what the held-out responses say of every constraint with a limit.
 
-    Per constraint ``constraint/<name>/...``: ``violation_rate``, ``upper_bound`` (one-sided, 95 %,
-    Clopper-Pearson), ``satisfied`` (1 if the bound is at most the limit, else 0), ``limit`` and ``n``, the
-    responses it concerns; of mode ``reject`` also ``served_violation_rate``. Without a response that it
-    concerns there is no rate and nothing is satisfied.
+    Per constraint ``constraint/<name>/...``: ``violation_rate`` of first attempts, so that refusing and
+    sampling again hides nothing, its ``upper_bound`` (one-sided, 95 %, Clopper-Pearson), ``satisfied`` (1 if
+    the bound is at most the limit, else 0), ``limit`` and ``n``, the responses it concerns; of mode
+    ``reject`` also ``served_violation_rate``. Without a response that it concerns there is no rate and
+    nothing is satisfied.
 
     Args:
         spec: the task.
-        scored: one record a prompt: first attempts, so that refusing and sampling again hides nothing.
-        served: one record a prompt: last attempts.
+        scored: all attempts.
     """
-    numbers: dict[str, float] = {}
+    numbers: dict[str, Statistic] = {}
     for constraint in spec.constraints:
         if constraint.limit is None:
             continue
         name = constraint.name or constraint.plugin
-        judged = _judged(scored, name)
-        bound = rate_upper_bound(sum(judged), len(judged))
-        own = {"limit": constraint.limit, "n": len(judged), "upper_bound": bound}
-        if judged:
-            own["violation_rate"] = sum(judged) / len(judged)
-        own["satisfied"] = float(bound <= constraint.limit)
-        if constraint.mode == "reject" and (outcome := _judged(served, name)):
-            own["served_violation_rate"] = sum(outcome) / len(outcome)
-        numbers.update({f"{PREFIX}{name}/{key}": float(value) for key, value in own.items()})
+        prefix, rate = f"{PREFIX}{name}/", violations(name, scored, of_served=False)
+        bound = rate_upper_bound(round(rate.mean * rate.n) if rate.n else 0, rate.n)
+        satisfied = float(bound <= constraint.limit)
+        for key, value, direction in (
+            ("limit", constraint.limit, Direction.none),
+            ("n", float(rate.n), Direction.none),
+            ("upper_bound", bound, Direction.lower),
+            ("satisfied", satisfied, Direction.higher),
+        ):
+            numbers[prefix + key] = Statistic(mean=value, n=rate.n, error=math.nan, direction=direction)
+        if rate.n:
+            numbers[f"{prefix}violation_rate"] = rate
+        if constraint.mode == "reject" and (outcome := violations(name, scored, of_served=True)).n:
+            numbers[f"{prefix}served_violation_rate"] = outcome
     return numbers
-
-
-def _judged(scored: Sequence[Scored], name: str) -> list[bool]:
-    """Return whether each response violates the constraint, of those it concerns and could judge."""
-    verdicts = [s.rollout.verdicts.get(name) for s in scored]
-    return [v.violated for v in verdicts if isinstance(v, Verdict) and v.applicable]
 
 
 def smallest_number(limit: float) -> float:

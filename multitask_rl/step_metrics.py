@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from multitask_rl.evaluation import describe, served
-from multitask_rl.records import Scored, TaskStats, concerned_cost
+from multitask_rl.definitions import REWARD
+from multitask_rl.records import Direction, Scored, TaskStats, concerned_cost
 from multitask_rl.stages import is_trainable
 from multitask_rl.task_run import TaskRun
 
@@ -70,22 +70,22 @@ def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> Ta
         groups: every group drawn in the step.
         metrics: further numbers of the step.
     """
-    everything = [s for group in groups.values() for s in group]
-    rewards = [r for s in served(everything) if (r := _served_reward(run, s)) is not None]
+    found = run.metrics.describe([s for group in groups.values() for s in group])
     credited = [group_rewards(run, group) for group in groups.values()]
     spreads = [statistics.pstdev(group) for group in credited if len(group) > 1]
     return TaskStats(
         task=run.spec.name,
         num_prompts=len(groups),
         num_informative=sum(has_spread(run, g) for g in groups.values()),
-        reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        reward_mean=found[REWARD].mean if REWARD in found else math.nan,
         reward_std=math.fsum(spreads) / len(spreads) if spreads else 0.0,
-        metrics={**describe(everything, served(everything)), **metrics},
+        metrics={**{name: own.mean for name, own in found.items()}, **metrics},
+        statistics=found,
     )
 
 
 def aggregate(
-    per_task: Mapping[str, Mapping[str, float]], key: str, higher_is_better: Mapping[str, bool]
+    per_task: Mapping[str, Mapping[str, float]], key: str, directions: Mapping[str, Direction]
 ) -> dict[str, float]:
     """Return ``task/<name>/<metric>`` for all, ``macro/<metric>`` of those that every task has.
 
@@ -99,14 +99,5 @@ def aggregate(
             flat[f"macro/{name}"] = math.fsum(values) / len(values)
     found = {t: own[key] for t, own in per_task.items() if math.isfinite(own.get(key, math.nan))}
     if found:
-        flat[f"worst/{key}"] = min(found.items(), key=lambda i: i[1] if higher_is_better[i[0]] else -i[1])[1]
+        flat[f"worst/{key}"] = min(found.items(), key=lambda i: directions[i[0]].sign * i[1])[1]
     return flat
-
-
-def _served_reward(run: TaskRun, scored: Scored) -> float | None:
-    """What the served response earns: its reward; what a refused one earns with the algorithm, else 0."""
-    if scored.failure is not None or scored.rollout.failure is not None:
-        return None
-    if scored.rollout.rejected:
-        return run.algorithm.outcome(scored)
-    return scored.reward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from multitask_rl.records import Event, Scored, TaskStats
+from multitask_rl.records import Direction, Event, Scored, TaskStats
 from multitask_rl.step_metrics import aggregate, by_group, group_rewards, is_informative, task_stats
 from multitask_rl.task_run import TaskRun
 
@@ -107,7 +107,7 @@ def step_numbers(
         }
         for name, s in stats.items()
     }
-    numbers = aggregate(per_task, "reward_mean", {n: run.spec.higher_is_better for n, run in runs.items()})
+    numbers = aggregate(per_task, "reward_mean", dict.fromkeys(stats, Direction.higher))
     numbers.update({f"train/{k}": v for k, v in report.train.items()})
     numbers.update({f"time/{k}_s": v for k, v in report.seconds.items()})
     num_tokens = sum(len(s.rollout.response_ids) for s in report.drawn)

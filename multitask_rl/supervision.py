@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from multitask_rl.definitions import REWARD
 from multitask_rl.errors import CheckpointError, GuardStop
-from multitask_rl.evaluation import Evaluator, append_evaluations, mean_interval
+from multitask_rl.evaluation import Evaluator, append_evaluations
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.interrupts import check_interrupt
@@ -75,16 +76,16 @@ class Supervisor:
         self._known = CheckpointEntry(step=trainer.step, score=_score(evaluations))
         trainer.history.append((trainer.step, evaluations))
         append_evaluations(trainer.plan.output_dir / "evaluations.jsonl", evaluations)
-        per_task = {name: {"eval": mean_interval(e.values)[0]} for name, e in evaluations.items()}
+        per_task = {name: {"eval": e.primary.mean} for name, e in evaluations.items()}
         limits: dict[str, float] = {}
         for name, evaluation in evaluations.items():
-            for key, value in evaluation.metrics.items():
+            for key, statistic in evaluation.metrics.items():
                 if key.startswith(PREFIX):
-                    limits[f"eval/{name}/{key.removeprefix(PREFIX)}"] = value
+                    limits[f"eval/{name}/{key.removeprefix(PREFIX)}"] = statistic.mean
                 else:
-                    per_task[name][f"eval_{key}"] = value
-        better = {name: run.spec.higher_is_better for name, run in trainer.runs.items()}
-        numbers = {**aggregate(per_task, "eval", better), **limits}
+                    per_task[name][f"eval_{key}"] = statistic.mean
+        directions = {name: e.primary.direction for name, e in evaluations.items()}
+        numbers = {**aggregate(per_task, "eval", directions), **limits}
         numbers["time/evaluation_s"] = time.perf_counter() - began
         trainer.trackers.log_metrics(numbers, trainer.step)
         return evaluations
@@ -124,8 +125,7 @@ class Supervisor:
                 evaluations = self.evaluate()
                 # the last step of a run that goes on later is not due
                 if _is_due(step, trainer.config.eval.every):
-                    key = "reward_mean"
-                    means = {n: e.metrics[key] for n, e in evaluations.items() if key in e.metrics}
+                    means = {n: e.metrics[REWARD].mean for n, e in evaluations.items() if REWARD in e.metrics}
                     trainer.scheduler.calibrate(means, step)
                 if guard is None:
                     return True
@@ -247,8 +247,7 @@ def _newest_good(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 def _score(evaluations: Mapping[str, TaskEvaluation]) -> float | None:
     """Return the mean of the primary metrics, each such that higher is better."""
-    oriented = [mean_interval(e.values)[0] * (1 if e.higher_is_better else -1) for e in evaluations.values()]
-    finite = [m for m in oriented if math.isfinite(m)]
+    finite = [score for e in evaluations.values() if math.isfinite(score := e.primary.score)]
     return math.fsum(finite) / len(finite) if finite else None
 
 

@@ -15,6 +15,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.curriculum.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, render_prompt
 from multitask_rl.data.rows import Row, row_id
+from multitask_rl.definitions import TaskMetrics
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
 from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
@@ -40,6 +41,8 @@ class TaskRun:
     group_size: int
     kl: KLController
     learner: LearnerTask
+    metrics: TaskMetrics = field(init=False)
+    """What its numbers mean (``definitions.py``)."""
     multipliers: dict[str, LagrangeMultiplier] = field(default_factory=dict)
     """By name of the constraint, for those of mode ``lagrangian``."""
     stream: PromptStream | None = None
@@ -53,6 +56,10 @@ class TaskRun:
     num_overlong: int = 0
     """Training prompts left out since the start because they did not fit."""
 
+    def __post_init__(self) -> None:
+        """Define the task's numbers."""
+        self.metrics = TaskMetrics(self.spec, self.algorithm)
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that moves, JSON-able."""
         return {
@@ -63,6 +70,7 @@ class TaskRun:
             "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
+            "refused_values": self.metrics.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,6 +92,7 @@ class TaskRun:
         if self.stream and state["stream"]:
             self.stream.load_state_dict(state["stream"])
         self.num_overlong = state["num_overlong"]
+        self.metrics.load_state_dict(state.get("refused_values", {}))
         self.sync_learner()
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:

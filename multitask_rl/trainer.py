@@ -109,6 +109,7 @@ class Trainer:
         self.plan, self.config = plan, plan.config
         self.scheduler = build_scheduler(plan.config, initial_weights(plan.specs, plan.trained))
         self.guard = build_guard(plan.config)
+        self.runs: dict[str, TaskRun] = {}
         self._bind_controllers()
         self.scorer = build_scorer(plan)
         self._built: list[Any] = []
@@ -125,20 +126,22 @@ class Trainer:
         plan, config = self.plan, self.config
         default_device = plan.devices.get("critic", str(actor.device))
         self.actor, self.critic = actor, critic or Critic(trunk=config.critic.trunk, device=default_device)
-        self.runs: dict[str, TaskRun] = build_task_runs(plan.specs, plan.algorithms, plan.rows, config, actor)
+        self.runs = build_task_runs(plan.specs, plan.algorithms, plan.rows, config, actor)
 
-    def _bind_controllers(self, reward_ranges: Mapping[str, tuple[float, float]] | None = None) -> None:
+    def _bind_controllers(self) -> None:
         specs = self.plan.specs
         trained = self.plan.trained
         self.scheduler.bind(
             trained,
             targets={n: specs[n].target for n in trained},
             min_shares={n: specs[n].min_share for n in trained},
-            reward_ranges={n: r for n, r in (reward_ranges or {}).items() if n in trained},
+            reward_ranges={
+                n: own for n in trained if n in self.runs and (own := self.runs[n].metrics.reward_range)
+            },
             seed=self.config.seed,
         )
         if self.guard is not None:
-            self.guard.bind({n: s.higher_is_better for n, s in specs.items()})
+            self.guard.bind(list(specs))
 
     # -- settings of the Python front door ------------------------------------------------------------------
 
@@ -297,7 +300,10 @@ class Trainer:
     def _build(self, *, track: bool, to_the_end: bool) -> None:
         config, plan = self.config, self.plan
         torch.manual_seed(config.seed)
-        self._bind_controllers(self.scorer.reward_ranges())
+        traits = self.scorer.reward_traits()
+        for name, run in self.runs.items():
+            run.metrics.declare(traits.get(name, {}))
+        self._bind_controllers()
         self.store = RunStore(plan.output_dir, config.checkpoint, track=track)
         self._built.append(self.store)
         self.store.settle_vocabulary(self.actor)

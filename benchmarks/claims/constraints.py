@@ -80,7 +80,7 @@ def _tasks(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def summarise(trainer: Trainer) -> Metrics:
     """Return what the last evaluation and the steps' multiplier say."""
     final = trainer.history[-1][1]
-    metrics = final["safe"].metrics
+    metrics = {name: statistic.mean for name, statistic in final["safe"].metrics.items()}
     own: Metrics = {}
     for name, count in (("violation", "violations"), ("over_refusal", "benign_refusals")):
         number = metrics[f"constraint/{name}/n"]

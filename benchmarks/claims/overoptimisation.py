@@ -61,7 +61,10 @@ def run_arm(arm: Arm, seed: int, options: Options) -> Metrics:
         trainer.train()
     except GuardStop:
         stopped_with = delivered_step(trainer)
-    history = [(step, evaluations["preference"].metrics) for step, evaluations in trainer.history]
+    history = [
+        (step, {name: own.mean for name, own in evaluations["preference"].metrics.items()})
+        for step, evaluations in trainer.history
+    ]
     kl = {step: n["task/preference/kl"] for step, n in enumerate(step_metrics(trainer))}
     return summarise(history, kl, stopped_with)
 

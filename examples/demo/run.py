@@ -29,9 +29,8 @@ from multitask_rl.config.build import build_dataclass
 from multitask_rl.config.located_yaml import load_yaml
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import GuardStop, MultitaskRLError
-from multitask_rl.evaluation import mean_interval
 from multitask_rl.intervals import compare_means
-from multitask_rl.records import Event, TaskEvaluation
+from multitask_rl.records import Direction, Event, TaskEvaluation
 from multitask_rl.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -123,7 +122,8 @@ def _summarise(trainer: Trainer, seed: int, wall_s: float) -> dict[str, Any]:
 
 
 def _figures(evaluation: TaskEvaluation) -> dict[str, float]:
-    return dict(zip(("mean", "low", "high", "n"), mean_interval(evaluation.values), strict=True))
+    low, high = evaluation.primary.interval
+    return {"mean": evaluation.primary.mean, "low": low, "high": high, "n": evaluation.primary.n}
 
 
 def _guard_events(trainer: Trainer) -> list[Event]:
@@ -152,12 +152,12 @@ def _print_results(trainer: Trainer, summary: Mapping[str, Any]) -> None:
         print(
             f"  {name:<{width}}  {evaluation.metric:<20} {_interval(before)} -> {_interval(after)}"
             f"  n {after['n']}  {change.delta:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"
-            f" {change.verdict(evaluation.higher_is_better)}"
+            f" {change.verdict(evaluation.primary.direction is not Direction.lower)}"
         )
         for metric in _secondary(evaluation):
             print(
-                f"  {'':<{width}}  {metric:<20} {first[name].metrics[metric]:.3f} -> "
-                f"{evaluation.metrics[metric]:.3f}"
+                f"  {'':<{width}}  {metric:<20} {first[name].metrics[metric].mean:.3f} -> "
+                f"{evaluation.metrics[metric].mean:.3f}"
             )
     _print_weights(Path(trainer.config.output_dir) / "metrics.jsonl", list(last))
     events = _guard_events(trainer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from multitask_rl.records import TaskEvaluation
@@ -15,11 +14,9 @@ def print_evaluations(evaluations: Mapping[str, TaskEvaluation]) -> None:
     width = max([4, *map(len, evaluations)])
     print(f"{'task':<{width}}  {'metric':<20} {'mean':>8} {'+/-':>7} {'n':>6} {'failed':>6}")
     for name, evaluation in evaluations.items():
-        valid = [v for v in evaluation.values if math.isfinite(v)]
-        mean = sum(valid) / len(valid) if valid else math.nan
-        variance = sum((v - mean) ** 2 for v in valid) / (len(valid) - 1) if len(valid) > 1 else math.nan
-        half = 1.96 * math.sqrt(variance / len(valid)) if len(valid) > 1 else math.nan
-        failed = len(evaluation.values) - len(valid)
+        primary = evaluation.primary
+        half, failed = 1.96 * primary.error, len(primary.values) - primary.n
         print(
-            f"{name:<{width}}  {evaluation.metric:<20} {mean:>8.4f} {half:>7.4f} {len(valid):>6} {failed:>6}"
+            f"{name:<{width}}  {evaluation.metric:<20} "
+            f"{primary.mean:>8.4f} {half:>7.4f} {primary.n:>6} {failed:>6}"
         )

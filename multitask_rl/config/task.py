@@ -195,8 +195,8 @@ class TaskSpec:
     """Never trained; evaluated and guarded."""
     primary_metric: str = "reward"
     """``reward``, the name of one of its rewards, or a ``reward/component``."""
-    higher_is_better: bool = True
-    """Direction of the primary metric."""
+    higher_is_better: bool | None = None
+    """Direction of the primary metric; None = as its reward declares."""
     target: float = 1.0
     """Level of the primary metric at which the task counts as learnt (schedulers)."""
     renamed_from: str = ""

@@ -13,6 +13,7 @@ from statistics import fmean
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.executor.rounds import Dealt, Rounds
@@ -38,8 +39,8 @@ class Scorer(Protocol):
         """Build the plugins."""
         ...
 
-    def reward_ranges(self) -> dict[str, tuple[float, float]]:
-        """Return ``(low, high)`` of each task's reward where it is declared."""
+    def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
+        """Return what the rewards of each task declare, by task and the reward's name."""
         ...
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
@@ -164,10 +165,10 @@ class RayScorer:
         """Build the plugins in every pool."""
         self._all("start")
 
-    def reward_ranges(self) -> dict[str, tuple[float, float]]:
-        """Return the ranges that the first pool knows; they all know the same."""
-        ranges: dict[str, tuple[float, float]] = self._all("reward_ranges")[0]
-        return ranges
+    def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
+        """Return what the first pool knows; they all know the same."""
+        traits: dict[str, dict[str, PluginTraits]] = self._all("reward_traits")[0]
+        return traits
 
     def _deal(self, method: str, rollouts: Sequence[Rollout], *beside: Sequence[Any]) -> list[Any]:
         """Call ``method`` with each pool's share of the rollouts and of what is given ``beside`` them."""

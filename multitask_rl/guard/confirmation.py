@@ -30,9 +30,12 @@ class Confirmation:
         self._good: dict[str, list[float]] = {}
         self._fresh: dict[str, tuple[list[float], list[float]]] = {}
 
-    def remember_good(self, evaluations: Mapping[str, TaskEvaluation]) -> None:
-        """Keep the values per prompt of weights judged good."""
-        self._good = {task: list(evaluation.values) for task, evaluation in evaluations.items()}
+    def remember_good(self, watches: Sequence[Watch], evaluations: Mapping[str, TaskEvaluation]) -> None:
+        """Keep the values per prompt of weights judged good, of every watched metric."""
+        self._good = {}
+        for watch in watches:
+            if watch.task in evaluations and (found := watch.find(evaluations[watch.task])) is not None:
+                self._good[watch.key] = list(found.values)
 
     def forget_fresh(self) -> None:
         """The alarm is over; a later one starts with evaluations of its own."""
@@ -47,22 +50,24 @@ class Confirmation:
     ) -> tuple[bool, dict[str, float]]:
         """Return whether the fall is confirmed, and the numbers of the test.
 
-        A metric of which only means are known has no pairs: the screen alone decides.
+        Without values per prompt to compare (no weights were judged good) the screen alone decides.
         """
-        if not self._config.confirm or watch.metric:
+        stored = watch.find(evaluation)
+        if not self._config.confirm or stored is None:
             return True, {}
         fresh = confirm(watch.task) if confirm is not None else None
-        if fresh is not None:
-            current, reference = self._fresh.setdefault(watch.task, ([], []))
-            current.extend(fresh[0].values)
-            reference.extend(fresh[1].values)
+        pair = (watch.find(fresh[0]), watch.find(fresh[1])) if fresh is not None else (None, None)
+        if pair[0] is not None and pair[1] is not None:
+            current, reference = self._fresh.setdefault(watch.key, ([], []))
+            current.extend(pair[0].values)
+            reference.extend(pair[1].values)
             limit = self._config.confirm_z
-        elif watch.task in self._good:
-            current, reference = list(evaluation.values), self._good[watch.task]
+        elif self._good.get(watch.key):
+            current, reference = list(stored.values), self._good[watch.key]
             limit = self._config.stored_z
         else:
             return True, {}
-        test = compare_paired(current, reference, higher_is_better=watch.higher_is_better)
+        test = compare_paired(current, reference, direction=stored.direction)
         numbers = {
             "z": test.z,
             "z_limit": limit,
@@ -79,12 +84,11 @@ class Confirmation:
             "fresh": {task: [_without_nan(side) for side in pair] for task, pair in self._fresh.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """Restore ``state_dict``."""
-        self._good = {renamed.get(task, task): _with_nan(values) for task, values in state["good"].items()}
+    def load_state_dict(self, state: Mapping[str, Any], rename: Callable[[str], str]) -> None:
+        """Restore ``state_dict``; ``rename`` maps old keys to new ones."""
+        self._good = {rename(key): _with_nan(values) for key, values in state["good"].items()}
         self._fresh = {
-            renamed.get(task, task): (_with_nan(now), _with_nan(then))
-            for task, (now, then) in state["fresh"].items()
+            rename(key): (_with_nan(now), _with_nan(then)) for key, (now, then) in state["fresh"].items()
         }
 
 

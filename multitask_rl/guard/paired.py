@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 
-from multitask_rl.intervals import sign_test
+from multitask_rl.intervals import sign_test, student_tails, summarise
+from multitask_rl.records import Direction
 
 __all__ = ["PairedTest", "compare_paired"]
 
@@ -32,14 +33,14 @@ class PairedTest:
 
 
 def compare_paired(
-    current: Sequence[float], reference: Sequence[float], *, higher_is_better: bool = True
+    current: Sequence[float], reference: Sequence[float], *, direction: Direction = Direction.higher
 ) -> PairedTest:
     """Test whether ``current`` is worse than ``reference``, prompt by prompt.
 
     For values of 0 and 1 this is McNemar's exact test: given ``b + c`` prompts that changed, the ``b`` that
-    got worse are Binomial(b + c, 1/2) without a drop. Otherwise ``z = mean(d) / (sd(d) / sqrt(n))``. Prompts
-    that either side failed to score (NaN) are left out; sequences of different lengths are compared as
-    independent samples (Welch).
+    got worse are Binomial(b + c, 1/2) without a drop. Otherwise it is Student's test of the mean difference.
+    Prompts that either side has no value of (NaN) are left out. Sequences of different lengths, or with so
+    few pairs that they leave out more than half of a side, are compared as independent samples.
 
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
     Psychometrika 12, 1947.
@@ -47,10 +48,13 @@ def compare_paired(
     >>> compare_paired([0, 0, 0, 0, 1], [1, 1, 1, 1, 1]).z > 1.5
     True
     """
-    sign = 1.0 if higher_is_better else -1.0
-    if len(current) != len(reference):
-        return _compare_independent(current, reference, sign)
-    pairs = [(c, r) for c, r in zip(current, reference, strict=True) if math.isfinite(c) and math.isfinite(r)]
+    sign = direction.sign
+    now, then = ([v for v in values if math.isfinite(v)] for values in (current, reference))
+    pairs = [
+        (c, r) for c, r in zip(current, reference, strict=False) if math.isfinite(c) and math.isfinite(r)
+    ]
+    if len(current) != len(reference) or 2 * len(pairs) < min(len(now), len(then)):
+        return _compare_independent(now, then, sign)
     if len(pairs) < 2:
         return PairedTest(drop=0.0, z=0.0, num_prompts=len(pairs))
     drops = [sign * (r - c) for c, r in pairs]
@@ -58,17 +62,18 @@ def compare_paired(
     if all(value in (0.0, 1.0) for pair in pairs for value in pair):
         z = _mcnemar_z(worse=drops.count(1.0), better=drops.count(-1.0))
     else:
-        z = _ratio(mean, math.sqrt(variance(drops) / len(drops)))
+        z = _student_z(mean, math.sqrt(variance(drops) / len(drops)), len(drops) - 1)
     return PairedTest(drop=mean, z=z, num_prompts=len(pairs))
 
 
-def _compare_independent(current: Sequence[float], reference: Sequence[float], sign: float) -> PairedTest:
-    now, then = ([v for v in values if math.isfinite(v)] for values in (current, reference))
-    if min(len(now), len(then)) < 2:
-        return PairedTest(drop=0.0, z=0.0, num_prompts=min(len(now), len(then)))
-    drop = sign * (fmean(then) - fmean(now))
-    error = math.sqrt(variance(now) / len(now) + variance(then) / len(then))
-    return PairedTest(drop=drop, z=_ratio(drop, error), num_prompts=min(len(now), len(then)))
+def _compare_independent(now: Sequence[float], then: Sequence[float], sign: int) -> PairedTest:
+    number = min(len(now), len(then))
+    if number < 2:
+        return PairedTest(drop=0.0, z=0.0, num_prompts=number)
+    first, second = summarise(now), summarise(then)
+    drop = sign * (second.mean - first.mean)
+    z = _student_z(drop, math.hypot(first.error, second.error), number - 1)
+    return PairedTest(drop=drop, z=z, num_prompts=number)
 
 
 def _mcnemar_z(*, worse: int, better: int) -> float:
@@ -80,7 +85,10 @@ def _mcnemar_z(*, worse: int, better: int) -> float:
     return z if worse > better else -z
 
 
-def _ratio(mean: float, error: float) -> float:
-    if error > 0.0:
-        return max(-_MAX_Z, min(_MAX_Z, mean / error))
-    return math.copysign(_MAX_Z, mean) if mean else 0.0
+def _student_z(mean: float, error: float, degrees: int) -> float:
+    """Return the normal quantile that is as improbable as this mean with this estimated error."""
+    if not error > 0.0:
+        return math.copysign(_MAX_Z, mean) if mean else 0.0
+    tail = student_tails(mean / error, degrees) / 2
+    z = _MAX_Z if tail < 1e-15 else NormalDist().inv_cdf(1.0 - tail)
+    return math.copysign(min(z, _MAX_Z), mean)

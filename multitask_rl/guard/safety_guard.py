@@ -9,7 +9,7 @@ weights, and a hacked reward rises while the ability falls.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -84,13 +84,13 @@ class SafetyGuard:
         self.absolute = absolute
         self.max_rollbacks = max_rollbacks
         self.config = build_dataclass(SafetyGuardConfig, guard_config, Where(path=("guard", "guard_config")))
-        self.bind({})
+        self.bind(())
 
-    def bind(self, tasks: Mapping[str, bool]) -> None:
+    def bind(self, tasks: Collection[str]) -> None:
         """Learn which tasks are evaluated; called once by the trainer before the first step.
 
         Args:
-            tasks: name -> whether its primary metric is better when higher.
+            tasks: their names.
 
         Raises:
             ConfigError: ``monitor_metrics`` names an unknown task.
@@ -102,9 +102,7 @@ class SafetyGuard:
                     f"guard.monitor_metrics: {entry!r} is not a task or task/metric{suggest(name, tasks)} "
                     f"(tasks: {', '.join(tasks)})"
                 )
-        self._watches = build_watches(
-            self.monitor_metrics if tasks else (), tasks, self.config.lower_is_better
-        )
+        self._watches = build_watches(self.monitor_metrics if tasks else (), tasks, self.config.directions)
         self._settings = DetectorSettings(
             drop=self.threshold,
             absolute=self.absolute,
@@ -146,7 +144,7 @@ class SafetyGuard:
             decision = self._answer_hacking(decision, signs)
         events += [*decision.events, *signs]
         if decision.judged_good:
-            self._confirmation.remember_good(evaluations)
+            self._confirmation.remember_good(self._watches, evaluations)
             events += self._lift_adjustments()
         self._judged_good = decision.judged_good
         self._snapshots.append((step, {w.key: w.state_dict() for w in self._watches}))
@@ -241,7 +239,7 @@ class SafetyGuard:
         for watch in self._watches:
             if watch.key in watches:
                 watch.load_state_dict(watches[watch.key])
-        self._confirmation.load_state_dict(state["confirmation"], names)
+        self._confirmation.load_state_dict(state["confirmation"], rename)
         self._history.load_state_dict(state["history"], names)
         self._snapshots = [
             (at, {rename(key): saved for key, saved in snapshot.items()})

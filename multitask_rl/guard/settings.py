@@ -65,10 +65,8 @@ class SafetyGuardConfig:
     webhook: str = ""
     """``http(s)://`` address that every alert is posted to as JSON; a token for it is read from the
     environment variable ``MULTITASK_RL_WEBHOOK_TOKEN``. Empty = none."""
-    lower_is_better: list[str] = field(
-        default_factory=lambda: ["violation_rate", "over_refusal", "failure_rate", "kl"]
-    )
-    """Of the further metrics (``task/metric``), those that should fall."""
+    directions: dict[str, str] = field(default_factory=dict)
+    """Of further metrics (``task/metric``) that declare no direction: name -> ``higher`` or ``lower``."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -82,5 +80,8 @@ class SafetyGuardConfig:
             raise ValueError(f"max_length_ratio must be > 1, got {self.max_length_ratio!r}")
         if self.webhook and not self.webhook.startswith(("http://", "https://")):
             raise ValueError(f"webhook must start with http:// or https://, got {self.webhook!r}")
+        for name, direction in self.directions.items():
+            if direction not in ("higher", "lower"):
+                raise ValueError(f"directions.{name} must be higher or lower, got {direction!r}")
         if not self.ladder or self.ladder != [rung for rung in _RUNGS if rung in self.ladder]:
             raise ValueError(f"ladder must be some of {', '.join(_RUNGS)} in this order, got {self.ladder!r}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, variance
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multitask_rl.config.build import suggest
+from multitask_rl.errors import ConfigError
 from multitask_rl.guard.detector import DetectorSettings, RegressionDetector
-from multitask_rl.records import Event, TaskEvaluation
+from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
 
 __all__ = ["Watch"]
 
@@ -25,11 +25,12 @@ class Watch:
 
     task: str
     metric: str = ""
-    """Key of ``TaskEvaluation.metrics``; empty = the primary metric, which has a value per prompt."""
-    higher_is_better: bool = True
+    """Key of ``TaskEvaluation.metrics``; empty = the primary metric."""
+    direction: Direction = Direction.none
+    """As the user states it; ``none`` = as the metric declares."""
     detector: RegressionDetector = field(default_factory=RegressionDetector)
     is_unit: bool | None = None
-    """Values lie in [0, 1], as the first evaluation says; None before it."""
+    """Values lie in [0, 1], as declared or as the first evaluation says; None before it."""
 
     @property
     def key(self) -> str:
@@ -37,31 +38,48 @@ class Watch:
         return f"{self.task}/{self.metric}" if self.metric else self.task
 
     def observe(self, evaluation: TaskEvaluation, settings: DetectorSettings) -> bool:
-        """Add an evaluation; False when it holds no finite value of the metric.
+        """Add an evaluation; False when it holds no value of the metric, or no error to judge it by.
 
         A rate that should fall is watched as its complement ``1 - x``: 15 % of a violation rate of 0.02 is
         nothing, 15 % of the 98 % that comply is what matters.
+
+        Raises:
+            ConfigError: neither the metric nor the user says which way it gets better.
         """
-        values = [v for v in evaluation.values if math.isfinite(v)]
-        if self.metric:
-            mean = evaluation.metrics.get(self.metric, math.nan)
-            values = [mean] if math.isfinite(mean) else []
-        if not values:
+        statistic = self.find(evaluation)
+        if statistic is None or not math.isfinite(statistic.error):
             return False
         if self.is_unit is None:
-            self.is_unit = all(0.0 <= v <= 1.0 for v in values)
-        value = self.orient(fmean(values))
-        num_prompts = max(1, len(evaluation.values))
-        if self.metric:
-            spread = self._spread_of_mean(value, num_prompts)
-        else:
-            spread = variance(values) if len(values) > 1 else 0.0
-            num_prompts = len(values)
+            seen = [v for v in statistic.values if math.isfinite(v)] or [statistic.mean]
+            declared = (statistic.low, statistic.high) == (0.0, 1.0)
+            self.is_unit = declared or all(0.0 <= v <= 1.0 for v in seen)
+        value = statistic.mean * statistic.direction.sign
+        if self.is_unit and statistic.direction is Direction.lower:
+            value += 1.0
         floor = _MIN_UNIT_VARIANCE if self.is_unit else _MIN_VARIANCE
-        error = math.sqrt(max(spread, floor) / num_prompts)
-        scale = 0.0 if self.is_unit else math.sqrt(spread)
+        error = max(statistic.error, math.sqrt(floor / statistic.n))
+        scale = 0.0 if self.is_unit else error * math.sqrt(statistic.n)
         self.detector.observe(value, error, evaluation.step, settings, scale=scale)
         return True
+
+    def find(self, evaluation: TaskEvaluation) -> Statistic | None:
+        """Return the metric, with the direction in which it is watched; None: it has no value.
+
+        Raises:
+            ConfigError: it has no direction.
+        """
+        statistic = evaluation.statistic(self.metric)
+        if statistic is None or statistic.n == 0:
+            return None
+        if self.direction.sign:
+            statistic = replace(statistic, direction=self.direction)
+        if not statistic.direction.sign:
+            raise ConfigError(
+                f"guard.monitor_metrics: {self.key!r} is better neither higher nor lower, so nothing is a "
+                f"regression; state it with guard.guard_config.directions.{self.metric}=higher (or lower), "
+                "or leave the metric out"
+            )
+        return statistic
 
     def tell_missing(self, step: int, evaluation: TaskEvaluation | None) -> Event:
         """Say that there is no value; an alarm if there never was one."""
@@ -71,20 +89,6 @@ class Watch:
             kind, reason = "alarm", f"{self.key} has had no value up to step {step}: nothing guards it"
             reason += suggest(self.metric, known)
         return Event(step=step, source="guard", kind=kind, reason=reason, task=self.task)
-
-    def orient(self, value: float) -> float:
-        """Return ``value`` such that higher is better."""
-        if self.higher_is_better:
-            return value
-        return 1.0 - value if self.is_unit else -value
-
-    def _spread_of_mean(self, value: float, num_prompts: int) -> float:
-        """Return a variance per prompt for a metric of which only the mean is known."""
-        if self.is_unit:
-            return value * (1.0 - value)
-        step = value - self.detector.value if self.detector.count else 0.0
-        # Half the mean squared successive difference estimates the variance of the mean, whatever the trend.
-        return num_prompts * 0.5 * step * step
 
     def has_reference(self, settings: DetectorSettings, min_reference: float) -> bool:
         """Whether there is a level to fall from: past the warm-up, and not next to zero."""
@@ -118,12 +122,12 @@ class Watch:
 
 
 def build_watches(
-    entries: Sequence[str], tasks: Mapping[str, bool], lower_is_better: Sequence[str]
+    entries: Sequence[str], tasks: Collection[str], directions: Mapping[str, str]
 ) -> list[Watch]:
     """Return a watch per entry (``task`` or ``task/metric``); without any, one per task."""
     watches = []
     for entry in entries or list(tasks):
         task, _, metric = entry.partition("/")
-        higher = tasks[task] if not metric else metric not in lower_is_better
-        watches.append(Watch(task=task, metric=metric, higher_is_better=higher))
+        stated = Direction(directions.get(metric, "none"))
+        watches.append(Watch(task=task, metric=metric, direction=stated))
     return watches

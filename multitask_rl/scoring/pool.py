@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
+from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Event, Failure, FailureKind, RewardResult, Rollout, Score, Scored, Verdict
 from multitask_rl.scoring.cache import ResultCache
@@ -106,16 +107,12 @@ class RewardPool:
             lane.wait_ready()
         threading.Thread(target=self._tick, name="reward-pool", daemon=True).start()
 
-    def reward_ranges(self) -> dict[str, tuple[float, float]]:
-        """Return ``(low, high)`` of each task's reward where every weighted plugin of it declares one."""
-        ranges = {}
-        for task, judges in self._rewards.items():
-            bounds = [
-                (j.weight * j.lane.traits.low, j.weight * j.lane.traits.high) for j in judges if j.weight
-            ]
-            if bounds and all(math.isfinite(x) for pair in bounds for x in pair):
-                ranges[task] = (sum(min(pair) for pair in bounds), sum(max(pair) for pair in bounds))
-        return ranges
+    def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
+        """Return what the rewards of each task declare, by task and the reward's name."""
+        return {
+            task: {judge.name: judge.lane.traits for judge in judges}
+            for task, judges in self._rewards.items()
+        }
 
     def begin_scoring(self) -> Pending[Scored]:
         """Return an open round of rewards: rollouts are added as they end, see ``score`` for the results."""

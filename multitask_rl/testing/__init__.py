@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multitask_rl.testing.builders import make_prompt, make_rollout
+from multitask_rl.testing.builders import make_evaluation, make_prompt, make_rollout
 from multitask_rl.testing.contract import assert_constraint_contract, assert_reward_contract
 from multitask_rl.testing.fakes import FakeEngine
 
@@ -10,6 +10,7 @@ __all__ = [
     "FakeEngine",
     "assert_constraint_contract",
     "assert_reward_contract",
+    "make_evaluation",
     "make_prompt",
     "make_rollout",
 ]

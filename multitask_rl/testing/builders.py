@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multitask_rl.records import Prompt, Rollout, SamplingParams
+from multitask_rl.intervals import summarise
+from multitask_rl.records import Direction, Prompt, Rollout, SamplingParams, Statistic, TaskEvaluation
 
-__all__ = ["make_prompt", "make_rollout"]
+__all__ = ["make_evaluation", "make_prompt", "make_rollout"]
 
 
 def make_prompt(
@@ -51,4 +52,25 @@ def make_rollout(
         response=response,
         finish_reason=finish_reason,
         sampling=sampling or SamplingParams(),
+    )
+
+
+def make_evaluation(
+    values: Sequence[float],
+    *,
+    task: str = "task",
+    metric: str = "reward",
+    step: int = 0,
+    direction: Direction = Direction.higher,
+    metrics: Mapping[str, Statistic] | None = None,
+) -> TaskEvaluation:
+    """Return a held-out evaluation whose primary metric has ``values`` per prompt (NaN = failed)."""
+    values = [float(value) for value in values]
+    return TaskEvaluation(
+        task=task,
+        metric=metric,
+        primary=summarise(values, direction=direction, keep=range(len(values))),
+        step=step,
+        policy_version=step,
+        metrics=metrics or {},
     )

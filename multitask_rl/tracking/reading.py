@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from multitask_rl.errors import ConfigError
+from multitask_rl.records import Direction
 from multitask_rl.tracking.timeline import summarise
 
 __all__ = ["Evaluation", "RunRecord", "read_run"]
@@ -26,7 +27,7 @@ class Evaluation:
     metric: str
     values: list[float]
     """[n] per prompt, in the order of the held-out prompts; NaN = failed to score."""
-    higher_is_better: bool
+    direction: Direction
     prompts: str
     """What identifies the held-out prompts, if the run wrote it; else empty."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -107,14 +108,19 @@ def _renamed(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _evaluation(line: Mapping[str, Any], task: str) -> Evaluation:
+    if "direction" not in line:
+        raise ConfigError(
+            f"the evaluation of task {task!r} at step {line.get('step')} does not say which way its metric "
+            "gets better: it was written by another version; read it with that one"
+        )
     return Evaluation(
         step=int(line["step"]),
         task=task,
         metric=str(line["metric"]),
         values=[math.nan if value is None else float(value) for value in line["values"]],
-        higher_is_better=bool(line.get("higher_is_better", True)),
+        direction=Direction(line["direction"]),
         prompts=str(line.get("prompts", "")),
-        metrics={k: float(v) for k, v in line.get("metrics", {}).items() if v is not None},
+        metrics={k: float(v["mean"]) for k, v in line.get("metrics", {}).items() if v["mean"] is not None},
     )
 
 

@@ -223,7 +223,7 @@ def test_going_back_and_changing_nothing_replays_the_same_trajectory(tmp_path):
     trainer = Trainer.from_config(config)
     trainer.train()
     expected, at_end = weights_hash(trainer), trainer.scheduler.weights()
-    held_out = {name: e.metrics["reward_mean"] for name, e in trainer.history[-1][1].items()}
+    held_out = {name: e.metrics["reward_mean"].mean for name, e in trainer.history[-1][1].items()}
     resumed = Trainer.from_config(config)
     resumed._open()
     restore(resumed, resumed.store.checkpoints.load(resumed.store.checkpoints.path(2)))

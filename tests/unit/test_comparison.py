@@ -24,7 +24,7 @@ def _write_run(
     config: dict[str, Any] | None = None,
     *,
     prompts: str = "",
-    higher_is_better: bool = True,
+    direction: str = "higher",
 ) -> Path:
     directory.mkdir()
     with (directory / "evaluations.jsonl").open("w", encoding="utf-8") as stream:
@@ -34,7 +34,7 @@ def _write_run(
                 "task": task,
                 "metric": "accuracy",
                 "values": values,
-                "higher_is_better": higher_is_better,
+                "direction": direction,
             }
             stream.write(json.dumps({**line, **({"prompts": prompts} if prompts else {})}) + "\n")
     (directory / "config.yaml").write_text(yaml.safe_dump(config or {"seed": 0}))
@@ -238,7 +238,7 @@ def test_values_are_paired_only_when_the_prompts_are_the_same(
 
 def test_lower_is_better_turns_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
-        _write_run(tmp_path / str(i), [(1, "kl", [i + 0.0, i + 0.1, 1.1 * i + 0.2])], higher_is_better=False)
+        _write_run(tmp_path / str(i), [(1, "kl", [i + 0.0, i + 0.1, 1.1 * i + 0.2])], direction="lower")
         for i in range(3)
     ]
     results = _compare(capsys, *runs)
@@ -270,6 +270,7 @@ def test_report_shows_before_and_after_weights_and_events(
 def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def line(step: int, task: str, values: Values, metric: str = "reward", prompts: str = "p") -> str:
         entry = {"step": step, "task": task, "metric": metric, "prompts": prompts, "values": values}
+        entry["direction"] = "higher"
         return json.dumps(entry) + "\n"
 
     low: Values = [0.1, 0.2, 0.1, 0.2, 0.15]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,11 +10,16 @@ from multitask_rl.cli import main
 from multitask_rl.comparison import main_report
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.evaluation import evaluation_row
 from multitask_rl.intervals import rate_upper_bound
 from multitask_rl.records import Failure, FailureKind, Scored, Verdict
 from multitask_rl.satisfaction import constraint_metrics, constraint_warnings, smallest_number
 from multitask_rl.scoring.results import to_verdict
-from multitask_rl.testing import make_rollout
+from multitask_rl.testing import make_evaluation, make_rollout
+
+
+def numbers(spec, records):
+    return {name: own.mean for name, own in constraint_metrics(spec, records).items()}
 
 
 def at_most(events, number, rate):
@@ -68,26 +74,26 @@ FAILED = Failure(kind=FailureKind.timeout, message="slow")
 
 
 def test_the_bound_decides_and_not_the_rate():
-    few = constraint_metrics(spec(limit=0.1), scored(*[GOOD] * 19, BAD))
+    few = numbers(spec(limit=0.1), scored(*[GOOD] * 19, BAD))
     assert few["constraint/safe/violation_rate"] == 0.05
     assert few["constraint/safe/upper_bound"] == pytest.approx(rate_upper_bound(1, 20))
     assert few["constraint/safe/satisfied"] == 0.0
-    many = constraint_metrics(spec(limit=0.1), scored(*[GOOD] * 190, *[BAD] * 10))
+    many = numbers(spec(limit=0.1), scored(*[GOOD] * 190, *[BAD] * 10))
     assert many["constraint/safe/violation_rate"] == 0.05
     assert many["constraint/safe/satisfied"] == 1.0
 
 
 def test_what_a_constraint_does_not_concern_or_could_not_judge_counts_nowhere():
-    own = constraint_metrics(spec(limit=0.5), scored(*[GOOD] * 8, BAD, *[ELSEWHERE] * 50, *[FAILED] * 30))
+    own = numbers(spec(limit=0.5), scored(*[GOOD] * 8, BAD, *[ELSEWHERE] * 50, *[FAILED] * 30))
     assert own["constraint/safe/n"] == 9
     assert own["constraint/safe/violation_rate"] == pytest.approx(1 / 9)
-    nobody = constraint_metrics(spec(limit=0.5), scored(ELSEWHERE, FAILED))
+    nobody = numbers(spec(limit=0.5), scored(ELSEWHERE, FAILED))
     assert "constraint/safe/violation_rate" not in nobody
     assert nobody["constraint/safe/satisfied"] == 0.0
 
 
 def test_a_constraint_without_a_limit_is_not_tested():
-    assert constraint_metrics(spec(), scored(GOOD, BAD)) == {}
+    assert numbers(spec(), scored(GOOD, BAD)) == {}
 
 
 def test_none_means_that_a_constraint_does_not_concern_the_sample():
@@ -150,8 +156,8 @@ def test_the_report_shows_limits_with_their_bounds(tmp_path, capsys):
     with (tmp_path / "evaluations.jsonl").open("w") as file:
         for step, bad in ((0, 60), (5, 2)):
             metrics = constraint_metrics(spec(limit=0.05), scored(*[BAD] * bad, *[GOOD] * (200 - bad)))
-            line = {"step": step, "task": "chat", "metric": "reward", "values": [1.0, 0.0]}
-            file.write(json.dumps({**line, "metrics": metrics}) + "\n")
+            evaluation = replace(make_evaluation([1.0, 0.0], task="chat", step=step), metrics=metrics)
+            file.write(json.dumps(evaluation_row(evaluation)) + "\n")
     assert main_report([str(tmp_path)]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("chat/safe"))
     assert row.split() == ["chat/safe", "0.3", "0.01", "0.03114", "0.05", "200", "yes"]

@@ -11,7 +11,8 @@ from multitask_rl.guard.decision import GuardAction
 from multitask_rl.guard.hacking import HackingMonitor, Observation, kendall_score
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.guard.settings import SafetyGuardConfig
-from multitask_rl.records import Event, TaskEvaluation, TaskStats
+from multitask_rl.records import Event, TaskStats
+from multitask_rl.testing import make_evaluation
 
 
 def _observe(
@@ -106,9 +107,7 @@ def test_the_guard_lowers_the_share_of_a_hacked_task_before_it_is_a_regression()
         if step % 10 == 0:
             level = 0.6 if step < 60 else 0.6 - 0.002 * (step - 60)
             evaluations = {
-                t: TaskEvaluation(
-                    task=t, metric="m", values=[1.0] * n + [0.0] * (500 - n), step=step, policy_version=0
-                )
+                t: make_evaluation([1.0] * n + [0.0] * (500 - n), task=t, step=step)
                 for t, n in (("a", round(500 * level)), ("b", 350))
             }
             decisions.append(guard.observe(step, evaluations))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from multitask_rl.guard.paired import compare_paired
+from multitask_rl.records import Direction
 
 
 def test_mcnemar_equals_the_hand_computed_binomial_tail() -> None:
@@ -24,14 +25,14 @@ def test_equal_sequences_say_nothing() -> None:
     assert (test.z, test.drop, test.num_prompts) == (0.0, 0.0, 3)
 
 
-def test_continuous_values_use_the_paired_z() -> None:
-    # drops .1, .3, .2: mean .2, sd .1, z = .2 / (.1 / sqrt 3)
+def test_continuous_values_use_the_paired_t_as_a_normal_quantile() -> None:
+    # drops .1, .3, .2: mean .2, sd .1, t = .2 / (.1 / sqrt 3) = 3.46 of two degrees: one-sided 3.71 %
     test = compare_paired([0.4, 0.2, 0.3], [0.5, 0.5, 0.5])
-    assert test.z == pytest.approx(0.2 / (0.1 / math.sqrt(3)))
+    assert test.z == pytest.approx(NormalDist().inv_cdf(1 - 0.0371), abs=1e-3)
 
 
 def test_direction_turns_the_sign() -> None:
-    assert compare_paired([0.4, 0.2], [0.5, 0.6], higher_is_better=False).z < 0
+    assert compare_paired([0.4, 0.2], [0.5, 0.6], direction=Direction.lower).z < 0
 
 
 def test_prompts_that_failed_on_either_side_are_left_out() -> None:
@@ -43,7 +44,8 @@ def test_prompts_that_failed_on_either_side_are_left_out() -> None:
 def test_other_prompts_are_compared_as_independent_samples() -> None:
     test = compare_paired([0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0])
     assert test.drop == pytest.approx(0.75 - 1 / 3)
-    assert test.z == pytest.approx((0.75 - 1 / 3) / math.sqrt((1 / 3) / 3 + 0.25 / 4))
+    # t = (3/4 - 1/3) / sqrt((1/3) / 3 + (1/4) / 4) = 1 of two degrees: one-sided 21.13 %
+    assert test.z == pytest.approx(NormalDist().inv_cdf(1 - 0.2113), abs=1e-3)
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [math.nan, math.nan]])

@@ -15,6 +15,7 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
+from multitask_rl.testing import make_evaluation
 
 EVERY = 10
 POISON = range(2000, 2600)
@@ -60,9 +61,7 @@ class Run:
         outcomes = {}
         for task, skill in self.skill.items():
             solved = np.where(redrawn, self.stream.random(256) < skill, self.difficulty < skill)
-            outcomes[task] = TaskEvaluation(
-                task=task, metric="m", values=solved.astype(float).tolist(), step=self.step, policy_version=0
-            )
+            outcomes[task] = make_evaluation(solved.tolist(), task=task, step=self.step)
         return outcomes
 
     def judge(self) -> None:

@@ -11,7 +11,9 @@ import pytest
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.records import TaskEvaluation, TaskStats
+from multitask_rl.intervals import summarise
+from multitask_rl.records import Direction, TaskEvaluation, TaskStats
+from multitask_rl.testing import make_evaluation
 
 N = 256
 
@@ -34,9 +36,7 @@ class Actor:
         skill = self.skill[task]
         redrawn = self._stream.random(len(difficulty)) < flips
         solved = np.where(redrawn, self._stream.random(len(difficulty)) < skill, difficulty < skill)
-        return TaskEvaluation(
-            task=task, metric="accuracy", values=solved.astype(float).tolist(), step=step, policy_version=step
-        )
+        return make_evaluation(solved.tolist(), task=task, step=step)
 
     def confirm(self, good: Mapping[str, float]) -> Callable[[str], tuple[TaskEvaluation, TaskEvaluation]]:
         """Fresh prompts for the present skill and for that of the weights judged good."""
@@ -54,22 +54,33 @@ class Actor:
 
 def _guard(tasks: str = "ab", **config: Any) -> SafetyGuard:
     guard = SafetyGuard(**config)
-    guard.bind(dict.fromkeys(tasks, True))
+    guard.bind(list(tasks))
     return guard
 
 
 def _constant(
-    values: Mapping[str, float], step: int, metrics: Mapping[str, float] | None = None
+    values: Mapping[str, float],
+    step: int,
+    metrics: Mapping[str, float] | None = None,
+    direction: Direction = Direction.higher,
 ) -> dict[str, TaskEvaluation]:
     """Exactly ``value`` of 200 prompts solved, always the first ones."""
     return {
-        task: TaskEvaluation(
+        task: make_evaluation(
+            [i < 200 * value for i in range(200)],
             task=task,
-            metric="m",
-            values=[float(i < 200 * value) for i in range(200)],
             step=step,
-            policy_version=step,
-            metrics=metrics or {},
+            direction=direction,
+            metrics={
+                name: summarise(
+                    [float(i < 200 * rate) for i in range(200)],
+                    direction=Direction.lower,
+                    low=0.0,
+                    high=1.0,
+                    keep=range(200),
+                )
+                for name, rate in (metrics or {}).items()
+            },
         )
         for task, value in values.items()
     }
@@ -361,9 +372,10 @@ def test_a_slow_leak_is_found_within_twenty_evaluations() -> None:
 
 def test_lower_is_better_watches_the_complement() -> None:
     guard = SafetyGuard()
-    guard.bind({"a": False})
+    guard.bind(["a"])
     decisions = [
-        guard.observe(s, _constant({"a": rate}, s)) for s, rate in enumerate([0.02] * 10 + [0.01, 0.3])
+        guard.observe(s, _constant({"a": rate}, s, direction=Direction.lower))
+        for s, rate in enumerate([0.02] * 10 + [0.01, 0.3])
     ]
     assert [d.action for d in decisions[:11]] == [GuardAction.keep] * 11
     assert decisions[11].action is GuardAction.rollback
@@ -388,9 +400,7 @@ def test_values_without_a_zero_are_watched_against_their_spread() -> None:
     actions = []
     for step in range(60):
         values = prompts + 0.3 * stream.normal(size=N) - (1.0 if step >= 50 else 0.0)
-        evaluation = TaskEvaluation(
-            task="a", metric="reward", values=values.tolist(), step=step, policy_version=0
-        )
+        evaluation = make_evaluation(values.tolist(), task="a", step=step)
         actions.append(guard.observe(step, {"a": evaluation}).action)
     assert set(actions[:50]) == {GuardAction.keep}
     assert actions[50] is GuardAction.rollback
@@ -405,7 +415,7 @@ def test_an_evaluation_that_failed_is_not_judged_good_and_said_once() -> None:
     _run(guard, [0.6] * 5)
     failed = {
         **_constant({"b": 0.7}, 60),
-        "a": TaskEvaluation(task="a", metric="m", values=[math.nan] * 4, step=60, policy_version=0),
+        "a": make_evaluation([math.nan] * 4, task="a", step=60),
     }
     first, second = guard.observe(60, failed), guard.observe(70, failed)
     assert not first.judged_good
@@ -421,7 +431,7 @@ def test_a_metric_that_never_had_a_value_is_told_once_and_leaves_the_others_guar
     for step in range(11):
         level = 0.6 if step < 10 else 0.3
         evaluations = _constant({"a": level, "b": 0.7}, step, {"violation_rate": 0.1})
-        failed = TaskEvaluation(task="c", metric="m", values=[math.nan] * 4, step=step, policy_version=0)
+        failed = make_evaluation([math.nan] * 4, task="c", step=step)
         decisions.append(guard.observe(step, {**evaluations, "c": failed}))
     assert [d.judged_good for d in decisions] == [True] * 10 + [False]
     assert decisions[10].action is GuardAction.rollback
