@@ -27,7 +27,8 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = (directory / ".lock").open("a+", encoding="utf-8")
+        self._path = directory / ".lock"
+        self._file: TextIO | None = self._path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -46,6 +47,15 @@ class DirectoryLock:
         self._file.truncate()
         self._file.write(json.dumps([socket.gethostname(), os.getpid()]))
         self._file.flush()
+
+    def is_lost(self) -> bool:
+        """Whether the directory, or the file in it that is locked, was deleted or replaced since."""
+        if self._file is None:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return True
 
     def release(self) -> None:
         """Let others have it. Idempotent."""

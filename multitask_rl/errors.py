@@ -18,6 +18,9 @@ Constructors take one message so that every error survives ``pickle`` (Ray, proc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -30,6 +33,7 @@ __all__ = [
     "RewardError",
     "SandboxError",
     "TrainingError",
+    "disk_errors",
 ]
 
 
@@ -87,3 +91,23 @@ class GuardStop(MultitaskRLError):
     """The guard ended the run; the report says why."""
 
     exit_code = 3
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn what the disk refuses while ``what`` is written into one ``CheckpointError``; a bug passes.
+
+    Extensions in Rust (safetensors, tokenizers) have exceptions of their own for what is an ``OSError``.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise CheckpointError(
+            f"cannot write {what}: {reason}. Earlier checkpoints are intact; free space or choose another "
+            "output_dir, then start again: the run resumes."
+        ) from error

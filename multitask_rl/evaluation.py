@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +18,10 @@ from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.satisfaction import constraint_metrics
 from multitask_rl.stages import RewardStage, RolloutStage, Scorer
 from multitask_rl.task_run import TaskRun, render_rows
+from multitask_rl.tracking.record_files import RecordFile
 from multitask_rl.training.actor import Actor
 
 __all__ = ["Evaluator"]
-
-logger = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -80,13 +79,13 @@ class Evaluator:
 
 
 def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:
-    """Append one line per task to ``evaluations.jsonl``; what cannot be written is lost, not the run."""
-    lines = [json.dumps(evaluation_row(evaluation)) + "\n" for evaluation in evaluations.values()]
-    try:
-        with file.open("a", encoding="utf-8") as stream:
-            stream.writelines(lines)
-    except OSError as error:
-        logger.warning("%s lacks an evaluation: %s", file, error)
+    """Append one line per task to ``evaluations.jsonl``.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with contextlib.closing(RecordFile(file)) as record:
+        record.append(json.dumps(evaluation_row(evaluation)) + "\n" for evaluation in evaluations.values())
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:

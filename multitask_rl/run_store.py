@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from multitask_rl.config.run import CheckpointConfig, RunConfig
-from multitask_rl.config.task import TaskSpec
 from multitask_rl.directory_lock import DirectoryLock
-from multitask_rl.errors import CheckpointError, ConfigError
+from multitask_rl.errors import CheckpointError, ConfigError, disk_errors
 from multitask_rl.records import Event
 from multitask_rl.run_state import collect_state, collect_tensors, reading_state, renamed_tasks, restore
-from multitask_rl.tracking.jsonl import cut_after_step
-from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore, disk_errors
+from multitask_rl.tracking.record_files import RECORDS, cut_records, record_lengths, set_records_aside
+from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
 from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
 from multitask_rl.training.vocabulary import fit_weights
 
@@ -70,6 +69,10 @@ class RunStore:
             raise
         self.restored: Path | None = None
         """The checkpoint whose weights the run began with."""
+        self.resumed_at: int | None = None
+        """The step at which the run goes on in its own records; None: they begin anew."""
+        self._recorded: set[str] = set()
+        """Record files that were there when the run looked last."""
         self.events: list[Event] = []
         """What is to be told of the resume."""
 
@@ -77,6 +80,25 @@ class RunStore:
         """Let others have the directory. Idempotent."""
         if self._lock is not None:
             self._lock.release()
+
+    def check(self) -> None:
+        """See that the directory is still the one that the run began in, with all its records.
+
+        Raises:
+            CheckpointError: something was deleted or replaced, and records with it.
+        """
+        there = {name for name in RECORDS if (self._output_dir / name).exists()}
+        if self._lock is not None and self._lock.is_lost():
+            lost = f"output_dir {str(self._output_dir)!r}"
+        elif self._recorded - there:
+            lost = str(self._output_dir / min(self._recorded - there))
+        else:
+            self._recorded = there
+            return
+        raise CheckpointError(
+            f"{lost} was deleted or replaced while the run writes it: records are lost. The weights are "
+            "saved; start again: the run goes on from them"
+        )
 
     @property
     def timeline(self) -> Path:
@@ -126,19 +148,18 @@ class RunStore:
     def resume(self, trainer: Trainer) -> str | None:
         """Restore the checkpoint found, if any; return the trackers' identity, if it is of this run.
 
-        If the run goes on, what it recorded after the checkpoint is cut off.
+        If the run goes on, what it recorded after the checkpoint is cut off; else it is set aside.
 
         Raises:
             ConfigError: the run was made with another model.
+            CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
         track = self._track
-        records = [path for path in (self._output_dir / "evaluations.jsonl", self.timeline) if path.exists()]
         if self._found is None:
             if track:
                 # those that cannot be read would be the newest of the new run's, and outlive its own
                 self.checkpoints.set_aside_after(-1)
-            for path in records if track else ():
-                _set_aside(path)
+                set_records_aside(self._output_dir)
             return None
         changed = self._changed(trainer.config) if track else {}
         restore(trainer, self._found)
@@ -156,18 +177,17 @@ class RunStore:
         is_own = self._found.path.resolve().parent == self.checkpoints.directory.resolve()
         self.restored = self._found.path
         run_id = self._found.state["run_id"] if is_own else None
+        if track and is_own:
+            cut_records(self._output_dir, self._found.state["records"])
+            self.resumed_at = trainer.step
+        elif track:
+            set_records_aside(self._output_dir)
         self._found = None
-        for path in records if track else ():
-            cut_after_step(path, trainer.step)
         return None if run_id is None else str(run_id)
 
     def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the keys whose values the run had otherwise: key -> (before, now)."""
-        try:
-            before = yaml.safe_load((self._output_dir / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError):
-            return {}  # of another run's checkpoint, or lost
-        old = dict(_flat(before if isinstance(before, dict) else {}))
+        old = dict(_flat(self.read_config()))
         new = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
         model = "model.name_or_path"
         if old.get(model) and Path(str(old[model])).name != Path(str(new[model])).name:
@@ -180,24 +200,43 @@ class RunStore:
         return {key: (old.get(key), value) for key, value in new.items() if old.get(key, value) != value}
 
     def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:
-        """Write a checkpoint of everything."""
+        """Write a checkpoint of everything, and how far the run's records go with it."""
         self.checkpoints.save(
             CheckpointEntry(step=trainer.step, judged_good=judged_good, score=score),
             save_actor=trainer.actor.save,
             tensors=collect_tensors(trainer),
-            state=collect_state(trainer),
+            state={**collect_state(trainer), "records": record_lengths(self._output_dir)},
         )
 
-    def write_config(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
-        """Write ``config.yaml`` (the resolved configuration, tasks included) and return it."""
-        resolved = dataclasses.asdict(config)
-        resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
-        plain = json.loads(json.dumps(resolved))
+    def read_config(self) -> dict[str, Any]:
+        """Return what ``config.yaml`` holds; nothing if it is lost or cannot be read."""
+        try:
+            value = yaml.safe_load((self._output_dir / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def settle_config(self, trainer: Trainer) -> dict[str, Any]:
+        """Write ``config.yaml`` (the resolved configuration, tasks included) and return it.
+
+        A run that already made its steps keeps the one it was made with.
+        """
+        if self.resumed_at is not None and trainer.step >= trainer.config.max_steps:
+            logger.info(
+                "the run in %s already made its %d steps; raise max_steps to go on, or choose another "
+                "output_dir for a new run",
+                self._output_dir,
+                trainer.step,
+            )
+            self.events.clear()
+            return self.read_config()
+        resolved = dataclasses.asdict(trainer.config)
+        resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in trainer.plan.specs.items()}
+        plain: dict[str, Any] = json.loads(json.dumps(resolved))
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         with disk_errors(f"config.yaml in {self._output_dir}"):
             (self._output_dir / "config.yaml").write_text(text, encoding="utf-8")
-        result: dict[str, Any] = plain
-        return result
+        return plain
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

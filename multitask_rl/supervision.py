@@ -14,7 +14,7 @@ from multitask_rl.errors import CheckpointError, GuardStop
 from multitask_rl.evaluation import Evaluator, append_evaluations
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.interrupts import check_interrupt
+from multitask_rl.interrupts import check_interrupt, finishing
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.run_state import restore
 from multitask_rl.satisfaction import PREFIX
@@ -47,6 +47,8 @@ class Supervisor:
         """Step of the last checkpoint."""
         self._known = CheckpointEntry(step=-1)
         """What is known of the weights evaluated last."""
+        self._has_other_weights = False
+        """The actor has a checkpoint's weights for the time of a comparison."""
 
     def inspect(self, *, last: bool = False) -> bool:
         """Evaluate, judge and save what is due at this step; False if the run was taken back.
@@ -60,18 +62,18 @@ class Supervisor:
         step, config = self._trainer.step, self._trainer.config
         forced = last or step == 0
         evaluates = (forced or _is_due(step, config.eval.every)) and self.evaluated_at != step
-        if evaluates and not self._assess():
-            return False
-        # saved before its evaluation when that was interrupted: once more, with the verdict
-        if evaluates if self.saved_at == step else forced or _is_due(step, config.checkpoint.every):
-            self.save()
+        judged = self._judge() if evaluates else None
+        with finishing():  # recorded and saved with what came of it, or not at all
+            if judged is not None and not self._conclude(*judged):
+                return False
+            # saved before its evaluation when that was interrupted: once more, with the verdict
+            if evaluates if self.saved_at == step else forced or _is_due(step, config.checkpoint.every):
+                self.save()
         return True
 
-    def evaluate(self) -> dict[str, TaskEvaluation]:
-        """Evaluate every task at this step and record it."""
+    def _record(self, evaluations: dict[str, TaskEvaluation], seconds: float) -> None:
+        """Record the evaluation of every task at this step."""
         trainer = self._trainer
-        began = time.perf_counter()
-        evaluations = self._evaluator.evaluate(trainer.step)
         self.evaluated_at = trainer.step
         self._known = CheckpointEntry(step=trainer.step, score=_score(evaluations))
         trainer.history.append((trainer.step, evaluations))
@@ -86,9 +88,8 @@ class Supervisor:
                     per_task[name][f"eval_{key}"] = statistic.mean
         directions = {name: e.primary.direction for name, e in evaluations.items()}
         numbers = {**aggregate(per_task, "eval", directions), **limits}
-        numbers["time/evaluation_s"] = time.perf_counter() - began
+        numbers["time/evaluation_s"] = seconds
         trainer.trackers.log_metrics(numbers, trainer.step)
-        return evaluations
 
     def save(self) -> None:
         """Write a checkpoint with what is known of its weights."""
@@ -106,37 +107,51 @@ class Supervisor:
         except BaseException:
             try:
                 trainer.pipeline.rewind()
-                if trainer.step > 0 and self.saved_at != trainer.step:
+                if trainer.step > 0 and self.saved_at != trainer.step and not self._has_other_weights:
                     self.save()
             except Exception:
                 logger.exception("the run fails and its last checkpoint cannot be written")
             raise
 
-    def _assess(self) -> bool:
-        """Evaluate these weights and do what the guard decides; False if the run was taken back.
+    def _judge(self) -> tuple[dict[str, TaskEvaluation], float, GuardDecision | None]:
+        """Evaluate these weights and let the guard decide; return the seconds the evaluation took as well.
 
-        Interrupted before the guard has decided, it leaves no trace: a resumed run assesses them anew.
+        Interrupted, it leaves no trace: a resumed run does it anew.
         """
-        trainer, guard, step = self._trainer, self._guard, self._trainer.step
-        before = guard.state_dict() if guard is not None else {}
+        trainer, guard = self._trainer, self._guard
+        before = (guard.state_dict() if guard is not None else {}), self.num_confirmations
         with self.keeping_what_was_learnt():
             try:
                 check_interrupt()
-                evaluations = self.evaluate()
-                # the last step of a run that goes on later is not due
-                if _is_due(step, trainer.config.eval.every):
-                    means = {n: e.metrics[REWARD].mean for n, e in evaluations.items() if REWARD in e.metrics}
-                    trainer.scheduler.calibrate(means, step)
-                if guard is None:
-                    return True
-                decision = guard.observe(step, evaluations, self._confirm)
-            except BaseException:
-                self.evaluated_at, self._known = -1, CheckpointEntry(step=-1)
+                began = time.perf_counter()
+                evaluations = self._evaluator.evaluate(trainer.step)
+                seconds = time.perf_counter() - began
+                decision = None
                 if guard is not None:
-                    guard.load_state_dict(before)
+                    decision = guard.observe(trainer.step, evaluations, self._confirm)
+                trainer.scorer.metrics()  # the step that follows counts its own samples alone
+                trainer.store.check()
+                return evaluations, seconds, decision
+            except BaseException:
+                if guard is not None:
+                    guard.load_state_dict(before[0])
+                self.num_confirmations = before[1]
                 raise
+
+    def _conclude(
+        self, evaluations: dict[str, TaskEvaluation], seconds: float, decision: GuardDecision | None
+    ) -> bool:
+        """Record the evaluation and do what the guard decided; False if the run was taken back."""
+        trainer, step = self._trainer, self._trainer.step
+        self._record(evaluations, seconds)
+        # the last step of a run that goes on later is not due
+        if _is_due(step, trainer.config.eval.every):
+            means = {n: e.metrics[REWARD].mean for n, e in evaluations.items() if REWARD in e.metrics}
+            trainer.scheduler.calibrate(means, step)
+        if decision is None or self._guard is None:
+            return True
         self._known.judged_good = decision.judged_good
-        return self._carry_out(guard, decision)
+        return self._carry_out(self._guard, decision)
 
     def _carry_out(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
         """Do what the guard decided; False if the run was taken back."""
@@ -193,13 +208,16 @@ class Supervisor:
 
         current = evaluate()
         kept = {name: value.detach().clone() for name, value in trainer.actor.model.state_dict().items()}
+        self._has_other_weights = True
         try:
             trainer.actor.load_weights(actor_dir)
             trainer.push_weights()
             reference = evaluate()
         finally:
-            trainer.actor.model.load_state_dict(kept)
-            trainer.push_weights()
+            with finishing():
+                trainer.actor.model.load_state_dict(kept)
+                trainer.push_weights()
+                self._has_other_weights = False
         return current, reference
 
     def _roll_back(self, guard: SafetyGuard, decision: GuardDecision) -> bool:

@@ -176,27 +176,29 @@ class Trainer:
     def train(self) -> dict[str, TaskEvaluation]:
         """Run to ``max_steps`` and return the last evaluation.
 
+        A run that already made its steps makes no more; its trackers are told that it has ended, which a kill
+        may have kept from them.
+
         Raises:
             GuardStop: the guard ended the run.
-            TrainingError: the run is already complete, or gradients stayed non-finite.
+            TrainingError: gradients stayed non-finite.
             RewardError: a task's rewards fail beyond its error budget.
+            CheckpointError: checkpoints or records cannot be written.
         """
-        self._open(to_the_end=True)
+        self._open()
         status = "failed"
         try:
-            while self.step < self.config.max_steps:
-                if self.supervisor.inspect():
+            while not self._is_at_end or not self.supervisor.inspect(last=True):
+                # the last step is judged like any other: a regression in it is taken back too
+                if not self._is_at_end and self.supervisor.inspect():
                     self.train_step()
-                # judged like any other: a regression in the last steps is taken back too
-                if self.step == self.config.max_steps:
-                    self.supervisor.inspect(last=True)
             status = "finished"
+            return self.history[-1][1] if self.history else self._evaluator.evaluate(self.step)
         except (GuardStop, KeyboardInterrupt):
             status = "stopped"
             raise
         finally:
             self._close(status)
-        return self.history[-1][1]
 
     def evaluate(self) -> dict[str, TaskEvaluation]:
         """Evaluate every task with the weights as they are, without training."""
@@ -212,6 +214,7 @@ class Trainer:
         self.timeline.begin_step()
         with self.supervisor.keeping_what_was_learnt():
             check_interrupt()
+            self.store.check()
             experience = self.pipeline.next(self.step)
         with finishing():
             return self._finish_step(experience)
@@ -288,16 +291,20 @@ class Trainer:
 
     # -- opening and closing --------------------------------------------------------------------------------
 
-    def _open(self, *, track: bool = True, to_the_end: bool = False) -> None:
+    @property
+    def _is_at_end(self) -> bool:
+        return self.step >= self.config.max_steps
+
+    def _open(self, *, track: bool = True) -> None:
         """Build what depends on the scheduler and guard in use, and resume. Once."""
         if not self._is_open:
             if self._is_closed:
                 raise TrainingError("this trainer could not begin, or is closed; make a new one")
             with self._closing_on_error():
-                self._build(track=track, to_the_end=to_the_end)
+                self._build(track=track)
             self._is_open = True
 
-    def _build(self, *, track: bool, to_the_end: bool) -> None:
+    def _build(self, *, track: bool) -> None:
         config, plan = self.config, self.plan
         torch.manual_seed(config.seed)
         traits = self.scorer.reward_traits()
@@ -325,11 +332,6 @@ class Trainer:
         self._evaluator = Evaluator(*parts, seed=config.seed, temperature=config.eval.temperature)
         self.supervisor = Supervisor(self, self.guard, self._evaluator)
         run_id = self.store.resume(self)
-        if to_the_end and self.step >= config.max_steps:  # before anything of the run is written over
-            raise TrainingError(
-                f"the run in {config.output_dir} already made its {self.step} steps; raise max_steps to go "
-                "on, or choose another output_dir for a new run"
-            )
         self.push_weights()
         self._open_trackers(run_id, track=track)
 
@@ -343,8 +345,8 @@ class Trainer:
     def _open_trackers(self, run_id: str | None, *, track: bool) -> None:
         self.trackers = build_trackers(self.plan, self.guard, run_id, track=track)
         if track:
-            parameters = self.store.write_config(self.config, self.plan.specs)
-            self.trackers.start(parameters, self.step or None)
+            parameters = self.store.settle_config(self)
+            self.trackers.start(parameters, self.store.resumed_at)
             self.note(self.store.events)
             logger.info("%s", self.plan.describe())
 

@@ -240,6 +240,7 @@ class DynamicTaskWeightScheduler:
             "calibrated_at": self._calibrated_at,
             "reported": dict(self._reported),
             "reported_at": self._reported_at,
+            "is_announced": not self._pending,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
@@ -253,6 +254,8 @@ class DynamicTaskWeightScheduler:
             renamed: old name -> new name.
         """
         policy, names = self._bound(), dict(renamed or {})
+        if state["is_announced"]:  # the run has told what ``bind`` has to tell
+            self._pending = []
         if state["policy"] == self.policy_name:
             policy.load_state_dict(state["policy_state"], names)
         else:

@@ -32,8 +32,8 @@ class Tracker(Protocol):
 
         Args:
             parameters: the resolved configuration, nested.
-            resume_step: the last step the checkpoint holds; what an aborted run logged of later steps is
-                dropped where the medium allows it. None = a new run.
+            resume_step: the last step the checkpoint holds (0: the run was killed before its first); what an
+                aborted run logged after it is dropped where the medium allows it. None = a new run.
         """
         ...
 

@@ -1,4 +1,7 @@
-"""Every configured tracker behind one: what fails is reported once and left out; the run goes on."""
+"""Every configured tracker behind one: what fails is reported once and left out; the run goes on.
+
+Only the run's own records in its output directory end it when they cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
+from multitask_rl.errors import CheckpointError
 from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import Tracker
@@ -64,6 +68,8 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
+            except CheckpointError:
+                raise  # the run's own records
             except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
                 self.failures[name] = repr(error)
                 del self._trackers[name]

@@ -1,56 +1,21 @@
 """Tracker that appends JSON lines to the output directory: metrics, events, rollouts.
 
-The plainest record of a run and the one that ``report``, ``compare`` and ``rescore`` read. A line is written
-whole and flushed; a last line that a kill cut in half is dropped on resume.
+The plainest record of a run and the one that ``report``, ``compare`` and ``rescore`` read. It is part of the
+run: what cannot be written ends it (``record_files``).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.lines import dump_line, event_to_dict, scored_to_dict
+from multitask_rl.tracking.record_files import RecordFile
 
-__all__ = ["JsonlTracker", "cut_after_step"]
-
-_FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl")
-
-
-def cut_after_step(path: Path, step: int) -> int:
-    """Drop the lines of ``path`` whose ``step`` is later than ``step``, and torn lines; return how many.
-
-    The file is replaced atomically. Missing file: nothing to do.
-    """
-    if not path.exists():
-        return 0
-    temporary = path.with_name(path.name + ".tmp")
-    num_dropped = 0
-    with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as new:
-        for line in old:
-            if line.endswith("\n") and _step_of(line, default=step + 1) <= step:
-                new.write(line)
-            else:
-                num_dropped += 1
-        new.flush()
-        os.fsync(new.fileno())
-    if num_dropped:
-        temporary.replace(path)
-    else:
-        temporary.unlink()
-    return num_dropped
-
-
-def _step_of(line: str, *, default: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return default
+__all__ = ["JsonlTracker"]
 
 
 class JsonlTracker:
@@ -60,34 +25,15 @@ class JsonlTracker:
         self.run_id = run_id
         self._directory = Path(output_dir)
         self._store_rollouts = config.store_rollouts
-        self._open: dict[str, TextIO] = {}
+        self._open: dict[str, RecordFile] = {}
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
-        """Cut the files to ``resume_step``; a new run moves an older run's files to ``previous-<n>/``."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        if resume_step is None:
-            self._set_aside()
-        else:
-            for name in _FILES:
-                cut_after_step(self._directory / name, resume_step)
-
-    def _set_aside(self) -> None:
-        old = [path for name in _FILES if (path := self._directory / name).exists()]
-        if not old:
-            return
-        index = 1
-        while (target := self._directory / f"previous-{index}").exists():
-            index += 1
-        target.mkdir()
-        for path in old:
-            shutil.move(path, target / path.name)
+        """Nothing to open: the run cuts or sets aside what was recorded before."""
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         if name not in self._open:
-            self._open[name] = (self._directory / name).open("a", encoding="utf-8")
-        stream = self._open[name]
-        stream.writelines(dump_line(record) for record in records)
-        stream.flush()
+            self._open[name] = RecordFile(self._directory / name)
+        self._open[name].append(dump_line(record) for record in records)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line: the step and every metric by name."""

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from multitask_rl.tracking.record_files import RecordFile
 
 __all__ = ["Timeline", "busy_seconds", "summarise"]
-
-logger = logging.getLogger(__name__)
 
 Span = tuple[float, float]
 WAIT = "wait/"
@@ -40,7 +39,7 @@ class Timeline:
         self._spans: list[tuple[str, str, int, Span]] = []
         self._busy: dict[int, dict[str, list[Span]]] = {}
         """Step -> stage -> spans, until the step ends."""
-        self._stream: TextIO | None = None
+        self._file: RecordFile | None = None
         self._zero = 0.0
 
     def begin_step(self) -> None:
@@ -96,42 +95,29 @@ class Timeline:
         spans, self._spans = self._spans, []
         if self._path is None or not spans:
             return
-        try:
-            self._append(self._path, spans)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        logger.warning("%s cannot be written and is left out from here on: %s", self._path, error)
-        stream, self._stream, self._path = self._stream, None, None
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-
-    def _append(self, path: Path, spans: Iterable[tuple[str, str, int, Span]]) -> None:
-        if self._stream is None:  # not before: a resumed run cuts off first what came after its checkpoint
-            self._zero = min(start for *_, (start, _) in spans) - _last_end(path)
-            self._stream = path.open("a", encoding="utf-8")
-        for stage, task, step, (start, end) in spans:
-            line = {
-                "stage": stage,
-                "task": task,
-                "start": round(start - self._zero, 6),
-                "end": round(end - self._zero, 6),
-                "step": step + 1,
-            }
-            self._stream.write(json.dumps(line) + "\n")
-        self._stream.flush()
+        if self._file is None:  # not before: a resumed run cuts off first what came after its checkpoint
+            self._zero = min(start for *_, (start, _) in spans) - _last_end(self._path)
+            self._file = RecordFile(self._path)
+        self._file.append(
+            json.dumps(
+                {
+                    "stage": stage,
+                    "task": task,
+                    "start": round(start - self._zero, 6),
+                    "end": round(end - self._zero, 6),
+                    "step": step + 1,
+                }
+            )
+            + "\n"
+            for stage, task, step, (start, end) in spans
+        )
 
     def close(self) -> None:
         """Write what is left and close the file. Idempotent."""
         self._write()
-        if self._stream is not None:
-            try:
-                self._stream.close()
-            except OSError as error:
-                self._give_up(error)
-            self._stream = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:

@@ -16,19 +16,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multitask_rl.errors import CheckpointError
+from multitask_rl.errors import CheckpointError, disk_errors
 from multitask_rl.training.manifest import check_files, read_json, read_manifest, sync, write_manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "CheckpointEntry", "CheckpointStore", "disk_errors"]
+__all__ = ["Checkpoint", "CheckpointEntry", "CheckpointStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -220,26 +219,6 @@ class CheckpointStore:
         for pattern in (".writing_step_*", ".removed_step_*"):
             for left in self.directory.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
-
-
-@contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn what the disk refuses while ``what`` is written into one ``CheckpointError``; a bug passes.
-
-    Extensions in Rust (safetensors, tokenizers) have exceptions of their own for what is an ``OSError``.
-    """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        if not isinstance(error, OSError) and "(os error " not in str(error):
-            raise
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise CheckpointError(
-            f"cannot write {what}: {reason}. Earlier checkpoints are intact; free space or choose another "
-            "output_dir, then start again: the run resumes."
-        ) from error
 
 
 def _read_entries(directory: Path, steps: list[int]) -> dict[int, CheckpointEntry]:

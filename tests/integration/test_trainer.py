@@ -3,6 +3,7 @@ import json
 import math
 import random
 import re
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.config.run import (
+    BatchConfig,
     CheckpointConfig,
     CriticConfig,
     EvalConfig,
@@ -19,12 +21,14 @@ from multitask_rl.config.run import (
     ModelConfig,
     RolloutConfig,
 )
-from multitask_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
+from multitask_rl.errors import CheckpointError, ConfigError, DataError
 from multitask_rl.evaluation import Evaluator
 from multitask_rl.flow import FunctionStage
+from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import Scored
 from multitask_rl.run_state import restore
 from multitask_rl.trainer import Trainer
+from multitask_rl.training.checkpoint import CheckpointStore
 from multitask_rl.training.vocabulary import control_ids
 
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
@@ -81,10 +85,66 @@ def test_another_seed_gives_another_run(finished):
     assert weights_hash(train(run_config(directory, "other", 6, seed=1))) != weights_hash(first)
 
 
-def test_a_complete_run_that_would_make_no_step_is_an_error(finished):
+def records_of(directory):
+    names = ("rollouts.jsonl", "events.jsonl", "evaluations.jsonl", "metrics.jsonl")
+    return {name: lines(directory, name, without=CLOCKED) for name in names}
+
+
+def test_a_complete_run_makes_no_step_more_and_is_left_as_it_is(finished, caplog):
+    directory, trainer = finished
+    shutil.copytree(directory / "whole", directory / "complete")
+    before = {p: p.read_bytes() for p in (directory / "complete").rglob("*.*") if p.is_file()}
+    caplog.set_level("INFO")
+    again = Trainer.from_config(run_config(directory, "complete", 6, batch=BatchConfig(prompts_per_step=8)))
+    evaluations = again.train()
+    assert {n: e.values for n, e in evaluations.items()} == {
+        n: e.values for n, e in trainer.history[-1][1].items()
+    }
+    assert "already made its 6 steps; raise max_steps" in caplog.text
+    assert {p: p.read_bytes() for p in before} == before
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_run_killed_after_any_checkpoint_has_every_record_once(finished, step):
+    directory, whole = finished
+    killed = directory / f"killed_{step}"
+    shutil.copytree(directory / "whole", killed)
+    for later in range(step + 2, 7, 2):
+        shutil.rmtree(killed / f"checkpoints/step_0000000{later}")
+    with (killed / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 1, "x')
+    resumed = train(run_config(directory, killed.name, 6))
+    assert weights_hash(resumed) == weights_hash(whole)
+    assert records_of(killed) == records_of(directory / "whole")
+    assert not list(killed.glob("previous-*"))
+
+
+def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(finished):
     directory, _ = finished
-    with pytest.raises(TrainingError, match="already made its 6 steps; raise max_steps"):
-        train(run_config(directory, "whole", 6))
+    (directory / "early").mkdir()
+    for name in ("evaluations.jsonl", "metrics.jsonl"):
+        first = (directory / "whole" / name).read_text().partition("\n")[0]
+        (directory / "early" / name).write_text(first + "\n")
+    train(run_config(directory, "early", 2))
+    assert not list((directory / "early").glob("previous-*"))
+    train(run_config(directory, "early", 2, checkpoint=CheckpointConfig(every=2, resume="never")))
+    assert (directory / "early/previous-1/rollouts.jsonl").exists()
+
+
+def test_an_output_dir_deleted_while_the_run_trains_ends_it_with_the_weights_saved(finished):
+    directory, _ = finished
+
+    def delete(scored: Scored) -> Scored:
+        if trainer.step == 3:
+            shutil.rmtree(directory / "deleted", ignore_errors=True)
+        return scored
+
+    trainer = Trainer.from_config(run_config(directory, "deleted", 6))
+    trainer.insert_stage(FunctionStage("delete", delete, consumes=Scored, produces=Scored), after="rewards")
+    with pytest.raises(CheckpointError, match="deleted' was deleted or replaced while the run writes it"):
+        trainer.train()
+    assert CheckpointStore(directory / "deleted/checkpoints", keep=4).newest().state["counters"]["step"] == 4
+    assert train(run_config(directory, "deleted", 6)).step == 6
 
 
 def test_a_checkpoint_is_an_ordinary_model_directory(finished):
@@ -228,7 +288,7 @@ tasks:
 """
 
 
-@pytest.mark.parametrize("during", ["sampling", "evaluation"])
+@pytest.mark.parametrize("during", ["sampling", "evaluation", "judging"])
 def test_an_interrupt_loses_no_step_and_no_verdict(finished, monkeypatch, during):
     directory, whole = finished
     config = run_config(directory, during, 6, checkpoint=CheckpointConfig(every=10))
@@ -248,6 +308,15 @@ def test_an_interrupt_loses_no_step_and_no_verdict(finished, monkeypatch, during
     trainer.insert_stage(
         FunctionStage("interrupted", interrupted, consumes=Scored, produces=Scored), after="rewards"
     )
+    observe = SafetyGuard.observe
+
+    def interrupted_judging(self, step, *rest):
+        decision = observe(self, step, *rest)
+        if step == 4 and during == "judging":
+            raise KeyboardInterrupt
+        return decision
+
+    monkeypatch.setattr(SafetyGuard, "observe", interrupted_judging)
     monkeypatch.setattr(Evaluator, "evaluate", interrupted_evaluation)
     with pytest.raises((IndexError, KeyboardInterrupt)):
         trainer.train()
@@ -259,6 +328,7 @@ def test_an_interrupt_loses_no_step_and_no_verdict(finished, monkeypatch, during
     assert weights_hash(resumed) == weights_hash(whole)
     entries, expected = resumed.store.checkpoints.entries, whole.store.checkpoints.entries
     assert (entries[4].judged_good, entries[4].score) == (True, expected[4].score)
+    assert records_of(directory / during) == records_of(directory / "whole")
 
 
 def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatch, caplog):

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from multitask_rl.errors import CheckpointError
 from multitask_rl.tracking.timeline import Timeline, busy_seconds, summarise
 
 
@@ -68,11 +69,9 @@ def test_busy_seconds_of_a_union():
     assert busy_seconds([]) == 0
 
 
-def test_a_timeline_that_cannot_be_written_is_left_out_and_the_run_goes_on(tmp_path, caplog):
-    timeline = Timeline(tmp_path / "gone" / "timeline.jsonl")
-    for step in range(2):
-        timeline.begin_step()
-        timeline.add("rollout", (0.0, math.inf), step=step)
-        assert timeline.end_step(step)["utilisation/rollout"] == 1.0
-    timeline.close()
-    assert caplog.text.count("is left out from here on") == 1
+def test_a_timeline_that_cannot_be_written_ends_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    timeline = Timeline(tmp_path / "file" / "timeline.jsonl")
+    timeline.begin_step()
+    with pytest.raises(CheckpointError, match=r"cannot write .*timeline\.jsonl"):
+        timeline.end_step(0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import PluginError
+from multitask_rl.errors import CheckpointError, PluginError
 from multitask_rl.records import (
     NOT_APPLICABLE,
     Event,
@@ -162,43 +164,41 @@ def test_rollouts_are_kept_per_task_and_spread(
     assert found == kept
 
 
-def test_resume_cuts_later_and_torn_lines_and_appends(tmp_path: Path) -> None:
-    first = _jsonl(tmp_path)
-    for step in range(1, 6):
-        first.log_metrics({"x": float(step)}, step)
-        first.log_event(Event(step=step, source="run", kind="note", reason="."))
-    first.finish("failed")
-    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write('{"step": 2, "x')
-    second = _jsonl(tmp_path, resume_step=3)
-    second.log_metrics({"x": 40.0}, 4)
-    second.finish("finished")
-    assert [line["x"] for line in _lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 40.0]
-    assert [line["step"] for line in _lines(tmp_path / "events.jsonl")] == [1, 2, 3]
-
-
-def test_new_run_sets_the_old_files_aside(tmp_path: Path) -> None:
-    for value in (1.0, 2.0, 3.0):
-        tracker = _jsonl(tmp_path)
-        tracker.log_metrics({"x": value}, 1)
-        tracker.finish("finished")
-    assert _lines(tmp_path / "metrics.jsonl")[0]["x"] == 3.0
-    assert _lines(tmp_path / "previous-1" / "metrics.jsonl")[0]["x"] == 1.0
-    assert _lines(tmp_path / "previous-2" / "metrics.jsonl")[0]["x"] == 2.0
+class _Failing(JsonlTracker):
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        raise ConnectionError("no route")
 
 
 def test_failing_tracker_is_reported_once_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    trackers = Trackers(tmp_path, TrackingConfig(trackers=["jsonl", "console"]), None)
+    failing = {"server": _Failing(tmp_path, TrackingConfig(), None)}
+    trackers = Trackers(tmp_path, TrackingConfig(trackers=["console"]), None, failing)
     trackers.start({}, resume_step=0)
     trackers.log_metrics({"macro/reward_mean": 1.0}, 1)
     trackers.log_metrics({"macro/reward_mean": 2.0}, 2)
     trackers.finish("finished")
-    assert list(trackers.failures) == ["jsonl"]
+    assert list(trackers.failures) == ["server"]
     assert len(caplog.records) == 1
     assert "step 2  macro reward 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["a directory", "full"])
+def test_records_that_cannot_be_written_end_the_run(tmp_path: Path, what: str) -> None:
+    trackers = Trackers(tmp_path, TrackingConfig(trackers=["jsonl"]), None)
+    trackers.start({})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if what == "a directory":
+        (tmp_path / "metrics.jsonl").mkdir()
+    else:
+        trackers.log_metrics({"macro/reward_mean": 1.0}, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl.*: .*[Ss]tart again"):
+            trackers.log_metrics({"macro/reward_mean": 2.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    trackers.finish("failed")
 
 
 def test_unknown_tracker_is_an_error_that_lists_the_installed(tmp_path: Path) -> None:

@@ -62,3 +62,14 @@ def test_a_damaged_reference_is_refused_and_deleted_it_is_made_anew(run, name, d
         file.unlink()
     (run / "reference").rmdir()
     assert equal(reference(run, build_actor(1)), build_actor(1).model)
+
+
+def test_a_record_that_is_deleted_while_the_run_writes_it_is_missed(tmp_path):
+    store = RunStore(tmp_path, CheckpointConfig())
+    store.check()
+    (tmp_path / "metrics.jsonl").touch()
+    store.check()
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl was deleted or replaced"):
+        store.check()
+    store.close()

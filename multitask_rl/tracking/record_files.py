@@ -1,0 +1,119 @@
+"""The records of a run: lines of JSON in files of its output directory, each line there once.
+
+A checkpoint holds how long every file was when it was written. A run that goes on from it cuts them to that
+length: what came after is made again. So a kill at any moment neither loses nor repeats a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from multitask_rl.errors import disk_errors
+
+__all__ = ["RECORDS", "RecordFile", "cut_records", "record_lengths", "set_records_aside"]
+
+logger = logging.getLogger(__name__)
+
+RECORDS = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "evaluations.jsonl", "timeline.jsonl")
+
+
+class RecordFile:
+    """Appends lines to a file; opened, and made, with the first.
+
+    Args:
+        path: its directory is made if it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Write ``lines``, each with its newline, before this returns.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        data = "".join(lines).encode()
+        with disk_errors(str(self._path)):
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def record_lengths(directory: Path) -> dict[str, int]:
+    """Return the bytes of every record file that there is; they are on the disk when this returns.
+
+    Raises:
+        CheckpointError: one cannot be written to the disk.
+    """
+    lengths = {}
+    for path in (directory / name for name in RECORDS):
+        with disk_errors(str(path)), suppress(FileNotFoundError), path.open("rb") as stream:
+            os.fsync(stream.fileno())
+            lengths[path.name] = path.stat().st_size
+    return lengths
+
+
+def cut_records(directory: Path, lengths: Mapping[str, int]) -> None:
+    """Cut every record file to its length in ``lengths``; one that is not named there is removed.
+
+    Raises:
+        CheckpointError: one cannot be cut.
+    """
+    for path in (directory / name for name in RECORDS):
+        length, size = lengths.get(path.name, 0), path.stat().st_size if path.exists() else 0
+        if size < length:
+            logger.warning(
+                "%s lacks %d of the %d bytes it had when the run was saved", path, length - size, length
+            )
+        with disk_errors(str(path)):
+            if length == 0:
+                path.unlink(missing_ok=True)
+            elif size > length:
+                os.truncate(path, length)
+
+
+def set_records_aside(directory: Path) -> None:
+    """Move the record files of a former run to ``previous-<n>/``; if it made no step, they are removed.
+
+    Raises:
+        CheckpointError: they cannot be moved.
+    """
+    paths = [path for name in RECORDS if (path := directory / name).exists()]
+    if not paths:
+        return
+    if not any(map(_has_steps, paths)):
+        cut_records(directory, {})
+        return
+    index = 1
+    while (target := directory / f"previous-{index}").exists():
+        index += 1
+    with disk_errors(str(target)):
+        target.mkdir()
+        for path in paths:
+            shutil.move(path, target / path.name)
+    logger.info("a new run begins: the records of a former one are kept in %s", target)
+
+
+def _has_steps(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):
+                if int(json.loads(line)["step"]) > 0:
+                    return True
+    return False
