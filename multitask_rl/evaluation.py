@@ -16,6 +16,7 @@ from multitask_rl.records import Scored, Statistic, TaskEvaluation
 from multitask_rl.retries import ConstraintStage
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.satisfaction import constraint_metrics
+from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.stages import RewardStage, RolloutStage, Scorer
 from multitask_rl.task_run import TaskRun, render_rows
 from multitask_rl.tracking.record_files import RecordFile
@@ -43,9 +44,16 @@ class Evaluator:
         self._runs = runs
         self._seed = seed
         self._temperature = temperature
+        self.tally = ScoreTally()
+        """What was scored of each task; a trainer adds the records of its steps."""
 
     def evaluate(
-        self, step: int, *, tasks: Sequence[str] | None = None, purpose: str = "evaluation"
+        self,
+        step: int,
+        *,
+        tasks: Sequence[str] | None = None,
+        purpose: str = "evaluation",
+        must_score: bool = False,
     ) -> dict[str, TaskEvaluation]:
         """Return the evaluation of each task (default: all).
 
@@ -53,6 +61,10 @@ class Evaluator:
             step: training step, for the record.
             tasks: names.
             purpose: names the random streams; another purpose gives fresh samples of the same prompts.
+            must_score: a task of which no sample was scored is an error.
+
+        Raises:
+            RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.
         """
         names = list(self._runs if tasks is None else tasks)
         flow = self._flow(purpose)
@@ -60,6 +72,9 @@ class Evaluator:
         by_task: dict[str, list[Scored]] = {name: [] for name in names}
         for scored in flow(prompts):
             by_task[scored.rollout.task].append(scored)
+            self.tally.note([scored])
+        if must_score:
+            self.tally.check()
         version = self._engine.policy_version
         return {name: _evaluation(self._runs[name], own, step, version) for name, own in by_task.items()}
 

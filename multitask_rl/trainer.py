@@ -182,7 +182,7 @@ class Trainer:
         Raises:
             GuardStop: the guard ended the run.
             TrainingError: gradients stayed non-finite.
-            RewardError: a task's rewards fail beyond its error budget.
+            RewardError: a task's rewards fail beyond its error budget, or not one sample was scored.
             CheckpointError: checkpoints or records cannot be written.
         """
         self._open()
@@ -192,6 +192,7 @@ class Trainer:
                 # the last step is judged like any other: a regression in it is taken back too
                 if not self._is_at_end and self.supervisor.inspect():
                     self.train_step()
+            self._evaluator.tally.check()
             status = "finished"
             return self.history[-1][1] if self.history else self._evaluator.evaluate(self.step)
         except (GuardStop, KeyboardInterrupt):
@@ -204,7 +205,7 @@ class Trainer:
         """Evaluate every task with the weights as they are, without training."""
         self._open(track=False)
         try:
-            return self._evaluator.evaluate(self.step)
+            return self._evaluator.evaluate(self.step, must_score=True)
         finally:
             self._close("finished")
 
@@ -222,6 +223,7 @@ class Trainer:
     def _finish_step(self, experience: Experience) -> StepReport:
         """Learn from what was sampled, and decide."""
         quotas, drawn = experience.quotas, experience.drawn
+        self._evaluator.tally.note(drawn)
         report = StepReport(step=self.step, quotas=quotas, drawn=drawn, kept=experience.kept)
         self.note(observe_groups(report, self.runs))
         note = partial(self.timeline.add, step=self.step)

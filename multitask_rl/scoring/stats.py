@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from multitask_rl.errors import RewardError
-from multitask_rl.records import Event, Failure, FailureKind
+from multitask_rl.records import Event, Failure, FailureKind, Scored
 from multitask_rl.scoring.grader import Result
 
-__all__ = ["ErrorBudget", "TaskCounts"]
+__all__ = ["ErrorBudget", "ScoreTally", "TaskCounts"]
 
 WINDOW = 200
 MIN_SAMPLES = 20
@@ -127,7 +127,45 @@ class ErrorBudget:
         ]
 
     def _report(self) -> str:
-        by_kind = Counter((f.source, f.kind.value) for f in self._recent if f is not None)
-        example = {(f.source, f.kind.value): f.message for f in self._recent if f is not None}
-        parts = [f"{n} x {s} {k} (last: {example[s, k]})" for (s, k), n in by_kind.most_common(5)]
-        return "Failures: " + "; ".join(parts) + "."
+        return _report(f for f in self._recent if f is not None)
+
+
+class ScoreTally:
+    """Which tasks had a sample scored since the run was started; a short run spends no error budget."""
+
+    def __init__(self) -> None:
+        self._scored: set[str] = set()
+        self._failures: defaultdict[str, list[Failure]] = defaultdict(list)
+
+    def note(self, records: Iterable[Scored]) -> None:
+        """Take note of records; those that the engine could not produce count neither way."""
+        for record in records:
+            task = record.rollout.task
+            if record.failure is None:
+                self._scored.add(task)
+                self._failures.pop(task, None)
+            elif record.rollout.failure is None and task not in self._scored:
+                self._failures[task].append(record.failure)
+
+    def check(self) -> None:
+        """Compare at the end of a run.
+
+        Raises:
+            RewardError: a task had samples and every one failed; the message says why.
+        """
+        for task, failures in self._failures.items():
+            raise RewardError(
+                f"task {task!r}: not one of its {len(failures)} samples could be scored. {_report(failures)} "
+                "Mend the plugin or the data (multitask-rl plugins check NAME)."
+            )
+
+
+def _report(failures: Iterable[Failure]) -> str:
+    last: dict[tuple[str, str], str] = {}
+    by_kind: Counter[tuple[str, str]] = Counter()
+    for failure in failures:
+        key = (failure.source, failure.kind.value)
+        by_kind[key] += 1
+        last[key] = failure.message
+    parts = [f"{n} x {s} {k} (last: {last[s, k]})" for (s, k), n in by_kind.most_common(5)]
+    return "Failures: " + "; ".join(parts) + "."

@@ -7,13 +7,15 @@ import textwrap
 import warnings
 from dataclasses import dataclass
 
+from multitask_rl.python_source import parse_python
 from multitask_rl_rewards.text import strip_thinking
 
-__all__ = ["CodeBlock", "complete_program", "defines", "extract_code", "parses"]
+__all__ = ["MAX_PARSED_CHARS", "CodeBlock", "complete_program", "defines", "extract_code", "parses"]
 
-_FENCE = re.compile(
-    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
-)
+_OPENING = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
+MAX_PARSED_CHARS = 20_000
+"""A longer text is not looked at as Python: the parser takes seconds for some, and memory."""
+_FUTURE = re.compile(r"^from __future__ import ", re.MULTILINE)
 _ALIASES = {
     "python": ("python", "py", "python3"),
     "javascript": ("javascript", "js"),
@@ -46,13 +48,31 @@ def extract_code(response: str, language: str = "python", entry_point: str = "")
     """
     response = strip_thinking(response)
     names = ("", *_ALIASES.get(language, (language,)))
-    blocks = list(_FENCE.finditer(response))
-    codes = [textwrap.dedent(block[3]) for block in blocks if block[2].lower() in names]
+    blocks = _fenced(response)
+    codes = [textwrap.dedent(code) for label, code in blocks if label.lower() in names]
     if not blocks:
         return CodeBlock(response if response.strip() else "", is_fenced=False)
     codes = [code for code in codes if code.strip()]
     defining = [code for code in codes if entry_point and defines(code, entry_point)]
     return CodeBlock((defining or codes or [""])[-1], is_fenced=True)
+
+
+def _fenced(text: str) -> list[tuple[str, str]]:
+    """Return label and content of every fenced block, in one pass over the lines."""
+    blocks: list[tuple[str, str]] = []
+    fence, label, lines = "", "", list[str]()
+    for line in text.split("\n"):
+        if not fence:
+            if opening := _OPENING.match(line):
+                fence, label, lines = opening[1], opening[2], []
+        elif line.strip(" \t") == fence:
+            blocks.append((label, "".join(f"{inner}\n" for inner in lines)))
+            fence = ""
+        else:
+            lines.append(line)
+    if fence and lines:
+        blocks.append((label, "\n".join(lines)))
+    return blocks
 
 
 def defines(code: str, name: str) -> bool:
@@ -63,11 +83,16 @@ def defines(code: str, name: str) -> bool:
 
 
 def parses(code: str) -> bool:
-    """Whether ``code`` compiles as Python; deep nesting that exhausts the compiler does not. Nothing runs."""
+    """Whether ``code``, of at most ``MAX_PARSED_CHARS``, has the grammar of Python. Nothing is compiled.
+
+    The compiler's memory grows exponentially with some nestings (``try``/``finally``); the parser's does not.
+    """
+    if len(code) > MAX_PARSED_CHARS:
+        return False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in somebody's string
-            compile(code, "<response>", "exec", dont_inherit=True)
+            warnings.simplefilter("ignore")  # invalid escapes in a string
+            parse_python(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
@@ -76,14 +101,14 @@ def parses(code: str) -> bool:
 def complete_program(code: str, prompt: str, entry_point: str) -> str:
     """Return the whole program, where ``prompt`` is its beginning (HumanEval: imports, signature, docstring).
 
-    A response that defines ``entry_point`` again keeps the prompt's imports and helpers before it; one that
-    goes on with the body follows directly, indented if it was not. Any other prompt is not code: ``code``
-    is returned as it is.
+    A response that defines ``entry_point`` again keeps the prompt's imports and helpers before it, unless it
+    begins with imports of ``__future__``; one that goes on with the body follows directly, indented if its
+    first statement is not. Any other prompt is not code: ``code`` is returned as it is.
     """
     if not defines(prompt, entry_point) or not parses(prompt):
         return code
     if defines(code, entry_point):
-        candidates = [f"{prompt.rstrip()}\n\n\n{code}", code]
-    else:
-        candidates = [f"{prompt.rstrip()}\n{code}", f"{prompt.rstrip()}\n{textwrap.indent(code, '    ')}"]
-    return next((program for program in candidates if parses(program)), candidates[0])
+        return code if _FUTURE.search(code) else f"{prompt.rstrip()}\n\n\n{code}"
+    first = next((line for line in code.split("\n") if line.strip() and not line.startswith("#")), "")
+    body = code if first[:1].isspace() else textwrap.indent(code, "    ")
+    return f"{prompt.rstrip()}\n{body}"

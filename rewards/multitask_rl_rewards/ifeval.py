@@ -23,6 +23,7 @@ class IFEval:
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, needs=("tests",), timeout_s=10.0)
+    one_by_one: ClassVar[bool] = True
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return one result per rollout; an unknown or malformed instruction is a ``data`` failure."""

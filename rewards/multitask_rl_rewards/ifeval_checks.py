@@ -18,8 +18,9 @@ __all__ = ["CHECKS", "Check"]
 Check = Callable[..., bool]
 """``check(text, **keywords of the instruction)``."""
 
-_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)|[\u0964\u3002\uff01\uff1f]")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+(?=\s|$)|[\u0964\u3002\uff01\uff1f]")
 _ABBREVIATION = re.compile(r"\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|no|jr|sr|[a-z])\.$", re.IGNORECASE)
+_BULLET = re.compile(r"\s*(?:\*(?!\*)|-(?!-))\s*\S")
 _ANSWERS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
 
 
@@ -30,9 +31,14 @@ def _compare(count: int, relation: str, bound: int) -> bool:
 
 
 def _count_sentences(text: str) -> int:
-    ends = [m.end() for m in _SENTENCE_END.finditer(text) if not _ABBREVIATION.search(text[: m.start() + 1])]
+    ends = [m.end() for m in _SENTENCE_END.finditer(text) if not _ends_abbreviated(text, m.start())]
     rest = text[ends[-1] :] if ends else text
     return len(ends) + bool(re.search(r"\w", rest))
+
+
+def _ends_abbreviated(text: str, stop: int) -> bool:
+    """Whether the full stop at ``stop`` belongs to an abbreviation; none has more than five characters."""
+    return _ABBREVIATION.search(text[max(0, stop - 8) : stop + 1]) is not None
 
 
 def _paragraphs(text: str, pattern: str) -> list[str]:
@@ -99,12 +105,12 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
 
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
     """At least so many placeholders in square brackets."""
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
 
 
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
     """Exactly so many bullet points (``* `` or ``- ``)."""
-    return len(re.findall(r"^\s*(?:\*(?!\*)|-(?!-))\s*\S.*$", text, re.MULTILINE)) == num_bullets
+    return sum(_BULLET.match(line) is not None for line in text.split("\n")) == num_bullets
 
 
 def constrained_response(text: str) -> bool:
@@ -125,7 +131,7 @@ def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> 
 
 def json_format(text: str) -> bool:
     """The whole response is JSON, with or without a fence around it."""
-    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    text = re.sub(r"^```(?:json)?", "", text.strip(), flags=re.IGNORECASE).removesuffix("```")
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -135,7 +141,8 @@ def json_format(text: str) -> bool:
 
 def title(text: str) -> bool:
     """A title stands in double angular brackets."""
-    return any(found.strip(" <>") for found in re.findall(r"<<([^\n]+)>>", text))
+    lines = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))
+    return any(line[start:end].strip(" <>") for line, start, end in lines if 0 <= start < end)
 
 
 def two_responses(text: str) -> bool:

@@ -25,6 +25,7 @@ class LabelMatch:
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
+    one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:

@@ -24,6 +24,7 @@ __all__ = ["MathAnswer", "last_boxed"]
 _ANSWERS = ("any", "boxed", "marked")
 _MARK = re.compile(r"####|\banswer\s*(?:is|:|=)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|(?<=\S)\.(?=\s)")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
 
@@ -40,6 +41,7 @@ class MathAnswer:
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=10.0)
+    one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -94,7 +96,7 @@ class MathAnswer:
         """Return the text in which math-verify shall look, empty if there is no answer."""
         boxed = last_boxed(response)
         if boxed is not None or self.config.answer == "boxed":
-            return f"$\\boxed{{{boxed}}}$" if boxed and boxed.strip() else ""
+            return f"$\\boxed{{{boxed}}}$" if boxed and boxed.strip() and len(boxed) <= _MAX_CHARS else ""
         marks = list(_MARK.finditer(response))
         if marks:
             return _SENTENCE_END.split(response[marks[-1].end() :].strip(), maxsplit=1)[0][:_MAX_CHARS]
@@ -107,13 +109,14 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
     """
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        depth = 1
-        for i in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[match.end() : i]
-    return None
+    best = (-1, -1)
+    opened: list[int] = []  # where a box's content begins; -1 for other braces
+    for match in _BRACES.finditer(text):
+        if match[0] != "}":
+            opened.append(-1 if match[0] == "{" else match.end())
+        elif opened and (start := opened.pop()) > best[0]:
+            best = (start, match.start())
+    return None if best[0] < 0 else text[best[0] : best[1]]
 
 
 def _bare(text: str) -> str:

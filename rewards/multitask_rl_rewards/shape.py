@@ -27,6 +27,7 @@ class Length:
     """1 inside [minimum, maximum], falling linearly to 0 over ``slack`` outside; an empty response is 0."""
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
+    one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -75,6 +76,7 @@ class Repetition:
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
+    one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -112,6 +114,7 @@ class Regex:
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=5.0)
+    one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -153,6 +156,7 @@ class Format:
     """1 if the response is the given tags in order, each once and not empty, and nothing else; else 0."""
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
+    one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -197,6 +201,7 @@ class JsonSchema:
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=5.0)
+    one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:

@@ -33,6 +33,11 @@ def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str:
     return next((group for group in matches[-1].groups() if group is not None), matches[-1][0]).strip()
 
 
+def _encodable(text: str) -> str:
+    """Return ``text`` with lone surrogates replaced: ``evaluate`` keeps UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class _ReferenceReward(ABC):
     """Common part: find the answer, find the references, compare the batch in one ``compute``."""
 
@@ -59,6 +64,7 @@ class _ReferenceReward(ABC):
         """
         self.config = config
         self.traits = replace(type(self).traits, isolate=bool(config.pattern))  # type: ignore[misc]
+        self.one_by_one = bool(config.pattern)
         try:
             self._pattern = re.compile(config.pattern, re.DOTALL | re.MULTILINE) if config.pattern else None
         except re.error as error:
@@ -82,7 +88,7 @@ class _ReferenceReward(ABC):
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return one value in [0, 1] per rollout; an empty answer is 0, a missing reference a failure."""
         accepted = [self._references(rollout) for rollout in rollouts]
-        answers = [extract_answer(rollout.response, self._pattern) for rollout in rollouts]
+        answers = [_encodable(extract_answer(rollout.response, self._pattern)) for rollout in rollouts]
         asked = [i for i, texts in enumerate(accepted) if not isinstance(texts, Failure) and answers[i]]
         values = dict(
             zip(asked, self._compare([answers[i] for i in asked], [accepted[i] for i in asked]), strict=True)
@@ -122,7 +128,8 @@ class ExactMatch(_ReferenceReward):
         """Keys of ``exact_match`` in a tasks file."""
 
         normalise: bool = True
-        """Ignore case, punctuation, articles and spacing."""
+        """Ignore case, articles, spacing, the punctuation of sentences, and how a number is written (2.50 is
+        2.5). Signs that carry meaning count: -5 is not 5, 3.14 not 314, C++ not C."""
 
     config: Config
 
@@ -134,7 +141,7 @@ class ExactMatch(_ReferenceReward):
                 return float(answer == reference.strip())
             left, right = metrics.normalise(answer), metrics.normalise(reference)
             # A text of articles and punctuation alone (``"!"``) would equal any other such text.
-            return float(left == right) if right else float(answer == reference.strip())
+            return float(metrics.same_answer(left, right)) if right else float(answer == reference.strip())
 
         values: list[float] = metrics.per_prediction(self.name, same, answers, references)
         return values

@@ -34,3 +34,28 @@ def test_a_spent_budget_ends_the_run_with_exit_code_1_and_a_report(
     assert "samples could not be scored, allowed are 50% (scoring.max_failure_rate)" in told
     assert "broken grader (last: raised ValueError: the grader is gone)" in told
     assert "copy" not in told.partition("error: ")[2]
+
+
+@pytest.mark.parametrize("reward", ["text", "lists", "dies"])
+def test_a_short_run_without_one_scored_sample_of_a_task_is_a_failure_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reward: str
+) -> None:
+    """The budget needs 20 samples; a run may end before."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path, TASKS.replace("broken.py:broken", f"broken.py:{reward}"))
+    (tmp_path / "broken.py").write_text(
+        "import os\ndef text(response):\n    return 'good'\ndef lists(response):\n    return [1.0]\n"
+        "def dies(response):\n    os._exit(3)\n"
+    )
+    settings = "model.name_or_path=actor output_dir=run max_steps=1 num_threads=1 rollout.max_new_tokens=3"
+    small = (
+        "batch.prompts_per_step=2 batch.group_size=2 scoring.num_workers=1 tracking.trackers=[jsonl] "
+        "eval.num_prompts=3"
+    )
+    command = ["tasks_file=tasks.yaml", *settings.split(), *small.split()]
+    reason = {"text": "'good', not a number", "lists": "[1.0], not a number", "dies": "ended with code 3"}
+    assert main(["train", *command]) == 1
+    told = capsys.readouterr().err.partition("error: ")[2]
+    assert "task 'digit': not one of its " in told
+    assert reason[reward] in told
+    assert "copy" not in told
