@@ -110,6 +110,16 @@ class TaskMetrics:
         found = {name: _summary(*column, keep) for name, column in numbers.items()}
         return {name: statistic for name, statistic in found.items() if statistic.n}
 
+    def slot_rewards(self, scored: Sequence[Scored]) -> dict[str, list[float]]:
+        """Return the rewards of the slots of every group, by group; failed slots are left out."""
+        final = served(scored)
+        found: dict[str, list[float]] = {}
+        values = self._over_slots("reward", self._kind("reward"), final, key="reward")
+        for slot, value in zip(final, values, strict=True):
+            if math.isfinite(value):
+                found.setdefault(slot.rollout.group_id, []).append(value)
+        return found
+
     def _reward_names(self, ends: Sequence[Scored]) -> list[str]:
         names = ["reward", *(r.name or r.plugin for r in self._spec.rewards)]
         for scored in ends:

@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "NOT_APPLICABLE",
+    "NUM_EXTREMES",
     "Direction",
     "Event",
     "Failure",
@@ -297,6 +298,10 @@ class Statistic:
         return self.mean * self.direction.sign if self.direction.sign else math.nan
 
 
+NUM_EXTREMES = 3
+"""Groups that have to show a reward before it counts as an end of the range where none is declared."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TaskStats:
     """What one training step saw of one task; what schedulers learn from."""
@@ -311,6 +316,10 @@ class TaskStats:
     """Mean reward over the step's slots, refused ones included; NaN when there was none."""
     reward_std: float = 0.0
     """Mean over groups of the reward's standard deviation."""
+    lowest: Sequence[float] = ()
+    """Smallest reward of a group, of the ``NUM_EXTREMES`` groups where it is smallest, ascending."""
+    highest: Sequence[float] = ()
+    """Largest reward of a group, of the ``NUM_EXTREMES`` groups where it is largest, descending."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Every other per-task number of the step by name (``length``, ``kl``, ``rejection_rate``...)."""
     statistics: Mapping[str, Statistic] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from multitask_rl.definitions import REWARD
-from multitask_rl.records import Direction, Scored, TaskStats, concerned_cost
+from multitask_rl.records import NUM_EXTREMES, Direction, Scored, TaskStats, concerned_cost
 from multitask_rl.stages import is_trainable
 from multitask_rl.task_run import TaskRun
 
@@ -70,7 +70,9 @@ def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> Ta
         groups: every group drawn in the step.
         metrics: further numbers of the step.
     """
-    found = run.metrics.describe([s for group in groups.values() for s in group])
+    everything = [s for group in groups.values() for s in group]
+    found = run.metrics.describe(everything)
+    shown = [own for own in run.metrics.slot_rewards(everything).values() if own]
     credited = [group_rewards(run, group) for group in groups.values()]
     spreads = [statistics.pstdev(group) for group in credited if len(group) > 1]
     return TaskStats(
@@ -79,6 +81,8 @@ def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> Ta
         num_informative=sum(has_spread(run, g) for g in groups.values()),
         reward_mean=found[REWARD].mean if REWARD in found else math.nan,
         reward_std=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+        lowest=sorted(min(own) for own in shown)[:NUM_EXTREMES],
+        highest=sorted((max(own) for own in shown), reverse=True)[:NUM_EXTREMES],
         metrics={**{name: own.mean for name, own in found.items()}, **metrics},
         statistics=found,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,6 +90,8 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
         source = find_plugin(kind, plugin, place)
         parameters |= set(source.check(config))
         needs |= set(source.traits.needs)
+        if kind == "reward" and spec.rewards[index].weight and not spec.evaluation_only:
+            warnings += _scale_warning(place, plugin, source.traits)
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits
     counts = _check_data(spec, needs, parameters, warnings) if spec.dataset else {}
@@ -97,6 +100,15 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     if not counts:
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
     return f"{spec.type}; {counts['train']} training rows, {counts['eval']} held-out rows"
+
+
+def _scale_warning(place: str, plugin: str, traits: PluginTraits) -> list[str]:
+    if math.isfinite(traits.low) and math.isfinite(traits.high):
+        return []
+    return [
+        f"{place}: {plugin} declares no range, so the scheduler estimates the scale of the task's levels "
+        "from the rewards that responses earn; declare low and high (with_traits or PluginTraits)"
+    ]
 
 
 def _check_data(spec: TaskSpec, needs: set[str], parameters: set[str], warnings: list[str]) -> dict[str, int]:

@@ -13,6 +13,8 @@ from multitask_rl.curriculum.signal import TaskSignal
 __all__ = ["Bandit", "BanditConfig"]
 
 _MIN_SCALE = 1e-3
+_NOISE = 2.0
+"""Standard errors of a level that a gain of 1 is at least."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,7 +24,7 @@ class BanditConfig(SchedulerPolicyConfig):
     rate: float = 0.1
     """Step size eta on the log-weights, > 0."""
     share: float = 0.01
-    """Part of the mass spread evenly each step, in [0, 1): how fast an old verdict is forgotten."""
+    """Part of the mass given back to the prior each step, in [0, 1): how fast an old verdict is forgotten."""
     exploration: float = 0.1
     """Part of the prompts given by the prior, in [0, 1]."""
 
@@ -40,11 +42,12 @@ class BanditConfig(SchedulerPolicyConfig):
 class Bandit(SchedulerPolicy):
     """Exponential weights with sharing (Exp3.S) on the change of each task's level.
 
-    ``v_k <- v_k * exp(eta * g_k)`` for sampled tasks, then ``v <- (1 - share) * v + share * mean(v)``;
+    ``v_k <- v_k * exp(eta * g_k)`` for sampled tasks, then ``v <- (1 - share) * v / sum(v) + share * prior``;
     ``w = (1 - exploration) * v / sum(v) + exploration * prior``. The gain ``g_k`` is the step's change of the
-    smoothed level per unit of the largest seen lately, in [-1, 1]. Every task is sampled in (nearly) every
-    step, so gains are observed for all and are not divided by the probability of a draw. Progress is
-    a small difference of noisy numbers: this policy needs many prompts per step or many steps.
+    smoothed level per unit of the largest seen lately, or of two standard errors of a level where those are
+    more, in [-1, 1]. Every task is sampled in (nearly) every step, so gains are observed for all and are not
+    divided by the probability of a draw. Progress is a small difference of noisy numbers: this policy needs
+    many prompts per step or many steps.
 
     Source: Auer et al., "The nonstochastic multiarmed bandit problem", SIAM J. Comput. 32, 2002, section 8;
     as a curriculum: Graves et al. (arXiv:1704.03003), with their reward rescaling by recent extremes.
@@ -62,12 +65,13 @@ class Bandit(SchedulerPolicy):
     def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
         for task, signal in signals.items():
             self.scale[task] = max(0.99 * self.scale[task], abs(signal.progress), _MIN_SCALE)
-        largest = max(self.scale.values())
+        errors = [self.level_error(task) for task in signals]
+        largest = max(*self.scale.values(), _NOISE * max(errors))
         for task, signal in signals.items():
             self.log_values[task] += self.config.rate * signal.progress / largest
         probs = softmax(self.log_values)
         share = self.config.share
-        mixed = {task: (1.0 - share) * p + share / len(self.tasks) for task, p in probs.items()}
+        mixed = {task: (1.0 - share) * p + share * self.prior[task] for task, p in probs.items()}
         self.log_values = {task: math.log(max(p, 1e-300)) for task, p in mixed.items()}
 
     def _preferences(self) -> dict[str, float]:

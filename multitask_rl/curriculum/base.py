@@ -17,6 +17,9 @@ from multitask_rl.records import TaskStats
 
 __all__ = ["SchedulerPolicy", "SchedulerPolicyConfig", "softmax"]
 
+_NOISE = 2.0
+"""Standard errors that a difference between tasks has to exceed before it counts."""
+
 
 @dataclass(kw_only=True, slots=True)
 class SchedulerPolicyConfig:
@@ -28,6 +31,9 @@ class SchedulerPolicyConfig:
     """Gain of the moving averages per step, in (0, 1]."""
     prompts_averaged: int = 1
     """Prompts of a task, at least, over which its averages reach: a step with few of them counts for less."""
+    prior_prompts: int = 100
+    """Prompts that the given weights count as: after as many prompts of a task, its share goes half of the
+    way from its weight to what the policy asks for. >= 0."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -35,6 +41,8 @@ class SchedulerPolicyConfig:
             raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing!r}")
         if self.prompts_averaged < 1:
             raise ValueError(f"prompts_averaged must be at least 1, got {self.prompts_averaged!r}")
+        if self.prior_prompts < 0:
+            raise ValueError(f"prior_prompts must be >= 0, got {self.prior_prompts!r}")
 
 
 class SchedulerPolicy:
@@ -46,7 +54,8 @@ class SchedulerPolicy:
     Args:
         config: an instance of the policy's ``Config``.
         tasks: names, at least one; the order has no influence.
-        initial_weights: prior importance per task, > 0; what ``weights`` returns before any statistics.
+        initial_weights: prior importance per task, > 0; what ``weights`` returns before any statistics, and
+            what shares are in proportion to at equal evidence.
         targets: level in [0, 1] at which a task counts as learnt (missing = 1).
         reward_ranges: ``(low, high)`` of a task's reward where it is known (see ``signal.py``).
     """
@@ -54,9 +63,6 @@ class SchedulerPolicy:
     Config: ClassVar[type[SchedulerPolicyConfig]] = SchedulerPolicyConfig
     adaptive: ClassVar[bool] = True
     """Weights follow the statistics; only then is a task that cannot be learnt held at its floor."""
-    mixes_floor: ClassVar[bool] = True
-    """How floors are met: a mixture ``m_k + (1 - sum m) w_k`` (True), or by raising only what is below
-    (False: weights given by a person stay as given)."""
     per_task: ClassVar[tuple[str, ...]] = ()
     """Attributes ``dict[str, float]`` that are part of the state."""
 
@@ -72,7 +78,8 @@ class SchedulerPolicy:
         self.tasks = tuple(tasks)
         self.prior = normalise({task: initial_weights[task] for task in tasks})
         self.targets = {task: targets.get(task, 1.0) for task in tasks}
-        self.ranges = dict(reward_ranges or {})
+        # they are of the reward: another metric has a scale of its own
+        self.ranges = dict(reward_ranges or {}) if config.metric_key == REWARD_SCORE else {}
         self.traces = {task: TaskTrace() for task in tasks}
         self._start()
 
@@ -104,21 +111,62 @@ class SchedulerPolicy:
                     self.traces[task].calibrate(held_out[task])
 
     def weights(self) -> dict[str, float]:
-        """Return the share per task, sum 1; a task that has given no value yet keeps its prior share."""
-        seen = {task for task in self.tasks if self.traces[task].steps}
-        preferences = {task: p for task, p in self._preferences().items() if task in seen}
-        total = math.fsum(preferences.values())
+        """Return the share per task, sum 1: from the prior towards the preferences, as far as is known.
+
+        ``share_k = prior_k + c_k (r_k - prior_k)`` with ``r`` the normalised preferences and the certainty
+        ``c_k = n_k / (n_k + prior_prompts)`` after ``n_k`` prompts of the task. Where what tasks are to gain
+        and what others are to give differ, the larger side is scaled down, so that no share is ever further
+        from its prior than that.
+        """
+        seen = [task for task in self.tasks if self.traces[task].steps]
+        preferences = self._preferences()
+        total = math.fsum(preferences[task] for task in seen)
         if not total > 0.0:  # nothing seen, or nothing left to prefer (every task at its target)
             return dict(self.prior)
         mass = math.fsum(self.prior[task] for task in seen)
-        return normalise(
-            {t: mass * preferences[t] / total if t in seen else self.prior[t] for t in self.tasks}
-        )
+        moves = {t: self.certainty(t) * (mass * preferences[t] / total - self.prior[t]) for t in seen}
+        gained = math.fsum(move for move in moves.values() if move > 0.0)
+        given = -math.fsum(move for move in moves.values() if move < 0.0)
+        moved = min(gained, given)
+        if not moved > 0.0:
+            return dict(self.prior)
+        scale = {True: moved / gained, False: moved / given}
+        moves = {task: move * scale[move > 0.0] for task, move in moves.items()}
+        return normalise({task: self.prior[task] + moves.get(task, 0.0) for task in self.tasks})
+
+    def certainty(self, task: str) -> float:
+        """Return how far a share may go from the prior to the preference, in [0, 1]: by the prompts seen."""
+        prompts = self.traces[task].prompts
+        return prompts / (prompts + self.config.prior_prompts) if prompts else 0.0
+
+    def clear(self, values: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
+        """Return ``values`` with what noise may explain of their differences taken off.
+
+        ``v_k -> m + (v_k - m) * max(0, 1 - (2 e_k / (v_k - m))^2)``, with ``m`` the mean weighted by
+        prior and certainty and ``e_k`` the standard error of ``v_k - m``: values within two standard errors
+        of the mean become the mean, at four they keep three quarters of their distance.
+
+        Args:
+            values: a number per task, of tasks that were seen.
+            errors: their standard errors.
+        """
+        q = normalise({task: self.prior[task] * self.certainty(task) for task in values})
+        mean = math.fsum(q[task] * value for task, value in values.items())
+        pooled = math.fsum((q[task] * errors[task]) ** 2 for task in values)
+        cleared = {}
+        for task, value in values.items():
+            variance = pooled + (1.0 - 2.0 * q[task]) * errors[task] ** 2
+            distance = value - mean
+            noise = _NOISE * _NOISE * max(0.0, variance)
+            is_clear = distance * distance > noise
+            cleared[task] = mean + distance * (1.0 - noise / distance**2) if is_clear else mean
+        return cleared
 
     def reasons(self) -> dict[str, str]:
         """Return why each task's weight is what it is, a few words with numbers."""
         return {
-            task: f"level {self.level(task):.2f} of target {self.targets[task]:.2f}, "
+            task: f"level {self.level(task):.2f} +- {self.level_error(task):.2f} of target "
+            f"{self.targets[task]:.2f} after {self.traces[task].prompts} prompts, "
             f"{self.informative(task):.0%} of its groups informative"
             for task in self.tasks
         }
@@ -126,6 +174,10 @@ class SchedulerPolicy:
     def level(self, task: str) -> float:
         """Return the task's smoothed level in [0, 1]."""
         return self.traces[task].level(self.ranges.get(task))
+
+    def level_error(self, task: str) -> float:
+        """Return the standard error of the task's level."""
+        return self.traces[task].level_error(self.ranges.get(task))
 
     def informative(self, task: str) -> float:
         """Return the smoothed share of the task's groups that gave a gradient."""
@@ -139,7 +191,7 @@ class SchedulerPolicy:
         """Update own state; levels and informative shares are already up to date."""
 
     def _preferences(self) -> dict[str, float]:
-        """Return a number >= 0 per task; ``weights`` normalises them."""
+        """Return a number >= 0 per task, in proportion to the prior at equal evidence; see ``weights``."""
         return dict(self.prior)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ class DeficitLearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``deficit_learnability``."""
 
     prompts_averaged: int = 100
-    """A level's standard error is then about 0.03 in every task; raised to the sharpness, more of it would
-    make tasks with few prompts take the budget in turn."""
+    """A level's standard error is then about 0.03 in every task: a task with few prompts is not taken for the
+    worst by chance."""
     sharpness: float = 8.0
     """Exponent of the whole score, > 0: 1 shares in proportion to it, larger goes to the highest score."""
     min_informative: float = 0.02
@@ -42,9 +42,10 @@ class DeficitLearnabilityConfig(SchedulerPolicyConfig):
 class DeficitLearnability(SchedulerPolicy):
     """Weigh each task by its distance to the target times what its groups can teach.
 
-    ``s_k = prior_k * (target_k - J_k)^+ * sqrt(min(1, max(nz_k, min_informative) / enough_informative))``,
-    ``w = s^a / sum(s^a)``, with ``J_k`` the smoothed level in [0, 1], ``nz_k`` the smoothed share of groups
-    with a gradient and ``a`` the sharpness. All tasks at their targets: the prior.
+    ``s_k = (target_k - J_k)^+ * sqrt(min(1, max(nz_k, min_informative) / enough_informative))``, cleared of
+    noise (``SchedulerPolicy.clear``), ``r = prior * s^a / sum(prior * s^a)``, with ``J_k`` the smoothed level
+    in [0, 1], ``nz_k`` the smoothed share of groups with a gradient and ``a`` the sharpness. All tasks at
+    their targets: the prior.
 
     Learnability holds back tasks that are hopeless so far. Among tasks that do learn it must not decide: one
     has few informative groups while it is hard and again when most of its prompts are solved.
@@ -61,10 +62,24 @@ class DeficitLearnability(SchedulerPolicy):
     config: DeficitLearnabilityConfig
 
     def _preferences(self) -> dict[str, float]:
-        scores = {t: self.prior[t] * self.deficit(t) * self._learnability(t) for t in self.tasks}
-        top = max(scores.values()) or 1.0
-        return {task: (score / top) ** self.config.sharpness for task, score in scores.items()}
+        scores, errors = {}, {}
+        for task in self.tasks:
+            if self.traces[task].steps:
+                deficit = self.deficit(task)
+                learnable, error = self._learnability(task)
+                scores[task] = deficit * learnable
+                errors[task] = math.hypot(learnable * self.level_error(task), deficit * error)
+        top = max(scores.values(), default=0.0)
+        if not top > 0.0:
+            return dict.fromkeys(self.tasks, 0.0)
+        cleared = self.clear(scores, errors)
+        sharpness = self.config.sharpness
+        return {t: self.prior[t] * (cleared.get(t, 0.0) / top) ** sharpness for t in self.tasks}
 
-    def _learnability(self, task: str) -> float:
+    def _learnability(self, task: str) -> tuple[float, float]:
+        """Return what the task's groups can teach, in (0, 1], and its standard error."""
         informative = max(self.informative(task), self.config.min_informative)
-        return math.sqrt(min(1.0, informative / self.config.enough_informative))
+        if informative >= self.config.enough_informative:
+            return 1.0, 0.0
+        learnable = math.sqrt(informative / self.config.enough_informative)
+        return learnable, min(0.5, 0.5 * learnable * self.traces[task].informative_error / informative)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
-from multitask_rl.curriculum.signal import TaskSignal
 
 __all__ = ["Learnability", "LearnabilityConfig"]
-
-_FIRST_VALUE = 0.5
-"""The largest standard deviation of a reward in [0, 1]: a task is worth trying until it has been seen."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,9 +29,10 @@ class LearnabilityConfig(SchedulerPolicyConfig):
 class Learnability(SchedulerPolicy):
     """Boltzmann weights over the smoothed spread of rewards within groups.
 
-    ``Q_k <- Q_k + smoothing * (sigma_k - Q_k)``, ``w_k = prior_k * exp(Q_k / temperature)``, normalised;
-    ``sigma_k`` is the mean standard deviation within groups on the scale of levels, ``sqrt(p (1 - p))`` for a
-    0/1 reward. It does not know which task matters: tasks near 0 get their floor however far behind they are.
+    ``r_k = prior_k * exp(Q_k / temperature)``, normalised; ``Q_k`` is the moving average of the standard
+    deviation within groups on the scale of levels, ``sqrt(p (1 - p))`` for a 0/1 reward, cleared of noise
+    (``SchedulerPolicy.clear``). It does not know which task matters: tasks near 0 get their floor however far
+    behind they are.
 
     Source: SEC (arXiv:2505.14970), Algorithm 1, and DUMP (arXiv:2504.09710); both use the mean absolute
     advantage, which is constant for every mixed group once divided by the group's standard deviation, so the
@@ -44,20 +40,15 @@ class Learnability(SchedulerPolicy):
     """
 
     Config: ClassVar[type[SchedulerPolicyConfig]] = LearnabilityConfig
-    per_task: ClassVar[tuple[str, ...]] = ("values",)
     config: LearnabilityConfig
 
-    def _start(self) -> None:
-        self.values = dict.fromkeys(self.tasks, _FIRST_VALUE)
-
-    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
-        for task, signal in signals.items():
-            self.values[task] += self.config.smoothing * (signal.spread - self.values[task])
-
     def _preferences(self) -> dict[str, float]:
-        values = softmax(self.values, self.config.temperature)
-        return {task: self.prior[task] * values[task] for task in self.tasks}
+        found = {t: self.traces[t].spread(self.ranges.get(t)) for t in self.tasks if self.traces[t].steps}
+        spreads = self.clear({t: s for t, (s, _) in found.items()}, {t: e for t, (_, e) in found.items()})
+        values = softmax(spreads, self.config.temperature) if spreads else {}
+        return {task: self.prior[task] * values.get(task, 0.0) for task in self.tasks}
 
     def reasons(self) -> dict[str, str]:
         """Return the spread per task."""
-        return {task: f"spread within groups {self.values[task]:.3f}" for task in self.tasks}
+        spreads = {task: self.traces[task].spread(self.ranges.get(task))[0] for task in self.tasks}
+        return {task: f"spread within groups {spread:.3f}" for task, spread in spreads.items()}

@@ -38,8 +38,8 @@ class MTGRPO(SchedulerPolicy):
 
     ``s_k = I_k + lambda * J_k``, ``z = softmax(xi)``, ``xi_k <- xi_k - beta * z_k * (s_k - sum_j z_j s_j)``:
     gradient descent on the mixture's expected score, so that mass flows to the task with the lowest. ``J_k``
-    is the smoothed level, ``I_k`` its change over the step (0 for a task not sampled). Tasks beyond
-    their target are not counted as better than it.
+    is the smoothed level cleared of noise (``SchedulerPolicy.clear``), ``I_k`` its change over the step (0
+    for a task not sampled). Tasks beyond their target are not counted as better than it.
 
     Source: "Multi-Task GRPO" (arXiv:2602.05547), Subroutine 1, with the change of the level as improvement
     (their GRPO loss is 0 both for tasks that always fail and that never do) and a plain step instead of Adam.
@@ -53,14 +53,18 @@ class MTGRPO(SchedulerPolicy):
         self.logits = {task: math.log(self.prior[task]) for task in self.tasks}
 
     def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
-        probs = softmax(self.logits)
+        seen = [task for task in self.tasks if self.traces[task].steps]
+        probs = softmax({task: self.logits[task] for task in seen})
+        levels = self.clear(
+            {task: min(self.level(task), self.targets[task]) for task in seen},
+            {task: self.level_error(task) for task in seen},
+        )
         scores = {
-            task: (signals[task].progress if task in signals else 0.0)
-            + self.config.level_weight * min(self.level(task), self.targets[task])
-            for task in self.tasks
+            task: (signals[task].progress if task in signals else 0.0) + self.config.level_weight * level
+            for task, level in levels.items()
         }
-        mean = math.fsum(probs[task] * scores[task] for task in self.tasks)
-        for task in self.tasks:
+        mean = math.fsum(probs[task] * scores[task] for task in seen)
+        for task in seen:
             self.logits[task] -= self.config.rate * probs[task] * (scores[task] - mean)
 
     def _preferences(self) -> dict[str, float]:

@@ -50,7 +50,6 @@ class Patience(SchedulerPolicy):
     """Lower a task's weight at a plateau at its target, raise it at a plateau below."""
 
     Config: ClassVar[type[SchedulerPolicyConfig]] = PatienceConfig
-    mixes_floor: ClassVar[bool] = False
     per_task: ClassVar[tuple[str, ...]] = ("scale", "best", "waited")
     config: PatienceConfig
 

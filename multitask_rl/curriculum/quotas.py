@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-__all__ = ["apportion", "mix_floors", "normalise", "raise_to_floors"]
+__all__ = ["apportion", "normalise", "raise_to_floors"]
 
 
 def normalise(weights: Mapping[str, float]) -> dict[str, float]:
@@ -23,20 +23,6 @@ def normalise(weights: Mapping[str, float]) -> dict[str, float]:
     if not total > 0.0 or not math.isfinite(total):
         return {task: 1.0 / len(weights) for task in weights}
     return {task: weight / total for task, weight in weights.items()}
-
-
-def mix_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
-    """Return ``floor_k + (1 - sum of floors) * p_k``: every floor is met, the rest follows ``probs``.
-
-    Args:
-        probs: shares, sum 1.
-        floors: least share per task (missing = 0), sum at most 1.
-
-    >>> mix_floors({"a": 1.0, "b": 0.0}, {"a": 0.1, "b": 0.1})
-    {'a': 0.9, 'b': 0.1}
-    """
-    free = max(0.0, 1.0 - math.fsum(floors.get(task, 0.0) for task in probs))
-    return normalise({task: floors.get(task, 0.0) + free * p for task, p in probs.items()})
 
 
 def raise_to_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,8 @@ from multitask_rl.config.build import build_dataclass, suggest
 from multitask_rl.config.located_yaml import Where
 from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.curriculum.gate import UnlearnableGate
-from multitask_rl.curriculum.quotas import apportion, mix_floors, normalise, raise_to_floors
+from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
+from multitask_rl.curriculum.signal import REWARD_SCORE
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import SCHEDULERS, load_plugin
 from multitask_rl.records import Event, TaskStats
@@ -98,8 +99,8 @@ class DynamicTaskWeightScheduler:
             tasks: names of the tasks that are trained.
             targets: level in [0, 1] at which a task counts as learnt; missing = 1.
             min_shares: floor of a task's share; missing or None = ``min_weight``.
-            reward_ranges: ``(low, high)`` of a task's reward where its plugins declare it; without one, a
-                reward outside [0, 1] is placed within the range the run has shown.
+            reward_ranges: ``(low, high)`` of a task's reward where its plugins declare it; without one, the
+                scale is estimated from the rewards the run shows, and an event says so.
             seed: the run's seed; decides only which of two equal remainders comes first.
 
         Raises:
@@ -127,7 +128,12 @@ class DynamicTaskWeightScheduler:
         self._reported = self.weights()
         self._reported_at = -_STEPS_BETWEEN_REPORTS
         self._has_warned_missing = False
-        self._pending = [self._bound_event(filled), *self._unused_settings()]
+        self._bound_events = [
+            self._bound_event(filled),
+            *self._unused_settings(),
+            *self._estimated_scales(),
+        ]
+        self._pending = list(self._bound_events)
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
         """Learn from the step's statistics and return what was decided, at most one event of each kind.
@@ -165,8 +171,7 @@ class DynamicTaskWeightScheduler:
             for task in self._gate.held:
                 shares[task] = 0.0
                 floors[task] = max(floors[task], self._gate.probe_share)
-        apply = mix_floors if policy.mixes_floor else raise_to_floors
-        shares = apply(normalise(shares), floors)
+        shares = raise_to_floors(normalise(shares), floors)
         if self._factors:
             scaled = {task: share * self._factors.get(task, 1.0) for task, share in shares.items()}
             kept = {task: floors[task] for task, share in scaled.items() if share > 0.0}
@@ -240,7 +245,7 @@ class DynamicTaskWeightScheduler:
             "calibrated_at": self._calibrated_at,
             "reported": dict(self._reported),
             "reported_at": self._reported_at,
-            "is_announced": not self._pending,
+            "said": [] if self._pending else [event.reason for event in self._bound_events],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
@@ -254,8 +259,8 @@ class DynamicTaskWeightScheduler:
             renamed: old name -> new name.
         """
         policy, names = self._bound(), dict(renamed or {})
-        if state["is_announced"]:  # the run has told what ``bind`` has to tell
-            self._pending = []
+        # what the run has told already of this configuration
+        self._pending = [event for event in self._pending if event.reason not in state["said"]]
         if state["policy"] == self.policy_name:
             policy.load_state_dict(state["policy_state"], names)
         else:
@@ -324,10 +329,22 @@ class DynamicTaskWeightScheduler:
         )
         return [Event(step=0, source="scheduler", kind="warn", reason=reason)]
 
+    def _estimated_scales(self) -> list[Event]:
+        policy = self._bound()
+        unknown = [t for t in policy.tasks if t not in policy.ranges]
+        if not policy.adaptive or self.policy_config.metric_key != REWARD_SCORE or not unknown:
+            return []
+        reason = (
+            f"the rewards of {', '.join(unknown)} declare no range: the scheduler estimates the scale of "
+            "their levels from the rewards that responses earn; declare low and high (with_traits or "
+            "PluginTraits) so that levels can be compared between tasks from the start"
+        )
+        return [Event(step=0, source="scheduler", kind="warn", reason=reason, data={"tasks": unknown})]
+
     def _warn_missing_metric(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
         key = self.policy_config.metric_key
         seen = [set(s.metrics) for s in stats.values() if s.num_prompts > 0]
-        if self._has_warned_missing or key == "reward_score" or not seen or any(key in m for m in seen):
+        if self._has_warned_missing or key == REWARD_SCORE or not seen or any(key in m for m in seen):
             return []
         self._has_warned_missing = True
         known = sorted(set().union(*seen))

@@ -1,10 +1,9 @@
 """What a step's statistics say about a task, smoothed and on one scale for all tasks.
 
-Weights compare tasks, so their levels must be comparable. A reward in [0, 1] is its own level. Any other is
-placed within its range: the range given (``reward_ranges``), else the range the run has *demonstrated*, from
-the lowest ``mean - 2 std`` to the highest ``mean + 2 std`` of a step (std: mean deviation within groups). The
-level of a task is then where its mean lies among the responses it has been seen to give; it moves to 1 as
-the policy comes to give its best responses always. Targets are levels.
+Weights compare tasks, so their levels must be comparable. A level is the place of the mean reward within the
+reward's range: the range that is declared (``reward_ranges``), else the range that responses have *shown*.
+An end of the shown range is the third most extreme reward of a group, so that one or two outliers do not
+set the scale. It is an estimate, and the scheduler says so. Targets are levels.
 
 Training prompts come again and are learnt by heart, the sooner the more prompts a task gets: by its training
 reward, the task that is pushed most looks better than it is. Evaluations correct the level by the difference.
@@ -14,20 +13,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from multitask_rl.records import TaskStats
+from multitask_rl.records import NUM_EXTREMES, TaskStats
 
-__all__ = ["REWARD_SCORE", "TaskSignal", "TaskTrace"]
+__all__ = ["REWARD_SCORE", "Average", "TaskSignal", "TaskTrace"]
 
 REWARD_SCORE = "reward_score"
 """The ``metric_key`` that means the training reward."""
 
 _SPREAD = 2.0
-_UNIT_SLACK = 1e-9
+"""Standard deviations around the mean that stand for the rewards where only mean and deviation are given."""
 _OFFSET_GAIN = 0.3
 """Of an evaluation: a single one of 256 prompts has a standard error of 0.03."""
+_VARIANCE_GAIN = 0.02
+_PRIOR_STEPS = 4
+"""Steps that the largest possible variance counts as, beside the variance that was measured."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Average:
+    """A moving average over a task's prompts that knows its standard error; all fields are state."""
+
+    value: float = 0.0
+    weight: float = 0.0
+    """Variance of the average, in units of the variance of one prompt."""
+    variance: float = 0.0
+    """Variance of one prompt, by the differences between steps."""
+    steps: int = 0
+    last: float = 0.0
+    """Mean of the newest step."""
+    last_prompts: int = 0
+
+    def add(self, mean: float, num_prompts: int, gain: float) -> None:
+        """Add the mean over ``num_prompts`` prompts of one step with weight ``gain``."""
+        if self.steps:
+            seen = (mean - self.last) ** 2 / (1.0 / num_prompts + 1.0 / self.last_prompts)
+            self.variance += max(_VARIANCE_GAIN, 1.0 / self.steps) * (seen - self.variance)
+        self.steps += 1
+        self.last, self.last_prompts = mean, num_prompts
+        self.value += gain * (mean - self.value)
+        self.weight = (1.0 - gain) ** 2 * self.weight + gain * gain / num_prompts
+
+    def error(self, width: float) -> float:
+        """Return the standard error of ``value``.
+
+        Args:
+            width: of the range that prompts' values lie in; ``width^2 / 4`` is the largest variance possible,
+                which counts as the measured one of four steps.
+        """
+        measured = min(max(0, self.steps - 1), 1.0 / _VARIANCE_GAIN)
+        total = measured * self.variance + _PRIOR_STEPS * 0.25 * width * width
+        return math.sqrt(self.weight * total / (measured + _PRIOR_STEPS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,20 +91,20 @@ class TaskTrace:
     """Steps that gave a finite value."""
     prompts: int = 0
     """Prompts of those steps."""
-    value: float = 0.0
-    """Moving average of the raw value; the scale is applied when read, so that a wider range moves old
-    and new alike."""
-    informative: float = 1.0
-    """Moving average of the share of groups with a gradient."""
+    raw: Average = field(default_factory=Average)
+    """The watched value; the scale is applied when read, so that a wider range moves old and new alike."""
+    within: Average = field(default_factory=Average)
+    """The standard deviation of the reward within groups, in the reward's unit."""
+    with_gradient: Average = field(default_factory=Average)
+    """The share of groups with a gradient."""
     offset: float = 0.0
     """Held-out value less the training's, smoothed; below 0 when prompts were learnt by heart."""
     evaluations: int = 0
     """Held-out values that made it."""
-    low: float = math.inf
-    high: float = -math.inf
-    """Demonstrated range of the raw value."""
-    outside_unit: bool = False
-    """A value outside [0, 1] was seen: the demonstrated range is the scale from then on."""
+    lowest: list[float] = field(default_factory=list)
+    """The smallest rewards shown, of three groups, ascending; empty when another metric is watched."""
+    highest: list[float] = field(default_factory=list)
+    """The largest, descending."""
 
     def observe(
         self,
@@ -82,29 +120,31 @@ class TaskTrace:
         The gain of the moving averages is ``min(smoothing, n / prompts_averaged)`` for a step with ``n``
         prompts of the task; a plain mean over the prompts at first.
         """
-        value = stats.reward_mean if metric_key == REWARD_SCORE else stats.metrics.get(metric_key, math.nan)
+        watches_reward = metric_key == REWARD_SCORE
+        value = stats.reward_mean if watches_reward else stats.metrics.get(metric_key, math.nan)
         if stats.num_prompts <= 0 or not math.isfinite(value):
             return None
-        watches_reward = metric_key == REWARD_SCORE
-        std = stats.reward_std if watches_reward and math.isfinite(stats.reward_std) else 0.0
-        before = self.value
+        std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
+        before, n = self.raw.value, stats.num_prompts
         self.steps += 1
-        self.prompts += stats.num_prompts
-        self.low = min(self.low, value - _SPREAD * std)
-        self.high = max(self.high, value + _SPREAD * std)
-        self.outside_unit |= not -_UNIT_SLACK <= value <= 1.0 + _UNIT_SLACK
-        gain = min(smoothing, stats.num_prompts / prompts_averaged)
-        gain = max(gain, stats.num_prompts / self.prompts)
-        self.value += gain * (value - self.value)
-        informative = stats.num_informative / stats.num_prompts
-        self.informative += gain * (informative - self.informative)
-        low, high = self._scale(known_range)
-        width = high - low if watches_reward and high > low else 1.0
+        self.prompts += n
+        if watches_reward:
+            low, high = (value - _SPREAD * std,), (value + _SPREAD * std,)
+            self.lowest = sorted([*self.lowest, *(stats.lowest or low)])[:NUM_EXTREMES]
+            self.highest = sorted([*self.highest, *(stats.highest or high)], reverse=True)[:NUM_EXTREMES]
+        gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
+        informative = stats.num_informative / n
+        self.raw.add(value, n, gain)
+        self.within.add(std, n, gain)
+        self.with_gradient.add(informative, n, gain)
+        low_end, high_end = self._scale(known_range)
         return TaskSignal(
-            level=_place(value, low, high),
-            spread=max(0.0, stats.reward_std) / width if math.isfinite(stats.reward_std) else 0.0,
+            level=_place(value, low_end, high_end),
+            spread=std / (high_end - low_end) if watches_reward else std,
             informative=informative,
-            progress=_place(self.value, low, high) - _place(before, low, high) if self.steps > 1 else 0.0,
+            progress=_place(self.raw.value, low_end, high_end) - _place(before, low_end, high_end)
+            if self.steps > 1
+            else 0.0,
         )
 
     def calibrate(self, held_out: float) -> None:
@@ -112,34 +152,53 @@ class TaskTrace:
         if self.steps and math.isfinite(held_out):
             self.evaluations += 1
             gain = max(_OFFSET_GAIN, 1.0 / self.evaluations)
-            self.offset += gain * (held_out - self.value - self.offset)
+            self.offset += gain * (held_out - self.raw.value - self.offset)
 
     def level(self, known_range: tuple[float, float] | None) -> float:
         """Return the smoothed value, corrected by the evaluations, on the scale of levels, in [0, 1]."""
-        return _place(self.value + self.offset, *self._scale(known_range))
+        return _place(self.raw.value + self.offset, *self._scale(known_range))
+
+    def level_error(self, known_range: tuple[float, float] | None) -> float:
+        """Return the standard error of ``level``, of the training prompts alone."""
+        low, high = self._scale(known_range)
+        return self.raw.error(high - low) / (high - low)
+
+    def spread(self, known_range: tuple[float, float] | None) -> tuple[float, float]:
+        """Return the smoothed spread of the reward within groups on the scale of levels, and its error."""
+        low, high = self._scale(known_range)
+        width = high - low if self.lowest else 1.0
+        return self.within.value / width, self.within.error(0.5 * width) / width
+
+    @property
+    def informative(self) -> float:
+        """Smoothed share of groups with a gradient; 1 before any step."""
+        return self.with_gradient.value if self.steps else 1.0
+
+    @property
+    def informative_error(self) -> float:
+        """Its standard error."""
+        return self.with_gradient.error(1.0)
 
     def _scale(self, known_range: tuple[float, float] | None) -> tuple[float, float]:
-        if known_range is not None:
+        """Return the ends of the scale, ``low < high``."""
+        if known_range is not None and known_range[0] < known_range[1]:
             return known_range
-        return (self.low, self.high) if self.outside_unit else (0.0, 1.0)
+        if self.lowest and self.lowest[-1] < self.highest[-1]:
+            return self.lowest[-1], self.highest[-1]
+        # means of a metric, or rewards that have not differed yet
+        return min(0.0, self.raw.value), max(1.0, self.raw.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields, JSON-able (a range not yet seen is None)."""
-        state = {f.name: getattr(self, f.name) for f in fields(self)}
-        if not self.steps:
-            state["low"] = state["high"] = None
-        return state
+        """Return the fields, JSON-able."""
+        return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> TaskTrace:
         """Return the trace that ``state_dict`` described."""
-        low, high = state["low"], state["high"]
-        seen = {"low": math.inf if low is None else low, "high": -math.inf if high is None else high}
-        return cls(**{**state, **seen})
+        averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
+        return cls(**{**state, **averages})
 
 
 def _place(value: float, low: float, high: float) -> float:
-    """Return where ``value`` lies between ``low`` and ``high``, clipped to [0, 1]; 0.5 of an empty range."""
-    if not high > low:
-        return 0.5
+    """Return where ``value`` lies between ``low`` and ``high``, clipped to [0, 1]."""
     return min(1.0, max(0.0, (value - low) / (high - low)))

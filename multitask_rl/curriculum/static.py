@@ -13,7 +13,6 @@ class Static(SchedulerPolicy):
     """Keep the initial weights for the whole run; only what is below its floor is raised to it."""
 
     adaptive: ClassVar[bool] = False
-    mixes_floor: ClassVar[bool] = False
 
     def weights(self) -> dict[str, float]:
         """Return the initial weights."""

@@ -34,8 +34,8 @@ class Straggler(SchedulerPolicy):
     """Weigh each task by the part of its way that is still ahead, relative to the others.
 
     ``r_k = (target_k - J_k)^+ / (target_k - J_k at the start)``,
-    ``w_k = prior_k * (r_k / mean(r))^exponent``, normalised; the start is the mean level of
-    the task's first ten steps. A task at its target has r = 0.
+    ``w_k = prior_k * r_k^exponent``, normalised, ``r`` cleared of noise (``SchedulerPolicy.clear``); the
+    start is the mean level of the task's first ten steps. A task at its target has r = 0.
 
     Source: the inverse training rate of Chen et al., "GradNorm" (arXiv:1711.02257), Eq. 2 (exponent 1.5 as
     there), with distance to the target in place of the loss and shares in place of gradient norms.
@@ -59,12 +59,17 @@ class Straggler(SchedulerPolicy):
         return self.deficit(task) / start if start > _MIN_START_DEFICIT else 0.0
 
     def _preferences(self) -> dict[str, float]:
-        remaining = {task: self._remaining(task) for task in self.tasks}
-        mean = math.fsum(remaining.values()) / len(remaining)
-        if not mean > 0.0:
+        remaining = {t: self._remaining(t) for t in self.tasks if self.traces[t].steps}
+        if not any(remaining.values()):
             return dict.fromkeys(self.tasks, 0.0)
-        exponent = self.config.exponent
-        return {task: self.prior[task] * (remaining[task] / mean) ** exponent for task in self.tasks}
+        errors = {task: self._error(task, part) for task, part in remaining.items()}
+        cleared = self.clear(remaining, errors)
+        return {t: self.prior[t] * cleared.get(t, 0.0) ** self.config.exponent for t in self.tasks}
+
+    def _error(self, task: str, remaining: float) -> float:
+        """Return the standard error of a part of the way: of the level now and of the one at the start."""
+        start = self.start_deficit[task]
+        return self.level_error(task) * math.hypot(1.0, remaining) / start if remaining else 0.0
 
     def reasons(self) -> dict[str, str]:
         """Return how much of each task's way is left."""

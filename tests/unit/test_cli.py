@@ -183,6 +183,22 @@ def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]
     assert "error: absent.yaml" in told
 
 
+def test_a_reward_without_a_range_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "grade.py").write_text("def short(response): return 0.1\n")
+    rewards = {
+        "a": "grade.py:short",
+        "b": "exact_match",
+        "c": "{plugin: grade.py:short, weight: 0}, exact_match",
+    }
+    tasks = "\n".join(f"  {n}: {{dataset: math.jsonl, rewards: [{own}]}}" for n, own in rewards.items())
+    (here / "tasks.yaml").write_text(f"tasks:\n{tasks}\n")
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if "declares no range" in line]
+    assert len(found) == 1
+    assert "tasks.a.rewards[0]" in found[0]
+    assert "low and high" in found[0]
+
+
 def test_show_prints_shares_and_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "show", "tasks.yaml"]) == 0
     told = capsys.readouterr().out

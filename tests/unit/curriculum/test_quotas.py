@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from multitask_rl.curriculum.quotas import apportion, mix_floors, normalise, raise_to_floors
+from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 
 
 def _ranks(shares: dict[str, float]) -> dict[str, int]:
@@ -77,11 +77,10 @@ def test_floors_are_met_and_shares_sum_to_one_up_to_the_edge() -> None:
     probs = normalise({"a": 0.98, "b": 0.02, "c": 0.0})
     for floor in (0.0, 0.05, 0.2, 1 / 3):
         floors = dict.fromkeys(probs, floor)
-        for apply in (mix_floors, raise_to_floors):
-            shares = apply(probs, floors)
-            assert math.isclose(math.fsum(shares.values()), 1.0)
-            assert min(shares.values()) >= floor - 1e-12
-    assert all(math.isclose(s, 1 / 3) for s in mix_floors(probs, dict.fromkeys(probs, 1 / 3)).values())
+        shares = raise_to_floors(probs, floors)
+        assert math.isclose(math.fsum(shares.values()), 1.0)
+        assert min(shares.values()) >= floor - 1e-12
+    assert all(math.isclose(s, 1 / 3) for s in raise_to_floors(probs, dict.fromkeys(probs, 1 / 3)).values())
 
 
 def test_raise_to_floors_leaves_given_weights_alone_where_it_can() -> None:
