@@ -44,9 +44,6 @@ ADAPTERS = {
 }
 """Library -> where in core it may be imported (bundled plugins may import what they adapt)."""
 
-MAX_LINES = 400
-MAX_FUNCTION_LINES = 60
-
 
 def modules(package: str) -> Iterator[tuple[str, Path]]:
     root = PACKAGES[package]
@@ -177,28 +174,6 @@ def test_python_is_parsed_in_one_place() -> None:
         if module != "python_source"
     ]
     assert wrong == []
-
-
-def test_modules_are_short_enough_to_read() -> None:
-    long = {
-        f"{package}.{module}": count
-        for package in PACKAGES
-        for module, path in modules(package)
-        if (count := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
-    }
-    assert long == {}
-
-
-def test_functions_fit_on_a_screen() -> None:
-    long = [
-        f"{package}.{module}.{node.name}"
-        for package in PACKAGES
-        for module, path in modules(package)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
-    ]
-    assert long == []
 
 
 def test_importing_the_package_loads_nothing_heavy_and_is_quick() -> None:
