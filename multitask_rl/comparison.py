@@ -21,6 +21,7 @@ from typing import Any
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.intervals import compare_means, holm
+from multitask_rl.printable import one_line, printable
 from multitask_rl.records import Direction
 from multitask_rl.tracking.lines import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
@@ -81,7 +82,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _write(result: object, as_json: bool, render: Callable[[], str]) -> None:
-    sys.stdout.write(dump_line({"result": result}) if as_json else render() + "\n")
+    sys.stdout.write(dump_line({"result": result}) if as_json else printable(render()) + "\n")
 
 
 @contextlib.contextmanager
@@ -210,8 +211,9 @@ def _constraint_table(rows: Sequence[Mapping[str, Any]]) -> str:
         numbers = [
             _number(row.get(key, math.nan)) for key in ("before", "violation_rate", "upper_bound", "limit")
         ]
-        verdict = "yes" if row["satisfied"] else "no"
-        table.append([f"{row['task']}/{row['constraint']}", *numbers, f"{row['n']:.0f}", verdict])
+        verdict = {None: "-", 0.0: "no"}.get(row.get("satisfied"), "yes")
+        count = f"{row['n']:.0f}" if "n" in row else "-"
+        table.append([f"{row['task']}/{row['constraint']}", *numbers, count, verdict])
     return _table(table)
 
 
@@ -314,7 +316,7 @@ def _render_report(result: Mapping[str, Any]) -> str:
     events = [
         f"step {event['step']}  {event['source']} {event['kind']}"
         + (f" [{event['task']}]" if event.get("task") else "")
-        + f": {event['reason']}"
+        + f": {one_line(event['reason'])}"
         for event in result["events"]
     ]
     parts.append("\n".join(["events:", *events]) if events else "no events")

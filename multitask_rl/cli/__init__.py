@@ -15,8 +15,9 @@ from importlib import import_module
 import multitask_rl
 from multitask_rl.config.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.printable import one_line
 
-__all__ = ["main"]
+__all__ = ["error_line", "main", "run_command"]
 
 Command = Callable[[list[str]], int | None]
 
@@ -59,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"multitask-rl {multitask_rl.__version__}")
         return 0
     try:
-        words = 2 if " ".join(arguments[:2]) in _COMMANDS else 1
-        return _command(" ".join(arguments[:words]))(arguments[words:]) or 0
+        return run_command(arguments)
     except KeyboardInterrupt as error:
         print(f"interrupted by {error}" if str(error) else "interrupted", file=sys.stderr)
         return getattr(error, "exit_code", 130)
@@ -69,6 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last boundary: a bug ends as one paragraph and exit code 1
         told = f"{type(error).__name__}: {error} (not foreseen; --debug shows the traceback)"
         return _report(told, error, debug, 1)
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run the command that ``arguments`` begin with; return its exit code. Errors are raised."""
+    words = 2 if " ".join(arguments[:2]) in _COMMANDS else 1
+    return _command(" ".join(arguments[:words]))(arguments[words:]) or 0
+
+
+def error_line(text: str) -> str:
+    """Return what is told of an error: one line, safe for a terminal."""
+    return f"error: {one_line(text)}"
 
 
 def _help() -> str:
@@ -90,5 +101,5 @@ def _command(name: str) -> Command:
 def _report(text: str, error: BaseException, debug: bool, code: int) -> int:
     if debug:
         traceback.print_exception(error)
-    print(f"error: {text}", file=sys.stderr)
+    print(error_line(text), file=sys.stderr)
     return code

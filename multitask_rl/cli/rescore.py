@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
-
 from multitask_rl.cli.agreement import agreement
 from multitask_rl.config.build import build_dataclass, suggest
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.located_yaml import Where, load_yaml
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.printable import one_line, printable
 from multitask_rl.records import Failure, Score, Scored
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
+from multitask_rl.tracking.reading import read_lines
 
 __all__ = ["main"]
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         text = "".join(dump_line(scored_to_dict(s, x["step"])) for s, x in zip(scored, kept, strict=True))
         options.output.write_text(text, encoding="utf-8")
     pairs = _pairs(kept, scored, options.against)
-    print(f"{_means(pairs)}\n\n{_agreements(pairs, options.threshold)}")
+    print(printable(f"{_means(pairs)}\n\n{_agreements(pairs, options.threshold)}"))
     _print_failures(scored)
     if len(kept) < len(lines):
         print(f"{len(lines) - len(kept)} rollouts of other tasks were left out")
@@ -110,7 +110,10 @@ def _with_reward(spec: TaskSpec, reward: str | None, config: Mapping[str, Any] |
 def _score(
     specs: Mapping[str, TaskSpec], lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any], run: str
 ) -> list[Scored]:
-    scoring = build_dataclass(ScoringConfig, config.get("scoring") or {}, Where(run, ("scoring",)))
+    given = config.get("scoring") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{run}: config.yaml: scoring: expected a mapping, got {given!r}")
+    scoring = build_dataclass(ScoringConfig, given, Where(run, ("scoring",)))
     # a reward on trial may fail on everything: that is a finding, not a reason to stop
     scoring = replace(scoring, max_failure_rate=1.0)
     pool = RewardPool(specs, scoring, seed=int(config.get("seed") or 0), devices={})
@@ -125,7 +128,7 @@ def _run_config(run: Path) -> dict[str, Any]:
     path = run / "config.yaml"
     if not path.is_file():
         return {}
-    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    loaded, _ = load_yaml(path)
     return loaded if isinstance(loaded, dict) else {}
 
 
@@ -137,6 +140,9 @@ def _tasks_of(run: Path, config: dict[str, Any]) -> dict[str, TaskSpec]:
             f"{run}: config.yaml with the run's tasks is missing; give a tasks file with --tasks"
         )
     where = Where(str(run / "config.yaml"), ("tasks",))
+    for name, spec in tasks.items():
+        if not isinstance(spec, dict):
+            raise ConfigError(f"{where.at(name)}: expected a mapping, got {spec!r}")
     return {name: build_dataclass(TaskSpec, spec, where.at(name)) for name, spec in tasks.items()}
 
 
@@ -147,10 +153,16 @@ def _stored(path: Path) -> Iterator[dict[str, Any]]:
             f"{path} does not exist: the run stored no rollouts (tracking.trackers without jsonl, or "
             f"tracking.store_rollouts=0), or {str(path.parent)!r} is no output directory of a run"
         )
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n") and (record := json.loads(line))["breakdown"]:
-                yield record
+    yield from (line for line in read_lines(path, _readable) if line["breakdown"])
+
+
+def _readable(line: dict[str, Any]) -> dict[str, Any]:
+    """Return ``line`` if all that is read of it later can be."""
+    rollout_from_dict(line)
+    float(line["reward"] or 0.0), int(line["step"])
+    for result in line["breakdown"].values():
+        float(result.get("value") or 0.0)
+    return line
 
 
 def _chunks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
@@ -211,7 +223,7 @@ def _print_failures(scored: Sequence[Scored]) -> None:
         for name, result in record.breakdown.items():
             if isinstance(result, Failure) and name not in shown:
                 shown.add(name)
-                print(f"first failure of {name}: {result.kind.name}: {result.message}")
+                print(one_line(f"first failure of {name}: {result.kind.name}: {result.message}"))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

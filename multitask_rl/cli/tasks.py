@@ -9,10 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from multitask_rl.config.build import build_dataclass
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.located_yaml import Where, parse_yaml
 from multitask_rl.config.run import EvalConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights, load_tasks
@@ -39,6 +37,8 @@ def main(arguments: list[str]) -> int:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("file", help="the tasks file")
         command.add_argument("overrides", nargs="*", help="tasks.NAME.KEY=VALUE ...")
+        if name == "validate":
+            command.add_argument("--quick", action="store_true", help="build no plugin")
         if name == "show":
             command.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)
@@ -67,7 +67,9 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
         level = result
         for key in keys[:-1]:
             level = level.setdefault(key, {})
-        level[keys[-1]] = yaml.safe_load(text)
+            if not isinstance(level, dict):
+                raise ConfigError(f"override {argument!r}: {key!r} was given a value before, {level!r}")
+        level[keys[-1]], _ = parse_yaml(text, f"override {argument!r}")
     return result
 
 

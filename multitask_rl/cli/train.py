@@ -20,16 +20,17 @@ from typing import Any, cast
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from multitask_rl.config.build import suggest
+from multitask_rl.config.located_yaml import Where, check_plain
 from multitask_rl.config.recorded import RECORD, recorded_config
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.interrupts import stopping_on_signals
+from multitask_rl.printable import EscapingFilter
 
 __all__ = ["compose_and_run", "config_keys", "evaluate", "train"]
 
@@ -96,8 +97,14 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     failures: list[Exception] = []
 
     def job(tree: DictConfig) -> None:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(EscapingFilter())  # what Hydra set up shows what models and data say
         try:
-            action(_to_config(tree))
+            try:
+                config = _to_config(tree)
+            except OmegaConfBaseException as error:
+                raise ConfigError(_explain(error)) from error
+            action(config)
         except Exception as error:  # noqa: BLE001 - raised below: one run of a sweep must not end the others
             failures.append(error)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -109,12 +116,13 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     with _hydra_environment(_hydra_arguments(arguments, defaults)):
         try:
             hydra.main(version_base="1.3", config_path=None, config_name="run")(job)()
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_explain(error)) from error
         except OSError as error:
             raise ConfigError(
                 f"the output directory cannot be written: {error}; choose another with output_dir=PATH"
             ) from error
+        except Exception as error:
+            # what the run raised is in ``failures``: this is the command line's, in any of Hydra's exceptions
+            raise ConfigError(_explain(error)) from error
     if failures:
         raise failures[0]
     return 0
@@ -195,6 +203,7 @@ def _to_config(tree: DictConfig) -> RunConfig:
             f"+experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of --config-dir)"
         )
     config: Any = OmegaConf.to_object(tree)
+    check_plain(dataclasses.asdict(config), Where("configuration"))
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         config = replace(config, output_dir=HydraConfig.get().runtime.output_dir)
     return cast("RunConfig", config)

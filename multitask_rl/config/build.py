@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.located_yaml import Where, check_plain
 from multitask_rl.errors import ConfigError
 
 __all__ = ["build_dataclass", "check_keys", "suggest"]
@@ -77,6 +77,7 @@ def _convert(hint: Any, value: Any, where: Where) -> Any:
     """Check ``value`` against ``hint`` and return it, built if it is a nested dataclass."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
+        check_plain(value, where)
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
@@ -91,7 +92,9 @@ def _convert(hint: Any, value: Any, where: Where) -> Any:
         built = [_convert(args[0] if args else Any, item, where.at(i)) for i, item in enumerate(items)]
         return tuple(built) if origin is tuple else built
     if origin in (dict, Mapping):
-        return dict(_expect(Mapping, value, "a mapping", where))
+        mapping = dict(_expect(Mapping, value, "a mapping", where))
+        check_plain(mapping, where)
+        return mapping
     if hint in _KINDS:
         return _scalar(hint, value, where)
     return value
@@ -111,6 +114,7 @@ def _scalar(hint: type, value: Any, where: Where) -> Any:
     if (isinstance(value, bool) and hint is not bool) or not isinstance(value, accepted):
         quote = "; put it in quotes" if hint is str and not isinstance(value, (dict, list)) else ""
         raise ConfigError(f"{where}: expected {_KINDS[hint]}, got {value!r} ({type(value).__name__}){quote}")
+    check_plain(value, where)
     if hint is not float:
         return value
     number = float(value)

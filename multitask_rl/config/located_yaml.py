@@ -10,24 +10,37 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from multitask_rl.errors import ConfigError
 
-__all__ = ["OVERRIDE", "KeyPath", "Where", "load_yaml"]
+__all__ = ["MAX_BYTES", "MAX_NODES", "OVERRIDE", "KeyPath", "Where", "check_plain", "load_yaml", "parse_yaml"]
 
 KeyPath = tuple[str | int, ...]
 OVERRIDE = -1
 """In place of a line: the value came from the command line or from Python."""
 
+MAX_BYTES = 1 << 19
+"""Size of a configuration file at most."""
+MAX_NODES = 50_000
+"""Values in a document at most: a few aliases of aliases are otherwise enough for more than memory holds."""
 
+_MAX_DEPTH = 60
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads ``1e-6`` as a float."""
+    """SafeLoader that reads ``1e-6`` as a float and bounds what ``<<`` merges."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_NODES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"'<<' merges more than {MAX_NODES} keys", node.start_mark
+            )
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
@@ -81,20 +94,43 @@ def load_yaml(path: str | Path) -> tuple[Any, Where]:
     """Return the document in ``path`` and the place of its root.
 
     Raises:
-        ConfigError: unreadable, broken, holding several documents, a repeated key or an unknown tag.
+        ConfigError: unreadable, larger than ``MAX_BYTES``, or refused by ``parse_yaml``.
     """
     file = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        text = data.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read as UTF-8 text: {error}") from error
-    loader = _Loader(text)
+    except ValueError as error:  # the path holds a NUL or a lone surrogate
+        raise ConfigError(f"{file!r} cannot be the path of a file: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{file}: larger than {MAX_BYTES} bytes: no configuration is; is it a data file?")
+    return parse_yaml(text, file)
+
+
+def parse_yaml(text: str, file: str) -> tuple[Any, Where]:
+    """Return the document that ``text`` is and the place of its root.
+
+    Args:
+        text: YAML.
+        file: its name in messages.
+
+    Raises:
+        ConfigError: broken, holding several documents, a repeated key, an unknown tag, a value that
+            ``check_scalar`` refuses, more than ``MAX_NODES`` values (aliases count each time) or too deep.
+    """
+    lines: dict[KeyPath, int] = {}
     try:
-        node = loader.get_single_node()
-        lines: dict[KeyPath, int] = {}
-        value = None if node is None else _construct(loader, node, Where(file, (), lines), lines, set())
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            value = None if node is None else _Reader(loader, lines).read(node, Where(file, (), lines))
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
@@ -102,39 +138,101 @@ def load_yaml(path: str | Path) -> tuple[Any, Where]:
         raise ConfigError(f"{place}: not valid YAML: {problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
+    except RecursionError as error:
+        raise ConfigError(f"{file}: lists and mappings are nested too deep") from error
     return value, Where(file, (), lines)
 
 
-def _construct(
-    loader: yaml.SafeLoader, node: yaml.Node, where: Where, lines: dict[KeyPath, int], open_nodes: set[int]
-) -> Any:
-    """Turn a node into plain values and note the line of every key in ``lines``."""
-    lines.setdefault(where.path, node.start_mark.line + 1)
-    if id(node) in open_nodes:
-        raise ConfigError(f"{where}: an alias refers to the node that holds it")
-    if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
-        raise ConfigError(f"{where}: not valid YAML here: the tag {node.tag!r} is not allowed")
-    if isinstance(node, yaml.SequenceNode):
-        inside = open_nodes | {id(node)}
-        return [_construct(loader, n, where.at(i), lines, inside) for i, n in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node, deep=True)
-    _refuse_repeated_keys(node, where)
-    loader.flatten_mapping(node)
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
-            raise ConfigError(
-                f"{where.file}:{key_node.start_mark.line + 1}: keys must be text, got {key!r}; "
-                f"write it in quotes if it is meant as a name"
-            )
-        here = where.at(key)
-        lines[here.path] = key_node.start_mark.line + 1
-        result[key] = _construct(loader, value_node, here, lines, open_nodes | {id(node)})
-    return result
+def check_scalar(value: Any, where: Where) -> None:
+    """Refuse text and numbers that no setting can be.
+
+    Raises:
+        ConfigError: text with a NUL or a lone surrogate (no file name, no UTF-8), a whole number beyond 64
+            bits.
+    """
+    if isinstance(value, str) and (found := _NO_TEXT.search(value)):
+        raise ConfigError(f"{where}: text must not hold the character {found[0]!a}, got {value!r:.80}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(
+            f"{where}: a whole number must fit into 64 bits, got one of {value.bit_length()} bits"
+        )
+
+
+def check_plain(value: Any, where: Where, depth: int = 0) -> None:
+    """Hold plain values that come from elsewhere than a file to the same limits as those of a file.
+
+    Raises:
+        ConfigError: a scalar that ``check_scalar`` refuses, or nested too deep.
+    """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{where}: lists and mappings are nested too deep")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_scalar(key, where)
+            check_plain(item, where.at(str(key)), depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            check_plain(item, where.at(index), depth + 1)
+    else:
+        check_scalar(value, where)
+
+
+class _Reader:
+    """Turns nodes into plain values and notes the line of every key in ``lines``."""
+
+    def __init__(self, loader: yaml.SafeLoader, lines: dict[KeyPath, int]) -> None:
+        self._loader = loader
+        self._lines = lines
+        self._open: set[int] = set()
+        self._count = 0
+
+    def read(self, node: yaml.Node, where: Where) -> Any:
+        """Return the value of ``node``, which stands at ``where``."""
+        self._lines.setdefault(where.path, node.start_mark.line + 1)
+        self._count += 1
+        if self._count > MAX_NODES:
+            raise ConfigError(f"{where}: more than {MAX_NODES} values; every use of an alias counts")
+        if id(node) in self._open:
+            raise ConfigError(f"{where}: an alias refers to the node that holds it")
+        if not isinstance(node, yaml.CollectionNode):
+            return self._scalar(node, where)
+        if node.tag not in _PLAIN_TAGS:
+            raise ConfigError(f"{where}: not valid YAML here: the tag {node.tag!r} is not allowed")
+        if len(where.path) > _MAX_DEPTH:
+            raise ConfigError(f"{where.file}:{node.start_mark.line + 1}: nested too deep")
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.SequenceNode):
+                return [self.read(n, where.at(i)) for i, n in enumerate(node.value)]
+            return self._mapping(cast("yaml.MappingNode", node), where)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, where: Where) -> dict[str, Any]:
+        _refuse_repeated_keys(node, where)
+        self._loader.flatten_mapping(node)
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = Where(f"{where.file}:{key_node.start_mark.line + 1}")
+            key = self._scalar(key_node, place) if isinstance(key_node, yaml.ScalarNode) else key_node.value
+            if not isinstance(key, str):
+                told = f"{key!r}" if isinstance(key_node, yaml.ScalarNode) else f"a {key_node.id}"
+                raise ConfigError(
+                    f"{place}: keys must be text, got {told}; write it in quotes if it is meant as a name"
+                )
+            here = where.at(key)
+            self._lines[here.path] = key_node.start_mark.line + 1
+            result[key] = self.read(value_node, here)
+        return result
+
+    def _scalar(self, node: yaml.Node, where: Where) -> Any:
+        try:
+            value = self._loader.construct_object(node, deep=True)
+        except (ValueError, LookupError, AttributeError, OverflowError) as error:
+            # dates that are none, numbers of thousands of digits, ``!!bool x``: PyYAML lets them through
+            raise ConfigError(f"{where}: {node.value!r:.80} is no value of its type") from error
+        check_scalar(value, where)
+        return value
 
 
 def _refuse_repeated_keys(node: yaml.MappingNode, where: Where) -> None:

@@ -30,6 +30,9 @@ def recorded_config(run: Path) -> RunConfig:
     tasks = document.get("tasks") if isinstance(document, Mapping) else None
     if not isinstance(tasks, Mapping):
         raise ConfigError(f"{where.file}: it holds no tasks; give the run's tasks file with tasks_file=PATH")
+    for name, task in tasks.items():
+        if not isinstance(task, Mapping):
+            raise ConfigError(f"{where.at('tasks', name)}: expected a mapping, got {task!r}")
     given = {name: _as_given(task) for name, task in tasks.items()}
     config = build_dataclass(RunConfig, {**document, "tasks_file": "", "tasks": given}, where)
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
@@ -40,5 +43,7 @@ def _as_given(task: Mapping[str, Any]) -> dict[str, Any]:
     derived = ("name", "source", "sampling_keys")
     given = {key: value for key, value in task.items() if key not in derived}
     if task.get("sampling") and task.get("sampling_keys"):
-        given["sampling"] = {key: task["sampling"][key] for key in task["sampling_keys"]}
+        sampling, keys = task["sampling"], task["sampling_keys"]
+        if isinstance(sampling, Mapping) and isinstance(keys, list):
+            given["sampling"] = {key: value for key, value in sampling.items() if key in keys}
     return given

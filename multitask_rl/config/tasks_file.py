@@ -219,23 +219,30 @@ def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> Mapping[str, 
     """Put the task plugin's own settings under the keys the file gives."""
     dataset = raw.get("dataset")
     if isinstance(dataset, str) and dataset.startswith(GENERATOR_PREFIX):
-        return _with_verifier(raw, dataset)
+        return _with_verifier(raw, dataset, where)
     if not isinstance(dataset, str) or not dataset.startswith("plugin:"):
         return raw
     name = dataset.removeprefix("plugin:")
     check_entry_point(where.at("dataset"), TASKS, name)
-    config = raw.get("dataset_config") or {}
+    config = _dataset_config(raw, where)
     task = build_plugin(load_plugin(TASKS, name, expects=["settings", "rows"]), config, where=str(where))
     given = {long for short, (_, long) in _SHORT_FORMS.items() if short in raw}
     return {**{k: v for k, v in task.settings().items() if k not in given}, **raw}
 
 
-def _with_verifier(raw: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:
+def _dataset_config(raw: Mapping[str, Any], where: Where) -> Mapping[str, Any]:
+    config = raw.get("dataset_config")
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"{where.at('dataset_config')}: expected a mapping, got {config!r}")
+    return config or {}
+
+
+def _with_verifier(raw: Mapping[str, Any], dataset: str, where: Where) -> Mapping[str, Any]:
     """Let a generator's own verifier judge, where the task names no reward, and say where it looks."""
     values = dict(raw)
     if not {"rewards", "reward_model"} & set(raw):
-        config = raw.get("dataset_config") or {}
-        own = {k: v for k, v in config.items() if k not in ("size", "seed")} if config else {}
+        config = _dataset_config(raw, where)
+        own = {k: v for k, v in config.items() if k not in ("size", "seed")}
         values["rewards"] = [{"plugin": dataset, "config": {"dataset": own}}]
         values.setdefault("prompt", _ANSWER_IN_TAGS)
     return values

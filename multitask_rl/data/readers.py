@@ -9,6 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import mmap
+import re
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,12 @@ __all__ = ["GeneratedRows", "Row", "RowView", "Rows", "read_dataset_dict", "read
 
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
+
+_FREE_BYTES = 1 << 28
+_RATIO = 100
+"""A compressed file may expand to ``_FREE_BYTES``, or to ``_RATIO`` times its size where that is more: text
+shrinks to a tenth, a file made to fill the memory to a thousandth."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Lazy(Sequence[Row]):
@@ -66,8 +74,7 @@ def read_file(path: str | Path) -> Rows:
     name = place.name
     try:
         if name.endswith(".jsonl.gz"):
-            with gzip.open(place) as file:
-                rows = _read_lines(file.read(), place)
+            rows = _read_lines(_expand(place), place)
         elif name.endswith(".jsonl"):
             rows = _read_lines(_map_file(place), place)
         elif name.endswith(".json"):
@@ -76,7 +83,7 @@ def read_file(path: str | Path) -> Rows:
             rows = _read_parquet(place)
         else:
             raise DataError(f"{place}: unknown kind of data set; allowed: .jsonl, .jsonl.gz, .json, .parquet")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data set {str(place)!r} cannot be read: {error}") from error
     if not rows:
         raise DataError(f"data set {str(place)!r} has no rows; a run needs at least one")
@@ -116,6 +123,27 @@ def _map_file(path: Path) -> bytes | mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
+def _expand(path: Path) -> bytes:
+    """Return the content of a .gz file.
+
+    Raises:
+        DataError: it expands to more than is allowed.
+    """
+    allowed = max(_FREE_BYTES, _RATIO * path.stat().st_size)
+    with gzip.open(path) as file:
+        data = file.read(allowed + 1)
+    if len(data) > allowed:
+        raise _bomb(path, allowed)
+    return data
+
+
+def _bomb(path: Path, allowed: int) -> DataError:
+    return DataError(
+        f"{path}: it expands to more than {allowed} bytes, {_RATIO} times its size, which text does not; if "
+        "it is meant, give the file uncompressed, as .jsonl"
+    )
+
+
 def _read_lines(data: bytes | mmap.mmap, path: Path) -> Rows:
     starts, ends = array("Q"), array("Q")
     start, number, size = 0, 0, len(data)
@@ -129,16 +157,32 @@ def _read_lines(data: bytes | mmap.mmap, path: Path) -> Rows:
             starts.append(start)
             ends.append(end)
         start = end + 1
-    return _Lazy(len(starts), lambda i: _as_row(json.loads(data[starts[i] : ends[i]])))
+    return _Lazy(len(starts), lambda i: _as_row(_parse_json(data[starts[i] : ends[i]])))
 
 
 def _parse_line(line: bytes, path: Path, number: int) -> None:
     try:
-        value = json.loads(line)
+        value = _parse_json(line)
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise DataError(f"{path}:{number}: not a line of JSON: {error}") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}:{number}: expected a JSON object (a row), got {type(value).__name__}")
+
+
+def _parse_json(data: bytes) -> Any:
+    """Return what ``data`` says in JSON, in UTF-8.
+
+    Raises:
+        ValueError: it is none, is nested too deep, or holds half a character (a lone surrogate), which no
+            tokenizer and no file takes.
+    """
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise ValueError("lists and objects are nested too deep") from error
+    if b"\\u" in data and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("text holds a lone surrogate (\\ud800 to \\udfff), which is half a character")
+    return value
 
 
 def _as_row(value: Any) -> Row:
@@ -147,7 +191,7 @@ def _as_row(value: Any) -> Row:
 
 def _read_json(path: Path) -> Rows:
     try:
-        value = json.loads(path.read_bytes())
+        value = _parse_json(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
@@ -160,7 +204,40 @@ def _read_parquet(path: Path) -> Rows:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, memory_map=True)
+        with pq.ParquetFile(path, memory_map=True) as file:
+            _check_size(file.metadata, path)
+            texts = [field.name for field in file.schema_arrow if _is_text(field.type)]
+        # dictionaries stay dictionaries: a value that is repeated a million times is held once
+        table = pq.read_table(path, memory_map=True, read_dictionary=texts)
+        table.validate(full=True)
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a Parquet file: {error}") from error
-    return _Lazy(table.num_rows, lambda i: _as_row(table.slice(i, 1).to_pylist()[0]))
+    except (ValueError, TypeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: a Parquet file with columns that cannot be read: {error}") from error
+
+    def row(index: int) -> Row:
+        try:
+            return _as_row(table.slice(index, 1).to_pylist()[0])
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            raise DataError(f"{path}: row {index} cannot be read: {error}") from error
+
+    return _Lazy(table.num_rows, row)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
+
+
+def _check_size(metadata: Any, path: Path) -> None:
+    """Refuse a file whose columns, by what it says of them, expand to more than is allowed."""
+    allowed = max(_FREE_BYTES, _RATIO * path.stat().st_size)
+    columns = [
+        metadata.row_group(group).column(index)
+        for group in range(metadata.num_row_groups)
+        for index in range(metadata.num_columns)
+    ]
+    # eight bytes a value: a run of equal ones takes next to nothing in the file
+    if sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in columns) > allowed:
+        raise _bomb(path, allowed)

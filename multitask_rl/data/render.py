@@ -79,8 +79,21 @@ def render_template(template: str, row: Row, *, task: str = "") -> str:
                 f"need the prompt '{{{column}}}' alone, anything else a column of text (or "
                 f"'{{{column}!r}}' for how Python writes it)"
             )
-        parts.append(format(repr(value) if conversion == "r" else value, spec or ""))
+        parts.append(_formatted(value, column, spec or "", conversion, row, task))
     return "".join(parts)
+
+
+def _formatted(value: Any, column: str, form: str, conversion: str | None, row: Row, task: str) -> str:
+    """Return ``value`` as the template wants it."""
+    try:
+        if conversion is not None:
+            value = repr(value) if conversion == "r" else str(value)
+        return format(value, form)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(
+            f"task {task!r}: column {column!r} of row {row_id(row)!r} cannot be written as "
+            f"{{{column}:{form}}}: {error}; leave the format out or give the column another type"
+        ) from error
 
 
 def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:

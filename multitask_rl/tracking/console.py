@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from multitask_rl.config.run import TrackingConfig
+from multitask_rl.printable import printable
 from multitask_rl.records import Event, Scored
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class ConsoleTracker:
             self._live.start()
 
     def _write(self, line: str) -> None:
+        line = printable(line)
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False)
             return

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
-
+from multitask_rl.config.located_yaml import load_yaml
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
 from multitask_rl.tracking.timeline import summarise
 
-__all__ = ["Evaluation", "RunRecord", "read_run"]
+__all__ = ["Evaluation", "RunRecord", "read_lines", "read_run"]
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,33 +62,37 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
             "the run's output_dir, or mlflow:<run id> with --tracking-uri"
         )
     config_path = directory / "config.yaml"
-    config = yaml.safe_load(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    config = load_yaml(config_path)[0] if config_path.is_file() else {}
     config = config if isinstance(config, dict) else {}
     names = _renamed(config)
     evaluations: dict[str, list[Evaluation]] = {}
-    for line in _lines(directory / "evaluations.jsonl"):
-        task = names.get(str(line["task"]), str(line["task"]))
-        _append_in_order(evaluations.setdefault(task, []), _evaluation(line, task))
+    for evaluation in read_lines(directory / "evaluations.jsonl", lambda line: _evaluation(line, names)):
+        _append_in_order(evaluations.setdefault(evaluation.task, []), evaluation)
     if not evaluations:
         raise ConfigError(f"{directory / 'evaluations.jsonl'} is empty: the run has evaluated nothing yet")
     weights: dict[str, dict[int, float]] = {}
-    for line in _lines(directory / "metrics.jsonl"):
-        for key, value in line.items():
-            if key.startswith("task/") and key.endswith("/weight") and value is not None:
-                task = key[len("task/") : -len("/weight")]
-                weights.setdefault(names.get(task, task), {})[int(line["step"])] = float(value)
+    for step, own in read_lines(directory / "metrics.jsonl", _weights):
+        for task, value in own.items():
+            weights.setdefault(names.get(task, task), {})[step] = value
     return RunRecord(
         name=name or str(directory),
         config=config,
         evaluations=evaluations,
         weights=weights,
-        events=list(_lines(directory / "events.jsonl")),
-        stages=summarise(_lines(directory / "timeline.jsonl")),
+        events=list(read_lines(directory / "events.jsonl", _event)),
+        stages=summarise(read_lines(directory / "timeline.jsonl", _interval)),
     )
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSONL file; a missing file has none, a torn last line is left out."""
+def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """Yield what ``convert`` makes of the whole lines of a JSONL file that a run wrote.
+
+    A missing file has none, a torn last line is left out.
+
+    Raises:
+        ConfigError: names the line that is no JSON object, or that ``convert`` cannot read (it raises
+            KeyError, TypeError, ValueError, AttributeError or OverflowError).
+    """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as stream:
@@ -95,19 +100,53 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith("\n"):
                 return
             try:
-                yield json.loads(line)
-            except ValueError as error:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
+            try:
+                converted = convert(record)
+            except ConfigError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                told = f"no {error}" if isinstance(error, KeyError) else str(error)
+                raise ConfigError(
+                    f"{path}:{number}: not a line as a run writes it: {told}; restore the file, or take the "
+                    "line out"
+                ) from error
+            yield converted
 
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, str]:
     """Return former name -> name of the tasks that a resume renamed."""
-    specs = config.get("tasks") or {}
-    former = {spec.get("renamed_from"): name for name, spec in specs.items() if isinstance(spec, Mapping)}
-    return {old: name for old, name in former.items() if old and old not in specs}
+    specs = config.get("tasks")
+    named = specs.items() if isinstance(specs, Mapping) else ()
+    former = {str(s.get("renamed_from") or ""): name for name, s in named if isinstance(s, Mapping)}
+    return {old: name for old, name in former.items() if old and old not in dict(named)}
 
 
-def _evaluation(line: Mapping[str, Any], task: str) -> Evaluation:
+def _event(line: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: str(line[key]) for key in ("source", "kind", "reason")}
+    return {**line, "step": int(line["step"]), **texts}
+
+
+def _weights(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    own = {
+        key[len("task/") : -len("/weight")]: float(value)
+        for key, value in line.items()
+        if key.startswith("task/") and key.endswith("/weight") and value is not None
+    }
+    return int(line["step"]), own
+
+
+def _interval(line: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: str(line[key]) for key in ("stage", "task")}
+    return {"start": float(line["start"]), "end": float(line["end"]), **texts}
+
+
+def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation:
+    task = names.get(str(line["task"]), str(line["task"]))
     if "direction" not in line:
         raise ConfigError(
             f"the evaluation of task {task!r} at step {line.get('step')} does not say which way its metric "
@@ -117,11 +156,15 @@ def _evaluation(line: Mapping[str, Any], task: str) -> Evaluation:
         step=int(line["step"]),
         task=task,
         metric=str(line["metric"]),
-        values=[math.nan if value is None else float(value) for value in line["values"]],
+        values=[math.nan if value is None else _finite(float(value)) for value in line["values"]],
         direction=Direction(line["direction"]),
         prompts=str(line.get("prompts", "")),
         metrics={k: float(v["mean"]) for k, v in line.get("metrics", {}).items() if v["mean"] is not None},
     )
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
 
 
 def _append_in_order(history: list[Evaluation], new: Evaluation) -> None:
