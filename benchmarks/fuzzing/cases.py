@@ -84,16 +84,15 @@ METRICS = [
 ]
 EVALUATIONS = [
     {
-        "step": i,
-        "task": t,
-        "metric": "reward",
-        "values": [0.0, 1.0, None],
-        "prompts": "a",
-        "higher_is_better": True,
+        **{"step": step, "task": task, "metric": "reward", "values": [0.0, 1.0, None], "prompts": "a"},
+        "direction": "higher",
+        "metrics": {
+            name: {"mean": mean, "n": 3, "stderr": 0.1, "direction": "lower"}
+            for name, mean in (("constraint/score/limit", 0.1), ("constraint/score/violation_rate", 0.0))
+        },
     }
-    | {"metrics": {"reward": 0.5, "constraint/score/limit": 0.1, "constraint/score/violation_rate": 0.0}}
-    for i in range(2)
-    for t in ("sums", "words")
+    for step in range(2)
+    for task in ("sums", "words")
 ]
 EVENTS = [{"step": 1, "source": "guard", "kind": "alarm", "task": "sums", "reason": "it fell", "details": {}}]
 WORDS = (
