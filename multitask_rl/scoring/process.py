@@ -19,6 +19,7 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import Rollout
 from multitask_rl.scoring.grader import Result, decode
+from multitask_rl.scoring.output import PluginOutput
 from multitask_rl.scoring.progress import Progress
 from multitask_rl.scoring.wire import without_tokens
 from multitask_rl.scoring.worker import OUT_OF_MEMORY, WorkerTask
@@ -56,7 +57,7 @@ class WorkerProcess:
     The kernel kills the process when that thread ends (see ``worker``), so the thread must outlive it.
     """
 
-    def __init__(self, task: WorkerTask) -> None:
+    def __init__(self, task: WorkerTask, output: PluginOutput) -> None:
         ours, theirs = socket.socketpair()
         # -P: a file of the working directory named like a standard module must not be imported in its place.
         command = [sys.executable, "-P", "-c", _BOOT + "worker.main()"]
@@ -64,13 +65,18 @@ class WorkerProcess:
             memory.truncate(mmap.PAGESIZE)
             fds = [theirs.fileno(), memory.fileno()]
             self._progress = Progress(memory.fileno())
-            self._process = subprocess.Popen(
-                [*command, *map(str, [*fds, os.getpid()]), json.dumps(sys.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # a plugin's print must not end up in the program's output
-                pass_fds=fds,
-                start_new_session=True,  # its own group: killed with its children, spared by Ctrl-C
-            )
+            printed = output.open()
+            try:
+                self._process = subprocess.Popen(
+                    [*command, *map(str, [*fds, os.getpid()]), json.dumps(sys.path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,  # a plugin's print must not end up in the program's output
+                    stderr=printed,
+                    pass_fds=fds,
+                    start_new_session=True,  # its own group: killed with its children, spared by Ctrl-C
+                )
+            finally:
+                os.close(printed)
         self._channel = Channel(ours)
         self._task = task
         self._calls = 0

@@ -12,6 +12,7 @@ from multitask_rl.errors import MultitaskRLError
 from multitask_rl.scoring.grader import Grader, Result
 from multitask_rl.scoring.items import Call
 from multitask_rl.scoring.lane import Lane
+from multitask_rl.scoring.output import PluginOutput
 from multitask_rl.scoring.process import WorkerDiedError, WorkerProcess
 from multitask_rl.scoring.worker import OUT_OF_MEMORY, WorkerTask
 
@@ -57,9 +58,9 @@ class _Thread:
 class ProcessRunner(_Thread):
     """Owns one worker process at a time; replaces it when it dies or is killed for its time limit."""
 
-    def __init__(self, lane: Lane, task: WorkerTask) -> None:
+    def __init__(self, lane: Lane, task: WorkerTask, output: PluginOutput) -> None:
         super().__init__(lane)
-        self._task = task
+        self._task, self._output = task, output
         self._worker: WorkerProcess | None = None
         self._lock = threading.Lock()
         self._up = threading.Event()
@@ -176,7 +177,7 @@ class ProcessRunner(_Thread):
     def _start_worker(self) -> WorkerProcess:
         crashes, kills, reason = 0, 0, "was not started"
         while crashes < START_CRASHES and kills < START_KILLS:
-            worker = WorkerProcess(self._task)
+            worker = WorkerProcess(self._task, self._output)
             with self._lock:
                 self._worker = worker
                 self.num_started += 1

@@ -15,6 +15,7 @@ from multitask_rl.scoring.grader import Grader
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.locate import absolute_reference
+from multitask_rl.scoring.output import PluginOutput
 from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
 from multitask_rl.scoring.worker import WorkerTask
 from multitask_rl.seeding import derive_seed
@@ -79,8 +80,9 @@ def start_lane(plan: LanePlan, *, config: ScoringConfig, limiter: Limiter) -> La
     task = replace(plan.task, memory_mb=config.worker_memory_mb)
     lane = Lane(task.source, num_workers=config.num_workers, retries=config.retries, limiter=limiter)
     if plan.isolate:
-        lane.make_runner = lambda: ProcessRunner(lane, task)
-        runner: ProcessRunner | LocalRunner = ProcessRunner(lane, task)
+        output = PluginOutput(task.source)
+        lane.make_runner = lambda: ProcessRunner(lane, task, output)
+        runner: ProcessRunner | LocalRunner = ProcessRunner(lane, task, output)
     else:
         runner = LocalRunner(lane, _build(plan.source, task))
     lane.start(runner)

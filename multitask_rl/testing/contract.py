@@ -107,10 +107,18 @@ def check_reward(
     config: Mapping[str, Any] | None = None,
     full: float | None = None,
 ) -> list[Finding]:
-    """Return the findings behind ``assert_reward_contract``."""
+    """Return the findings behind ``assert_reward_contract``.
+
+    A plugin named by a text runs in a worker process first. One that hangs or ends its process there is not
+    called in this one.
+    """
+    if isinstance(plugin, str):
+        known = gold or _gold_of(row) or "4"
+        works = _pool("reward", plugin, config, _rollouts([known, *NON_ANSWERS], row))
+        if not works.passed:
+            return [works]
     grader, prompt_text = _grader("reward", plugin, config), str(row.get("prompt", "What is 2 + 2?"))
-    if gold is None:
-        gold = next((str(row[c]) for c in _GOLD_COLUMNS if isinstance(row.get(c), (str, int, float))), None)
+    gold = _gold_of(row) if gold is None else gold
     hostile = _rollouts([*NON_ANSWERS, prompt_text], row)
     findings, results = _common(grader, hostile)
     worst = [r.value for r in results if isinstance(r, Score)]
@@ -134,7 +142,7 @@ def check_reward(
     findings.append(_missing_columns(grader, row))
     if isinstance(plugin, str):
         grader.close()
-        findings.append(_pool("reward", plugin, config, _rollouts([gold or "4", *NON_ANSWERS], row)))
+        findings.append(works)
     return findings
 
 
@@ -146,7 +154,11 @@ def check_constraint(
     violating: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Return the findings behind ``assert_constraint_contract``."""
+    """Return the findings behind ``assert_constraint_contract``; see ``check_reward``."""
+    if isinstance(plugin, str):
+        works = _pool("constraint", plugin, config, _rollouts(["4", *NON_ANSWERS], row))
+        if not works.passed:
+            return [works]
     grader = _grader("constraint", plugin, config)
     findings, _ = _common(grader, _rollouts([*NON_ANSWERS, str(row.get("prompt", "Hello"))], row))
     for text, violated in ((accepted, False), (violating, True)):
@@ -158,7 +170,7 @@ def check_constraint(
     findings.append(_missing_columns(grader, row))
     if isinstance(plugin, str):
         grader.close()
-        findings.append(_pool("constraint", plugin, config, _rollouts(["4", *NON_ANSWERS], row)))
+        findings.append(works)
     return findings
 
 
@@ -237,7 +249,15 @@ def _pool(kind: str, plugin: str, config: Mapping[str, Any] | None, rollouts: li
             results = [v["plugin"] for v in pool.judge(rollouts)]
     machinery = (FailureKind.infra, FailureKind.timeout)
     broken = [r for r in results if isinstance(r, Failure) and r.kind in machinery]
-    return Finding("works in a worker process", not broken, _show(broken[0]) if broken else "")
+    overruns = pool.metrics()["task"]["reward_overrun_rate"] * len(rollouts)
+    detail = _show(broken[0]) if broken else ""
+    if overruns:
+        detail = f"{overruns:.0f} of {len(rollouts)} hostile responses pass its limit of time or memory"
+    return Finding("works in a worker process", not detail, detail)
+
+
+def _gold_of(row: Mapping[str, Any]) -> str | None:
+    return next((str(row[c]) for c in _GOLD_COLUMNS if isinstance(row.get(c), (str, int, float))), None)
 
 
 def _threads(grader: Grader, rollouts: list[Rollout], expected: list[Result]) -> Finding:

@@ -134,3 +134,28 @@ def test_fake_engine_depends_on_prompt_seed_and_weights_only() -> None:
     engine.update_weights({}, 4)
     assert engine.policy_version == 4
     assert engine.generate([request])[0] != first[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import os\ndef f(response):\n    os._exit(0)\n", "ended with code 0"),
+        ("def f(response):\n    raise KeyboardInterrupt\n", "raised KeyboardInterrupt"),
+        (
+            "import time\nfrom multitask_rl.scoring.shapes import with_traits\n"
+            "@with_traits(timeout_s=0.5)\ndef f(response):\n    time.sleep(60)\n",
+            "no result within its time limit of 0.5 s",
+        ),
+        (
+            "import time\nfrom multitask_rl.scoring.shapes import with_traits\n"
+            "@with_traits(timeout_s=0.5)\ndef f(response):\n"
+            "    time.sleep(60 if len(response) > 10000 else 0)\n    return 1.0\n",
+            "1 of 8 hostile responses pass its limit of time or memory",
+        ),
+    ],
+    ids=["exits", "interrupts", "hangs", "hangs-on-one"],
+)
+def test_the_check_says_what_a_plugin_that_hangs_or_exits_does(tmp_path: Path, body: str, said: str) -> None:
+    report = check_plugin(write(tmp_path, body))
+    assert not report.passed
+    assert said in report.text()

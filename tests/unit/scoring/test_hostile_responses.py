@@ -58,6 +58,12 @@ def always_exits(response):
 def interrupted(response):
     raise KeyboardInterrupt
 
+def prints(response):
+    print("\\x1b[2Jcleared")
+    for _ in range(200):
+        print("x" * 65536)
+    return 1.0
+
 def forks(response):
     os.fork()
     return 1.0
@@ -190,3 +196,16 @@ def test_a_plugin_that_forks_and_returns_twice_scores_once(open_pool: Open) -> N
     pool = open_pool("forks")
     for _ in range(3):
         assert [s.reward for s in pool.score(of(*"abcdefgh"))] == [1.0] * 8
+
+
+def test_what_a_plugin_prints_is_bounded_and_no_terminal_command(
+    open_pool: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = open_pool("prints")
+    assert pool.score(of("a"))[0].reward == 1.0
+    pool.close()
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("\\x1b[2Jcleared\n")
+    assert len(printed.err) < 1 << 20, "of 13 MB"
+    assert "r prints too much" in printed.err
