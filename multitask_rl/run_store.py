@@ -235,7 +235,9 @@ class RunStore:
         plain: dict[str, Any] = json.loads(json.dumps(resolved))
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         with disk_errors(f"config.yaml in {self._output_dir}"):
-            (self._output_dir / "config.yaml").write_text(text, encoding="utf-8")
+            aside = self._output_dir / ".writing_config.yaml"
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(self._output_dir / "config.yaml")
         return plain
 
 

@@ -3,7 +3,10 @@
 Without a URI the run goes to ``<output_dir>/mlflow.db`` (SQLite; MLflow 3.17 refuses its file store) with the
 artifacts beside it. Names are made legal, non-finite values are dropped and counted, all writes after
 ``start`` happen in a background thread that batches, and a failing server costs numbers, never the run.
-MLflow cannot delete points: after a resume the steps repeated since the checkpoint appear twice there.
+
+MLflow holds a part of ``metrics.jsonl``: of each metric every point up to step 200, then one per hundredth of
+the steps made (``thinned``), so that its database grows with the logarithm of the steps. It cannot delete
+points: a resumed run sends what MLflow lacks and leaves out what it has of the steps made again.
 """
 
 from __future__ import annotations
@@ -14,13 +17,12 @@ import json
 import logging
 import math
 import os
-import queue
 import re
+import socket
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -30,7 +32,9 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Event, Scored
+from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.lines import dump_line, event_to_dict
+from multitask_rl.tracking.thinning import Thinning
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -43,10 +47,9 @@ _MAX_NAME = 250
 _MAX_PARAMETER = 500
 """Characters of a parameter's value; newer servers allow 6000, this one passes everywhere."""
 _MAX_TAG = 5000
-_MAX_METRICS_PER_BATCH = 1000
 _MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
-_MAX_FAILURES = 5
+_DIRECTORY_TAG = "multitask_rl.output_dir"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
 """What ``fetch_run`` needs beside metrics and events, from the output directory."""
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -75,77 +78,6 @@ def flatten_parameters(parameters: Mapping[str, Any], prefix: str = "") -> Itera
         yield legal_name(name), text if len(text) <= _MAX_PARAMETER else text[: _MAX_PARAMETER - 3] + "..."
 
 
-class _Worker(threading.Thread):
-    """Runs calls in order, joins neighbouring metrics into batches; after five failures in a row it stops."""
-
-    def __init__(self, log_metrics: Callable[[Sequence[Metric]], None]) -> None:
-        super().__init__(name="mlflow-tracker", daemon=True)
-        self._log_metrics = log_metrics
-        self._queue: queue.Queue[Callable[[], None] | list[Metric] | None] = queue.Queue(maxsize=10_000)
-        self.num_failed = 0
-        self._num_failed_in_row = 0
-
-    def put(self, item: Callable[[], None] | list[Metric]) -> None:
-        """Queue a call or metrics; never blocks: a full queue (a server that hangs) loses the item."""
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:
-            self.num_failed += 1
-
-    def close(self, timeout_s: float) -> bool:
-        """Finish what is queued; False if that took longer than ``timeout_s``."""
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            return False
-        self.join(timeout_s)
-        return not self.is_alive()
-
-    def run(self) -> None:
-        """Work until ``None`` comes."""
-        item = self._queue.get()
-        while item is not None:
-            following = None
-            if isinstance(item, list):
-                item, following = self._drain(item)
-                self._attempt(self._log_metrics, item)
-            else:
-                self._attempt(item)
-            item = following or self._queue.get()
-
-    def _drain(self, metrics: list[Metric]) -> tuple[list[Metric], Callable[[], None] | None]:
-        """Return all metrics queued up to the next call, and that call."""
-        while len(metrics) < _MAX_METRICS_PER_BATCH:
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if item is None:
-                self._queue.put(None)
-                break
-            if not isinstance(item, list):
-                return metrics, item
-            metrics = metrics + item
-        return metrics, None
-
-    def _attempt(self, call: Callable[..., None], *arguments: Any) -> None:
-        if self._num_failed_in_row >= _MAX_FAILURES:
-            self.num_failed += 1
-            return
-        try:
-            call(*arguments)
-            self._num_failed_in_row = 0
-        except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
-            self.num_failed += 1
-            self._num_failed_in_row += 1
-            if self.num_failed == 1:
-                _LOG.warning(
-                    "MLflow refused a write (the run goes on; later refusals are counted): %r", error
-                )
-            if self._num_failed_in_row == _MAX_FAILURES:
-                _LOG.warning("MLflow refused %d writes in a row; nothing more is sent to it", _MAX_FAILURES)
-
-
 def _require_mlflow() -> None:
     if find_spec("mlflow") is None:
         raise MissingExtraError(
@@ -161,6 +93,17 @@ def _client(uri: str) -> MlflowClient:
     for noisy in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return MlflowClient(tracking_uri=uri or None)
+
+
+def _make_database(path: Path) -> None:
+    """Make MLflow's schema aside and rename it: a kill in its seconds must not leave half of one."""
+    if path.exists():
+        return
+    aside = path.with_name(f".making_{path.name}")
+    for left in path.parent.glob(f"{aside.name}*"):
+        left.unlink()
+    _client(f"sqlite:///{aside}").search_experiments(max_results=1)
+    aside.replace(path)
 
 
 @contextlib.contextmanager
@@ -218,14 +161,18 @@ class MLflowTracker:
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
         _require_mlflow()
         self.run_id = run_id
+        self._is_reopened = run_id is not None
         self.num_dropped = 0
         """Metric values left out because they were not finite numbers."""
         self.uri = config.uri or f"sqlite:///{Path(output_dir).resolve() / 'mlflow.db'}"
         self._config = config
-        self._artifacts = None if config.uri else (Path(output_dir).resolve() / "mlartifacts").as_uri()
-        self._directory = Path(output_dir)
+        self._directory = Path(output_dir).resolve()
+        self._artifacts = None if config.uri else (self._directory / "mlartifacts").as_uri()
+        self._thinning = Thinning()
+        self._repeated: Counter[tuple[str, int]] = Counter()
+        """Points that MLflow has of steps that are made again: name and step -> how often."""
         self._client: MlflowClient
-        self._worker: _Worker | None = None
+        self._worker: BackgroundWriter | None = None
         self._events: list[dict[str, Any]] = []
         self._event_counts: Counter[str] = Counter()
         self._events_written_s = time.monotonic()
@@ -233,20 +180,73 @@ class MLflowTracker:
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema)."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._config.uri:
+            _make_database(self._directory / "mlflow.db")
         self._client = _client(self.uri)
         with _asking_briefly():
             self._open_run(parameters, resume_step)
-        self._worker = _Worker(self._send_metrics)
+        self._worker = BackgroundWriter(self._send_metrics)
         self._worker.start()
         self._worker.put(lambda: self._send_parameters(parameters))
+        if resume_step is not None and self._is_reopened:
+            self._worker.put(lambda: self._load_events(resume_step))
+            record = self._directory / "metrics.jsonl"
+            num_bytes = record.stat().st_size if record.exists() else None
+            self._worker.put(lambda: self._meet_record(resume_step, record, num_bytes))
 
     def _open_run(self, parameters: Mapping[str, Any], resume_step: int | None) -> None:
         if self.run_id is not None:
             self._client.update_run(self.run_id, status="RUNNING")
-            self._load_events(resume_step)
         else:
             name = self._config.run_name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
-            self.run_id = self._client.create_run(self._experiment_id(), run_name=name).info.run_id
+            experiment, tags = self._experiment_id(), {_DIRECTORY_TAG: self._tag}
+            self._end_dead_runs(experiment)
+            self.run_id = self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
+
+    @property
+    def _tag(self) -> str:
+        """Machine and directory of the run, as a filter can ask for it."""
+        return f"{socket.gethostname()}:{self._directory}".replace("'", "_")[:_MAX_TAG]
+
+    def _end_dead_runs(self, experiment: str) -> None:
+        """End runs of this directory that a kill left running; delete those that made no step.
+
+        No other run goes on in the directory: it is locked.
+        """
+        ours = f"tags.`{_DIRECTORY_TAG}` = '{self._tag}'" if self._config.uri else ""
+        for run in self._client.search_runs([experiment], ours):
+            run_id = run.info.run_id
+            histories = (self._client.get_metric_history(run_id, name) for name in run.data.metrics)
+            if not any(point.step > 0 for history in histories for point in history):
+                self._client.delete_run(run_id)
+            elif run.info.status == "RUNNING":
+                self._client.set_terminated(run_id, "KILLED")
+
+    def _meet_record(self, resume_step: int, record: Path, num_bytes: int | None) -> None:
+        """Send what MLflow lacks of ``metrics.jsonl``; note what it has of the steps that are made again.
+
+        Without that file it is taken to have all up to ``resume_step``.
+        """
+        assert self.run_id is not None, "started"
+        has: Counter[tuple[str, int]] = Counter()
+        for name in self._client.get_run(self.run_id).data.metrics:
+            has.update((name, point.step) for point in self._client.get_metric_history(self.run_id, name))
+        if num_bytes is None:
+            self._repeated = Counter({point: n for point, n in has.items() if point[1] > resume_step})
+            return
+        with record.open("rb") as stream:
+            rows = [json.loads(line) for line in stream.read(num_bytes).splitlines()]
+        lacking = []
+        for row in rows:
+            step = int(row.pop("step"))
+            for metric in self._metrics({k: v for k, v in row.items() if v is not None}, step):
+                if self._thinning.keeps(metric.key, step):
+                    if has[metric.key, step] > 0:
+                        has[metric.key, step] -= 1
+                    else:
+                        lacking.append(metric)
+        self._repeated = +has
+        self._log_batches(lacking)
 
     def _experiment_id(self) -> str:
         name = self._config.experiment
@@ -257,15 +257,16 @@ class MLflowTracker:
 
     def _load_events(self, resume_step: int | None) -> None:
         assert self.run_id is not None, "only a reopened run has earlier events"
-        if not any(entry.path == "events.jsonl" for entry in self._client.list_artifacts(self.run_id)):
-            return
+        path = self._directory / "events.jsonl"  # cut to the checkpoint
         with tempfile.TemporaryDirectory() as directory:
-            path = Path(self._client.download_artifacts(self.run_id, "events.jsonl", directory))
-            lines = path.read_text(encoding="utf-8").splitlines()
-        self._events = [
-            event for event in map(json.loads, lines) if resume_step is None or event["step"] <= resume_step
-        ]
-        self._event_counts.update(f"{event['source']}.{event['kind']}" for event in self._events)
+            if not path.exists():
+                if not any(entry.path == path.name for entry in self._client.list_artifacts(self.run_id)):
+                    return
+                path = Path(self._client.download_artifacts(self.run_id, path.name, directory))
+            events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for event in events:
+            if resume_step is None or event["step"] <= resume_step:
+                self._send_event(event)
 
     def _send_parameters(self, parameters: Mapping[str, Any]) -> None:
         """Log what the run does not have yet; changed values go to ``config.resumed.json``."""
@@ -283,32 +284,47 @@ class MLflowTracker:
             self._client.log_dict(self.run_id, changed, "config.resumed.json")
 
     def _send_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Send the points that MLflow gets and does not have."""
+        new = []
+        for metric in metrics:
+            if self._thinning.keeps(metric.key, metric.step):
+                if self._repeated[metric.key, metric.step] > 0:
+                    self._repeated[metric.key, metric.step] -= 1
+                else:
+                    new.append(metric)
+        self._log_batches(new)
+
+    def _log_batches(self, metrics: Sequence[Metric]) -> None:
         assert self.run_id is not None, "started"
-        for index in range(0, len(metrics), _MAX_METRICS_PER_BATCH):
-            batch = metrics[index : index + _MAX_METRICS_PER_BATCH]
+        for index in range(0, len(metrics), MAX_PER_BATCH):
+            batch = metrics[index : index + MAX_PER_BATCH]
             self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue the finite values under legal names."""
+        points = self._metrics(metrics, step)
+        self.num_dropped += len(metrics) - len(points)
+        if points and self._worker is not None:
+            self._worker.put(points)
+
+    def _metrics(self, metrics: Mapping[str, float], step: int) -> list[Metric]:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         finite = {legal_name(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
-        self.num_dropped += len(metrics) - len(finite)
-        if finite and self._worker is not None:
-            self._worker.put([Metric(name, value, now_ms, step) for name, value in finite.items()])
+        return [Metric(name, value, now_ms, step) for name, value in finite.items()]
 
     def log_event(self, event: Event) -> None:
         """Queue the event: counted and quoted in a tag, kept whole in the artifact ``events.jsonl``."""
         if self._worker is not None:
-            self._worker.put(lambda: self._send_event(event))
+            self._worker.put(lambda: self._send_event(event_to_dict(event)))
 
-    def _send_event(self, event: Event) -> None:
+    def _send_event(self, event: dict[str, Any]) -> None:
         assert self.run_id is not None, "started"
-        self._events.append(event_to_dict(event))
-        key = f"{event.source}.{event.kind}"
+        self._events.append(event)
+        key = f"{event['source']}.{event['kind']}"
         self._event_counts[key] += 1
-        text = f"{self._event_counts[key]} x, last at step {event.step}: {event.reason}"
+        text = f"{self._event_counts[key]} x, last at step {event['step']}: {event['reason']}"
         self._client.set_tag(self.run_id, legal_name(f"event.{key}"), text[:_MAX_TAG])
         if time.monotonic() - self._events_written_s > _EVENTS_EVERY_S:
             self._send_events()
@@ -341,5 +357,6 @@ class MLflowTracker:
         if self.num_dropped:
             worker.put(lambda: self._client.set_tag(run_id, "metrics_not_finite", str(self.num_dropped)))
         worker.put(lambda: self._client.set_terminated(run_id, _STATUS.get(status, "FAILED")))
-        if not worker.close(timeout_s=60.0) or worker.num_failed:
+        worker.close(timeout_s=60.0)
+        if worker.num_failed:
             _LOG.warning("MLflow at %s did not take everything: %d writes lost", self.uri, worker.num_failed)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,9 @@ from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Event
 from multitask_rl.tracking import mlflow as adapter
+from multitask_rl.tracking.background import BackgroundWriter
 from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.jsonl import JsonlTracker
 from multitask_rl.tracking.mlflow import MLflowTracker, flatten_parameters, legal_name
 
 pytest.importorskip("mlflow")
@@ -59,7 +65,7 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     assert identity is not None
 
     second = Trackers(tmp_path, config, identity)
-    second.start({"seed": 3, "optimizer": {"learning_rate": 0.2}, "new": 1}, resume_step=2)
+    second.start({"seed": 3, "optimizer": {"learning_rate": 0.2}, "new": 1}, resume_step=3)
     second.log_metrics({"task/math/reward_mean": 0.9}, 4)
     second.log_event(Event(step=4, source="guard", kind="alarm", reason="fell 4"))
     second.finish("finished")
@@ -78,10 +84,10 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     assert "bad" not in run.data.metrics
     assert legal_name("task/m:x/kl") in run.data.metrics
     assert run.data.tags["metrics_not_finite"] == "6"
-    assert run.data.tags["event.guard.alarm"] == "2 x, last at step 4: fell 4"
+    assert run.data.tags["event.guard.alarm"] == "3 x, last at step 4: fell 4"
     artifacts = tmp_path / "mlartifacts" / run_id / "artifacts"
     events = [json.loads(line) for line in (artifacts / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events] == [1, 4]
+    assert [event["step"] for event in events] == [1, 3, 4]
     assert (artifacts / "note.txt").read_text() == "kept"
     assert json.loads((artifacts / "config.resumed.json").read_text()) == {"optimizer.learning_rate": "0.2"}
 
@@ -96,7 +102,7 @@ def test_a_server_that_goes_away_costs_numbers_not_the_run(
         tracker.log_metrics({"x": 1.0}, step)
         tracker.log_event(Event(step=step, source="run", kind="note", reason="."))
     tracker.finish("finished")
-    messages = [record.getMessage() for record in caplog.records if record.name == adapter.__name__]
+    messages = [record.getMessage() for record in caplog.records if "tracking" in record.name]
     assert any("refused a write" in message for message in messages)
     assert any("writes lost" in message for message in messages)
     assert len(messages) <= 3
@@ -106,3 +112,98 @@ def test_missing_mlflow_names_the_extra(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(adapter, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[mlflow\]"):
         Trackers(tmp_path, TrackingConfig(trackers=["mlflow"]), None)
+
+
+def _points(directory: Path, run_id: str | None, name: str) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{directory / 'mlflow.db'}")
+    assert run_id is not None
+    return sorted((point.step, point.value) for point in client.get_metric_history(run_id, name))
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) -> None:
+    """Killed: steps 3 and 4, made after the checkpoint, are there; 2 is lost where a record can tell."""
+    config = TrackingConfig()
+    first, record = MLflowTracker(tmp_path, config, None), JsonlTracker(tmp_path, config, None)
+    first.start({})
+    for step in (1, 2, 3, 4):
+        if step <= 2 and has_record:
+            record.log_metrics({"x": step, "late": 1.0, "bad": math.nan}, step)
+        if step != 2 or not has_record:
+            first.log_metrics({"x": step}, step)
+    first.finish("failed")
+    second = MLflowTracker(tmp_path, config, first.run_id)
+    second.start({}, resume_step=2)
+    for step in (3, 4, 5):
+        second.log_metrics({"x": step}, step)
+    second.finish("finished")
+    assert _points(tmp_path, second.run_id, "x") == [(step, float(step)) for step in range(1, 6)]
+    if has_record:
+        assert _points(tmp_path, second.run_id, "late") == [(1, 1.0), (2, 1.0)]
+
+
+def test_runs_that_a_kill_left_are_ended_or_if_they_made_no_step_deleted(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    config = TrackingConfig()
+    ids = []
+    for step in (0, 3, 0):
+        killed = MLflowTracker(tmp_path, config, None)
+        killed.start({})
+        killed.log_metrics({"x": 1.0}, step)
+        killed.finish("failed")
+        killed._client.update_run(str(killed.run_id), status="RUNNING")
+        ids.append(killed.run_id)
+    last = MLflowTracker(tmp_path, config, None)
+    last.start({})
+    last.finish("finished")
+    client = MlflowClient(tracking_uri=last.uri)
+    found = {run.info.run_id: run.info.status for run in client.search_runs(["1"])}
+    assert found == {ids[1]: "KILLED", last.run_id: "FINISHED"}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(tmp_path: Path) -> None:
+    """Killed before the n-th file operation in the directory, for some n."""
+    for number in (1, 3, 9, 27):
+        if (child := os.fork()) == 0:
+            left = [number]
+
+            def count(event: str, arguments: tuple[object, ...], left: list[int] = left) -> None:
+                if event in ("sqlite3.connect", "os.rename", "open") and str(tmp_path) in str(arguments[0]):
+                    left[0] -= 1
+                    if left[0] == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(count)
+            try:
+                MLflowTracker(tmp_path, TrackingConfig(), None).start({})
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    tracker = MLflowTracker(tmp_path, TrackingConfig(), None)
+    tracker.start({})
+    tracker.log_metrics({"x": 1.0}, 1)
+    tracker.finish("finished")
+    assert _points(tmp_path, tracker.run_id, "x") == [(1, 1.0)]
+    assert not list(tmp_path.glob(".making_*"))
+
+
+def test_what_was_not_sent_in_time_is_counted() -> None:
+    started, done = threading.Event(), threading.Event()
+
+    def hangs(points: list[object]) -> None:
+        started.set()
+        done.wait(60)
+
+    writer = BackgroundWriter(hangs)
+    writer.start()
+    writer.put([1, 2])
+    started.wait(60)
+    for _ in range(3):
+        writer.put([1, 2])
+    writer.close(timeout_s=0.05)
+    assert writer.num_failed == 1 + 6
+    done.set()
