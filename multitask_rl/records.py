@@ -320,6 +320,8 @@ class TaskStats:
     """Smallest reward of a group, of the ``NUM_EXTREMES`` groups where it is smallest, ascending."""
     highest: Sequence[float] = ()
     """Largest reward of a group, of the ``NUM_EXTREMES`` groups where it is largest, descending."""
+    shift: float = 0.0
+    """What ``reward_mean`` lies below that of prompts drawn evenly, because a curriculum chose them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Every other per-task number of the step by name (``length``, ``kl``, ``rejection_rate``...)."""
     statistics: Mapping[str, Statistic] = field(default_factory=dict)

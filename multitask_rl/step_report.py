@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multitask_rl.records import Direction, Event, Scored, TaskStats
 from multitask_rl.step_metrics import aggregate, by_group, group_rewards, is_informative, task_stats
@@ -85,7 +85,8 @@ def collect_stats(
             kl_coefficient=runs[name].kl.coefficient,
             **{f"multiplier/{c}": m.value for c, m in runs[name].multipliers.items()},
         )
-        stats[name] = task_stats(runs[name], own, metrics)
+        shift = stream.shift() if stream is not None and own else 0.0
+        stats[name] = replace(task_stats(runs[name], own, metrics), shift=shift)
     return stats
 
 

@@ -121,7 +121,7 @@ class TaskTrace:
         prompts of the task; a plain mean over the prompts at first.
         """
         watches_reward = metric_key == REWARD_SCORE
-        value = stats.reward_mean if watches_reward else stats.metrics.get(metric_key, math.nan)
+        value = stats.reward_mean + stats.shift if watches_reward else stats.metrics.get(metric_key, math.nan)
         if stats.num_prompts <= 0 or not math.isfinite(value):
             return None
         std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0

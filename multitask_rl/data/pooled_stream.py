@@ -142,6 +142,22 @@ class PooledStream(PromptStream):
             pool.pop(index, None)
         self._pools[str(number)][index] = None
 
+    def shift(self) -> float:
+        """Return what the last observed step's mean reward lies below that of prompts drawn evenly.
+
+        ``sum_i (n_i / n - d_i) * m_i`` with the pools' part of the prompts, their part of the draws and their
+        mean rewards, over the pools that were measured. A level without it would fall as the hard prompts
+        are chosen, though nothing was lost.
+        """
+        sizes = {name: len(self._pools[name]) for name, e in self._estimates.items() if e.groups}
+        size, draws = sum(sizes.values()), self._step_draws.total()
+        if not size or not draws:
+            return 0.0
+        return math.fsum(
+            (n / size - self._step_draws[name] / draws) * self._estimates[name].mean
+            for name, n in sizes.items()
+        )
+
     def metrics(self) -> dict[str, float]:
         """Return ``pool/<i>/share`` of the last observed draws, ``pool/<i>/pass_rate`` where known."""
         total = max(1, self._step_draws.total())

@@ -76,6 +76,10 @@ class PromptStream:
         """Hear what the groups of a step earned, by draw number; this order depends on nothing."""
         return []
 
+    def shift(self) -> float:
+        """Return what the step's mean reward lies below that of prompts drawn evenly: here they are."""
+        return 0.0
+
     def metrics(self) -> dict[str, float]:
         """Return numbers of the last step about the stream itself; none here."""
         return {}
