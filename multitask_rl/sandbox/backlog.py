@@ -68,6 +68,8 @@ class Item:
     program: Program
     future: ProgramFuture
     retries: int = 0
+    losses_alone: int = 0
+    """Workers that were lost while they had this program only."""
     is_suspect: bool = False
     """A worker was lost with it: it is run alone, so that it is known who was to blame."""
     identity: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -32,8 +33,8 @@ __all__ = [
     "TestResult",
     "UnittestTask",
     "Verdict",
-    "exported_names",
     "imported_modules",
+    "undefined_names",
 ]
 
 
@@ -59,7 +60,8 @@ class Verdict(StrEnum):
     violation = "violation"
     """The kernel killed it for a forbidden system call."""
     killed = "killed"
-    """It died of SIGKILL that was not ours (it killed itself, or the kernel ran out of memory)."""
+    """It died of SIGKILL that was not ours (it killed itself, or the kernel ran out of memory), or it ended
+    the sandbox's worker twice while nothing else ran there."""
     infrastructure_error = "infrastructure_error"
     """The sandbox could not run it; no score."""
 
@@ -141,8 +143,8 @@ class AssertsTask:
     asserts: Sequence[str]
     setup: str = ""
     """Statements before the first test, in the same namespace."""
-    exports: Sequence[str] | None = None
-    """Further names the tests take from the program; None = every name they use and nobody else defines."""
+    exports: Sequence[str] = ()
+    """Further names that the tests take from the program: classes whose instances it is given, say."""
     allow_dunder: bool = False
     """The program's own operators are what is tested: ``==``, ``len`` and friends of its objects count."""
 
@@ -159,7 +161,7 @@ class AssertsTask:
     @property
     def exported(self) -> tuple[str, ...]:
         """Names the tests take from the program, the entry point first."""
-        return exported_names(self.entry_point, self.exports, [self.setup, *self.asserts])
+        return _exported(self.entry_point, self.exports)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +173,8 @@ class UnittestTask:
 
     entry_point: str
     test_code: str
-    exports: Sequence[str] | None = None
+    exports: Sequence[str] = ()
+    """As for ``AssertsTask``."""
     allow_dunder: bool = False
 
     def __post_init__(self) -> None:
@@ -189,7 +192,7 @@ class UnittestTask:
     @property
     def exported(self) -> tuple[str, ...]:
         """Names the tests take from the program, the entry point first."""
-        return exported_names(self.entry_point, self.exports, [self.test_code])
+        return _exported(self.entry_point, self.exports)
 
 
 Task = ScriptTask | StdioTask | AssertsTask | UnittestTask
@@ -313,23 +316,23 @@ def _parse(source: str, where: str) -> ast.Module:
         raise ValueError(f"{where} is not Python: {error}: {source[:200]!r}") from error
 
 
-def _check_names(entry_point: str, exports: Sequence[str] | None) -> None:
-    for name in (entry_point, *(exports or ())):
+def _check_names(entry_point: str, exports: Sequence[str]) -> None:
+    for name in (entry_point, *exports):
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"{name!r} is not a name a program can define")
 
 
-def exported_names(
-    entry_point: str, exports: Sequence[str] | None, sources: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the names that ``sources`` take from a program, the entry point first."""
-    names = _free_names(sources) if exports is None else exports
-    return tuple(dict.fromkeys([entry_point, *names]))
+def _exported(entry_point: str, exports: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([entry_point, *exports]))
 
 
-def _free_names(sources: Sequence[str]) -> list[str]:
-    """Return the names the tests read but neither define nor find in builtins or the standard library."""
-    # builtins and standard modules win over the program's names: it must not lend the tests its own ``len``
+def undefined_names(sources: Sequence[str]) -> list[str]:
+    """Return the names that tests read and neither define nor find in builtins or the standard library.
+
+    Empty where a ``from ... import *`` may define them.
+    """
+    if any(re.search(r"import\s+\(?\s*\*", source) for source in sources):
+        return []
     return [
         name
         for name in _undefined_names(sources)

@@ -116,7 +116,7 @@ def _task(raw: dict[str, Any]) -> Task:
             tests=[StdioTest(stdin=_stdin(test), stdout=_expected(test)) for test in raw["tests"]],
             float_tolerance=raw.get("float_tolerance"),
         )
-    options = {"exports": raw.get("exports"), "allow_dunder": raw.get("allow_dunder", False)}
+    options = {"exports": raw.get("exports", ()), "allow_dunder": raw.get("allow_dunder", False)}
     if kind == "asserts":
         return AssertsTask(
             entry_point=raw["entry_point"], asserts=raw["asserts"], setup=raw.get("setup", ""), **options

@@ -19,7 +19,6 @@ from multitask_rl.sandbox.base import (
     TestResult,
     UnittestTask,
     Verdict,
-    exported_names,
     imported_modules,
 )
 from multitask_rl.sandbox.cell.codec import CodecError, Encoder
@@ -89,21 +88,19 @@ def _to_bytes(text: str | bytes) -> bytes:
 
 
 def _judge_blob(kind: str, task: AssertsTask | UnittestTask, setup: str, tests: tuple[str, ...]) -> bytes:
-    exports = None if task.exports is None else tuple(task.exports)
-    return _judge_task(kind, task.entry_point, exports, setup, tests, task.allow_dunder)
+    return _judge_task(kind, task.entry_point, task.exported, setup, tests, task.allow_dunder)
 
 
 @functools.lru_cache(maxsize=1024)
 def _judge_task(
     kind: str,
     entry_point: str,
-    exports: tuple[str, ...] | None,
+    exported: tuple[str, ...],
     setup: str,
     tests: tuple[str, ...],
     allow_dunder: bool,
 ) -> bytes:
     """Return what the judge reads; remembered, since all answers to one prompt have the same tests."""
-    exported = exported_names(entry_point, exports, [setup, *tests])
     task = {
         "kind": kind,
         "entry_point": entry_point,

@@ -25,7 +25,8 @@ from multitask_rl.sandbox.worker import Worker, WorkerLostError, cell_config
 __all__ = ["BubblewrapSandbox", "NamespaceSandbox"]
 
 _log = logging.getLogger(__name__)
-_MAX_RETRIES = 1
+_MAX_LOSSES = 2
+"""Workers that a program may lose while nothing else runs on them: then it is the program that ends them."""
 
 
 class NamespaceSandbox:
@@ -215,15 +216,22 @@ def _exchange(worker: Worker, backlog: Backlog) -> None:
 
 
 def _recover(worker: Worker, backlog: Backlog, problem: str) -> None:
-    """Replace a lost worker; what it had is run again, each program alone."""
+    """Replace a lost worker; what it had is run again, each program alone.
+
+    The new worker has run a program of ours before it gets one of these. One that loses two workers alone is
+    therefore to blame: it has an outcome, not a failure of the sandbox that would leave it without a score.
+    """
     lost = backlog.drop(worker.index)
     if backlog.is_closed:
         _fail(lost, worker, "the sandbox was closed while the program ran")
         return
     _log.warning("%s; starting a new one, %d programs are run again", problem, len(lost))
-    if len(lost) == 1 and lost[0].retries >= _MAX_RETRIES:
-        _fail(lost, worker, problem)
-        lost = []
+    if len(lost) == 1:
+        lost[0].losses_alone += 1
+        if lost[0].losses_alone >= _MAX_LOSSES:
+            message = f"its worker was lost {_MAX_LOSSES} times while it ran alone: {problem}"
+            _fail(lost, worker, message, Verdict.killed)
+            lost = []
     for item in lost[:1]:
         item.retries += 1
     for item in lost:
@@ -236,11 +244,13 @@ def _recover(worker: Worker, backlog: Backlog, problem: str) -> None:
         backlog.put_back(lost)
 
 
-def _fail(items: list[Item], worker: Worker, problem: str) -> None:
+def _fail(
+    items: list[Item], worker: Worker, problem: str, verdict: Verdict = Verdict.infrastructure_error
+) -> None:
     for item in items:
         item.future.give(
             Outcome(
-                verdict=Verdict.infrastructure_error,
+                verdict=verdict,
                 message=problem,
                 worker=worker.index,
                 retries=item.retries,

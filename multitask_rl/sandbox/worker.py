@@ -21,7 +21,7 @@ from typing import Any
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Limits, Outcome, Program, Verdict
 from multitask_rl.sandbox.cell import linux
-from multitask_rl.sandbox.cell.frames import Inbox, pack_frame
+from multitask_rl.sandbox.cell.frames import MAX_FRAME, Inbox, pack_frame
 from multitask_rl.sandbox.cell.trainer import IDENTITY
 from multitask_rl.sandbox.cell.wire import LONGEST_WAIT
 from multitask_rl.sandbox.cgroups import CellCgroup
@@ -193,9 +193,18 @@ class Worker:
         return replace(outcome, retries=retries)
 
     def hand_over(self, identity: int, program: Program) -> None:
-        """Take a program; what was taken runs, and is answered, in this order once ``send`` was called."""
+        """Take a program; what was taken runs, and is answered, in this order once ``send`` was called.
+
+        Raises:
+            ValueError: program and tests together are too large.
+        """
         header, blobs = to_job(program)
         frame = pack_frame({**header, "id": identity}, blobs)
+        if len(frame) > MAX_FRAME:
+            raise ValueError(
+                f"a program and its tests take {len(frame) >> 20} MiB; at most {MAX_FRAME >> 20} MiB can be "
+                "judged: give the row fewer or smaller tests"
+            )
         self._unsent.append(_Frame(frame, _patience_s(program), program.limits))
 
     def send(self) -> None:
@@ -237,12 +246,13 @@ class Worker:
             raise WorkerLostError("not started")
         try:
             header, outputs = self._inbox.receive(self._sent[0].patience_s)
-        except (OSError, EOFError, ValueError) as error:
+            identity: int = header["id"]
+            outcome = None if "cancelled" in header else outcome_of(header, outputs, self.index)
+        except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
             raise WorkerLostError(f"{type(error).__name__}: {error}") from error
         self._sent.popleft()
         self.send()
-        identity: int = header["id"]
-        return identity, None if "cancelled" in header else outcome_of(header, outputs, self.index)
+        return identity, outcome
 
     @property
     def has_answer(self) -> bool:

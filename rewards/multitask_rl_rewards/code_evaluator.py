@@ -12,7 +12,15 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.python_source import parse_python
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
-from multitask_rl.sandbox.base import AssertsTask, Limits, Outcome, Program, StdioTask, StdioTest
+from multitask_rl.sandbox.base import (
+    AssertsTask,
+    Limits,
+    Outcome,
+    Program,
+    StdioTask,
+    StdioTest,
+    undefined_names,
+)
 from multitask_rl_rewards.code_blocks import CodeBlock, complete_program, defines, extract_code, parses
 from multitask_rl_rewards.text import data_failure
 
@@ -29,7 +37,8 @@ class CodeEvaluator:
     """Score the program in a response.
 
     * ``tests``: share of the row's tests passed. ``tests`` holds statements (``assert f(1) == 2``; with
-      ``entry_point``, else the function they call; optional ``setup``) or ``{"stdin", "stdout"}`` pairs of
+      ``entry_point``, else the function they call; optional ``setup``, and ``exports``: further names the
+      program has to define for the tests) or ``{"stdin", "stdout"}`` pairs of
       texts, not both. Programs run in the sandbox, their tests outside their process; a death or a time-out
       fails the tests that were left.
     * ``codebleu``: likeness to ``reference``. Nothing runs, so a program that is similar and wrong scores.
@@ -167,11 +176,67 @@ def _task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
         if any(defines(statement, "check") for statement in statements):
             # HumanEval: the tests are a function ``check(candidate)``, to be called.
             setup, statements = "\n".join([setup, *statements]), [f"check({entry_point})"]
-        return AssertsTask(entry_point=entry_point, asserts=statements, setup=setup)
+        exports, setup = _lend_names(row, entry_point, setup, statements)
+        return AssertsTask(entry_point=entry_point, asserts=statements, setup=setup, exports=exports)
     except KeyError as error:
         return data_failure(f"a stdin/stdout test lacks the key {error}", _NAME)
     except (SyntaxError, ValueError, TypeError) as error:
         return data_failure(f"its tests cannot be used: {error}", _NAME)
+
+
+def _lend_names(
+    row: Mapping[str, Any], entry_point: str, setup: str, statements: Sequence[str]
+) -> tuple[list[str], str]:
+    """Return the names the program lends to the tests, and the set-up with all others that the row defines.
+
+    A program lends what the row's ``exports`` name, and classes that the row's ``reference`` defines: the
+    tests make instances for it. Helpers come from a prompt that is code, modules as the reference imports
+    them.
+
+    Raises:
+        ValueError: the tests use a name that the row nowhere defines.
+    """
+    exports = [str(name) for name in row.get("exports") or ()]
+    wanted = set(undefined_names([setup, *statements])) - {entry_point, *exports}
+    if not wanted:
+        return exports, setup
+    prompt, reference = (_statements(row.get(key)) for key in ("prompt", "reference"))
+    helpers = [node for node in prompt if not _bound_by(node) & {entry_point}]
+    if wanted & {name for node in helpers for name in _bound_by(node)}:
+        wanted -= {name for node in helpers for name in _bound_by(node)}
+    else:
+        helpers = []
+    imports = [n for n in reference if isinstance(n, (ast.Import, ast.ImportFrom)) and _bound_by(n) & wanted]
+    wanted -= {name for node in imports for name in _bound_by(node)}
+    classes = sorted(wanted & {node.name for node in reference if isinstance(node, ast.ClassDef)})
+    if missing := sorted(wanted - set(classes)):
+        raise ValueError(
+            f"they use {', '.join(missing)}, which the row does not define; import or define it in `setup`, "
+            "or name it in `exports` if the program has to define it"
+        )
+    return [*exports, *classes], "\n".join([*map(ast.unparse, [*helpers, *imports]), setup])
+
+
+def _statements(source: Any) -> list[ast.stmt]:
+    """Return the statements of a text of the row; none where it is not code."""
+    try:
+        return parse_python(str(source or "")).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _bound_by(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module defines."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {(alias.asname or alias.name).split(".")[0] for alias in names}
+        case ast.Assign(targets=targets):
+            return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()
 
 
 def _stdio_test(stdin: Any, stdout: Any) -> StdioTest:

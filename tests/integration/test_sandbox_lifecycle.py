@@ -59,24 +59,33 @@ def test_a_killed_zygote_is_replaced_and_its_program_run_again():
         assert sandbox.run(Program(source="print(1)")).stdout == b"1\n"
 
 
-def test_a_sandbox_that_keeps_dying_gives_an_outcome_without_score():
-    with NamespaceSandbox(workers=1) as sandbox:
-        future = sandbox.submit(NAP)
-        stop = threading.Event()
+@contextlib.contextmanager
+def monitors_of_sleepers_die(sandbox):
+    """Kill every monitor below which a process sleeps: a nap, and no other program of these tests."""
+    stop = threading.Event()
 
-        def kill_them_all():
-            while not stop.wait(0.05):
-                for pid in sandbox.monitor_pids:
-                    if pid and len(descendants(pid)) > 1:  # a program runs
-                        os.kill(pid, signal.SIGKILL)
+    def kill():
+        while not stop.wait(0.02):
+            for pid in sandbox.monitor_pids:
+                for child in descendants(pid):
+                    with contextlib.suppress(OSError):
+                        if "nanosleep" in Path(f"/proc/{child}/wchan").read_text():
+                            os.kill(pid, signal.SIGKILL)
 
-        killer = threading.Thread(target=kill_them_all)
-        killer.start()
-        outcome = future.result(timeout=30)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
         stop.set()
         killer.join()
-    assert outcome.verdict is Verdict.infrastructure_error
-    assert outcome.pass_fraction is None
+
+
+def test_a_program_under_which_workers_keep_dying_scores_nothing():
+    with NamespaceSandbox(workers=1) as sandbox, monitors_of_sleepers_die(sandbox):
+        outcome = sandbox.submit(NAP).result(timeout=60)
+        assert (outcome.verdict, outcome.pass_fraction) == (Verdict.killed, 0.0)
+        assert "lost 2 times while it ran alone" in outcome.message
 
 
 def test_close_leaves_no_process_and_no_descriptor():
@@ -205,23 +214,9 @@ def test_of_several_programs_at_hand_only_the_deadly_one_is_lost():
         plain = [sandbox.submit(Program(source=f"print({n})")) for n in range(3)]
         deadly = sandbox.submit(NAP)
         plain += [sandbox.submit(Program(source=f"print({n})")) for n in range(3, 8)]
-        stop = threading.Event()
-
-        def kill_the_monitor_of_the_nap():
-            while not stop.wait(0.02):
-                for pid in sandbox.monitor_pids:
-                    for child in descendants(pid):
-                        with contextlib.suppress(OSError):
-                            state = Path(f"/proc/{child}/wchan").read_text()
-                            if "nanosleep" in state:
-                                os.kill(pid, signal.SIGKILL)
-
-        killer = threading.Thread(target=kill_the_monitor_of_the_nap)
-        killer.start()
-        outcome = deadly.result(timeout=60)
-        stop.set()
-        killer.join()
-        assert outcome.verdict is Verdict.infrastructure_error
+        with monitors_of_sleepers_die(sandbox):
+            outcome = deadly.result(timeout=60)
+        assert outcome.verdict is Verdict.killed
         assert [f.result(timeout=30).stdout for f in plain] == [b"%d\n" % n for n in range(8)]
 
 

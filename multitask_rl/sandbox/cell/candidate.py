@@ -139,7 +139,7 @@ class _Server:
         elif hasattr(kind, "__next__") and hasattr(kind, "__iter__"):
             role = "iterator"
         else:
-            role = "class" if isinstance(value, type) else "object"
+            role = "callable" if callable(value) else "object"
         return "h", [len(self._objects) - 1, role, kind.__name__]
 
     def _from_handle(self, tag: str, content: Any) -> Any:

@@ -13,19 +13,26 @@ import base64
 import builtins
 import collections
 import datetime
+import functools
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "MAX_MESSAGE", "CodecError", "Decoder", "Encoder"]
+__all__ = ["MAX_DEPTH", "MAX_MESSAGE", "CodecError", "Decoder", "Encoder", "NeedsArraysError"]
 
 MAX_DEPTH = 100
 MAX_MESSAGE = 8 << 20
 """Bytes of one message."""
 _PLAIN_INT_BITS = 10_000
+_MAX_NAME, _MAX_FIELDS, _MAX_AXES = 100, 128, 64
+"""Characters of a name, fields of a named tuple, axes of an array."""
+_MAX_ITEM_BYTES = 32
+_ARRAY_KIND = re.compile(r"[<>|=]?([biufcU])(\d{1,7})")
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _DATES = {c.__name__: c for c in (datetime.date, datetime.datetime, datetime.time)}
 _TYPES = {
@@ -107,7 +114,12 @@ class Encoder:
 
 def _is_namedtuple(kind: Any) -> bool:
     fields = getattr(kind, "_fields", None)
-    return type(fields) is tuple and all(type(name) is str for name in fields)
+    return (
+        type(fields) is tuple
+        and len(fields) <= _MAX_FIELDS
+        and len(kind.__name__) <= _MAX_NAME
+        and all(type(name) is str and len(name) <= _MAX_NAME for name in fields)
+    )
 
 
 def _encode_numpy(encoder: Encoder, value: Any, depth: int) -> Any:
@@ -171,64 +183,159 @@ _WRITERS: dict[type, _Writer] = {
 }
 
 
-class Decoder:
-    """Turns text back into values. ``from_handle`` gets tag and content of a name for an object."""
+class NeedsArraysError(CodecError):
+    """A message holds an array, and this reader has none."""
 
-    def __init__(self, from_handle: Callable[[str, Any], Any]) -> None:
+
+class Decoder:
+    """Turns text back into values, of exactly the types and sizes that ``Encoder`` writes.
+
+    What a message builds takes memory in proportion to its text, whatever the text says.
+
+    Args:
+        from_handle: gets tag and content of a name for an object.
+        has_arrays: arrays become arrays (numpy is imported for the first one); False: a message with one is
+            refused.
+    """
+
+    def __init__(self, from_handle: Callable[[str, Any], Any], *, has_arrays: bool = True) -> None:
         self._from_handle = from_handle
+        self._has_arrays = has_arrays
 
     def loads(self, text: bytes | str) -> Any:
         """Return the message in ``text``.
 
         Raises:
+            NeedsArraysError: it holds an array, and ``has_arrays`` is False.
             CodecError: it is not a message, whatever is wrong with it.
         """
         try:
             return json.loads(text, object_hook=self._hook)
+        except NeedsArraysError:
+            raise
         except Exception as error:
             raise CodecError(f"not a message: {type(error).__name__}") from error
 
     def _hook(self, tagged: dict[str, Any]) -> Any:
         ((tag, content),) = tagged.items()
-        reader = _READERS.get(tag)
-        return self._from_handle(tag, content) if reader is None else reader(content)
+        entry = _READERS.get(tag)
+        if entry is None:
+            return self._from_handle(tag, content)
+        kind, reader = entry
+        if type(content) is not kind:
+            raise CodecError(f"{tag} of {type(content).__name__}")
+        if tag == "N" and not self._has_arrays:
+            raise NeedsArraysError("an array")
+        return reader(content)
 
 
-def _read_array(content: Any) -> Any:
-    kind, shape, flat = content
-    numpy = sys.modules.get("numpy")
-    if numpy is None or kind[1] not in "biufcU":
-        return flat
+def _exact(values: list[Any], *kinds: type) -> list[Any]:
+    """Return ``values`` if they are one of each of ``kinds``, in this order."""
+    if tuple(map(type, values)) != kinds:
+        raise CodecError("content of other types")
+    return values
+
+
+def _all(values: list[Any], *kinds: type) -> list[Any]:
+    """Return ``values`` if each is one of ``kinds``."""
+    if not set(map(type, values)) <= set(kinds):
+        raise CodecError("content of other types")
+    return values
+
+
+def _read_integer(digits: str) -> int:
+    return int(digits, 16)
+
+
+def _read_dict(content: list[Any]) -> dict[Any, Any]:
+    keys, values = _exact(content, list, list)
+    return dict(zip(keys, values, strict=True))
+
+
+def _read_deque(content: list[Any]) -> collections.deque[Any]:
+    items, length = content
+    if type(items) is not list or type(length) not in (int, type(None)):
+        raise CodecError("content of other types")
+    return collections.deque(items, length)
+
+
+def _read_typed_array(content: list[Any]) -> array.array[Any]:
+    code, items = _exact(content, str, list)
+    return array.array(code, _all(items, int, float, str))
+
+
+def _read_pairs(content: list[Any]) -> Any:
+    if any(len(pair) != 2 for pair in _all(content, tuple)):
+        raise CodecError("an item that is no pair")
+    return dict(content).items()
+
+
+def _read_date(content: list[Any]) -> Any:
+    name, text = _exact(content, str, str)
+    return _DATES[name].fromisoformat(text)
+
+
+def _read_type(name: str) -> type:
+    return _TYPES[name]
+
+
+def _read_singleton(number: int) -> Any:
+    return {0: NotImplemented, 1: ...}[number]
+
+
+def _read_array(content: list[Any]) -> Any:
+    kind, shape, flat = _exact(content, str, list, list)
+    match = _ARRAY_KIND.fullmatch(kind)
+    if match is None or math.prod(_all(shape, int)) != len(flat) or len(shape) > _MAX_AXES:
+        raise CodecError("an array of another shape")
+    _all(flat, bool, int, float, complex, str)
+    if match[1] == "U":
+        kind = "U"  # as wide as its longest text, not as it says
+        if max(map(len, _all(flat, str)), default=0) * len(flat) > MAX_MESSAGE:
+            raise CodecError("an array of wide items")
+    elif int(match[2]) > _MAX_ITEM_BYTES:
+        raise CodecError("an array of wide items")
+    import numpy  # 60 ms, where no test names it and an answer is an array all the same
+
     return numpy.array(flat, dtype=kind).reshape(shape)
 
 
-def _read_named(content: Any) -> Any:
-    name, fields, values = content
-    return collections.namedtuple(name, fields)(*values)
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    return collections.namedtuple(name, fields)
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "i": lambda c: int(c, 16),
-    "t": tuple,
-    "s": set,
-    "f": frozenset,
-    "d": lambda c: dict(zip(*c, strict=True)),
-    "b": lambda c: base64.b64decode(c, validate=True),
-    "y": lambda c: bytearray(base64.b64decode(c, validate=True)),
-    "c": lambda c: complex(*c),
-    "D": Decimal,
-    "F": lambda c: Fraction(*c),
-    "q": lambda c: collections.deque(c[0], c[1]),
-    "r": lambda c: range(*c),
-    "a": lambda c: array.array(*c),
-    "e": iter,
-    "k": lambda c: _DATES[c[0]].fromisoformat(c[1]),
-    "l": lambda c: datetime.timedelta(*c),
-    "K": lambda c: dict.fromkeys(c).keys(),
-    "V": lambda c: dict(enumerate(c)).values(),
-    "I": lambda c: dict(c).items(),
-    "z": lambda c: (NotImplemented, ...)[c],
-    "n": _read_named,
-    "N": _read_array,
-    "T": lambda c: _TYPES[c],
+def _read_named(content: list[Any]) -> Any:
+    name, fields, values = _exact(content, str, list, list)
+    longest = max(map(len, [name, *_all(fields, str)]))
+    if longest > _MAX_NAME or len(fields) > _MAX_FIELDS:
+        raise CodecError("a named tuple that is too large")
+    return _named(name, tuple(fields))(*values)
+
+
+_READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "i": (str, _read_integer),
+    "t": (list, tuple),
+    "s": (list, set),
+    "f": (list, frozenset),
+    "d": (list, _read_dict),
+    "b": (str, lambda c: base64.b64decode(c, validate=True)),
+    "y": (str, lambda c: bytearray(base64.b64decode(c, validate=True))),
+    "c": (list, lambda c: complex(*_exact(c, float, float))),
+    "D": (str, Decimal),
+    "F": (list, lambda c: Fraction(*_exact(c, int, int))),
+    "q": (list, _read_deque),
+    "r": (list, lambda c: range(*_exact(c, int, int, int))),
+    "a": (list, _read_typed_array),
+    "e": (list, iter),
+    "k": (list, _read_date),
+    "l": (list, lambda c: datetime.timedelta(*_exact(c, int, int, int))),
+    "K": (list, lambda c: dict.fromkeys(c).keys()),
+    "V": (list, lambda c: dict(enumerate(c)).values()),
+    "I": (list, _read_pairs),
+    "z": (int, _read_singleton),
+    "n": (list, _read_named),
+    "N": (list, _read_array),
+    "T": (str, _read_type),
 }
+"""By tag: the type of the content, and what makes the value of it."""

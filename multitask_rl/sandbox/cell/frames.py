@@ -9,10 +9,12 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Inbox", "pack_frame"]
+__all__ = ["MAX_FRAME", "Inbox", "pack_frame"]
 
 _HEAD = struct.Struct("<II")
 _READ_BYTES = 1 << 16
+MAX_FRAME = 1 << 28
+"""Bytes of one message."""
 
 
 def pack_frame(header: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
@@ -35,7 +37,7 @@ class Inbox:
 
         Raises:
             EOFError: the other side closed.
-            OSError: the connection broke.
+            OSError: the connection broke, or a message is announced that is larger than ``MAX_FRAME``.
             TimeoutError: nothing came in time.
         """
         while (needed := self._missing()) > 0:
@@ -69,6 +71,8 @@ class Inbox:
             return _HEAD.size - len(self._data)
         text_length, body_length = _HEAD.unpack_from(self._data)
         length: int = _HEAD.size + text_length + body_length
+        if length > MAX_FRAME:
+            raise OSError(f"a message of {length} bytes")
         return length - len(self._data)
 
     def _read(self, needed: int, flags: int) -> None:

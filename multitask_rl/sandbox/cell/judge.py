@@ -8,10 +8,12 @@ operators: an object may not say of itself that it is equal.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import json
 import os
+import re
 import sys
 import types
 import unittest
@@ -22,6 +24,13 @@ from .channel import Channel
 from .peer import MESSAGE_LIMIT, CandidateGone, Peer, text_of
 
 __all__ = ["judge"]
+
+_SETTLE = "__settle__"
+_HAS_STATEMENTS = re.compile(r"[\n;]|^(?:async|class|def|for|if|try|while|with|match)\b|^@")
+"""Text that may be more than one simple statement."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Pass, ast.Global, ast.Nonlocal)
 
 
 def judge(descriptor: int, results: int, job: bytes) -> None:
@@ -42,10 +51,11 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
         if verdict != "passed":
             return
         names = _namespace(peer, task)
+        names[_SETTLE] = peer.settle
         if task["kind"] == "unittest":
             _run_unittests(task["tests"][0], names, report)
         else:
-            _run_statements(task, names, report)
+            _run_statements(task, names, peer.settle, report)
     except CandidateGone as gone:
         report("load", "gone", str(gone))
     except Exception as error:  # noqa: BLE001 - nonsense from the program must not end the judge silently
@@ -69,17 +79,54 @@ def _namespace(peer: Peer, task: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def _run_statements(task: dict[str, Any], names: dict[str, Any], report: Callable[..., None]) -> None:
+def _compile(source: str, name: str) -> types.CodeType:
+    """Compile tests so that what calls did to their arguments is seen from the next statement on."""
+    stripped = source.strip()
+    if not _HAS_STATEMENTS.search(stripped):
+        return compile(source, name, "exec")
+    tree = ast.parse(source, name)
+    for node in ast.walk(tree):
+        for part in ("body", "orelse", "finalbody"):
+            body = getattr(node, part, None)
+            if type(body) is list and body:
+                setattr(node, part, _settled(body, is_branch=not isinstance(node, _SCOPES)))
+    return compile(ast.fix_missing_locations(tree), name, "exec")
+
+
+def _settled(body: list[ast.stmt], *, is_branch: bool) -> list[ast.stmt]:
+    """Return the statements of a body with ``Peer.settle()`` after each, in a branch also before all."""
+    found: list[ast.stmt] = [_settle_at(body[0])] if is_branch else []
+    for statement in body:
+        found.append(statement)
+        if not isinstance(statement, (*_DEFINITIONS, *_LEAVING)) and not _is_text(statement):
+            found.append(_settle_at(statement))
+    return found
+
+
+def _settle_at(statement: ast.stmt) -> ast.stmt:
+    call = ast.Expr(ast.Call(ast.Name(_SETTLE, ast.Load()), [], []))
+    return ast.copy_location(call, statement)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Return whether it may be a docstring, which has to stay the first statement."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _run_statements(
+    task: dict[str, Any], names: dict[str, Any], settle: Callable[[], None], report: Callable[..., None]
+) -> None:
     if task["setup"].strip():
         try:
-            exec(compile(task["setup"], "<setup>", "exec"), names)
+            exec(_compile(task["setup"], "<setup>"), names)
         except CandidateGone:
             raise
         except BaseException as error:  # noqa: BLE001 - statements of the data set
             report("setup", "runtime_error", f"setup: {type(error).__name__}: {text_of(error)}")
     for index, statement in enumerate(task["tests"]):
+        settle()
         try:
-            exec(compile(statement, f"<test {index}>", "exec"), names)
+            exec(_compile(statement, f"<test {index}>"), names)
         except CandidateGone:
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it raises, the test did not pass
@@ -126,7 +173,7 @@ class _Result(unittest.TestResult):
 
 def _run_unittests(code: str, names: dict[str, Any], report: Callable[..., None]) -> None:
     names["__name__"] = "tests"  # a main guard at the end of the tests must not run them twice
-    exec(compile(code, "<tests>", "exec"), names)
+    exec(_compile(code, "<tests>"), names)
     loader = unittest.TestLoader()
     cases: list[unittest.TestCase] = []
     for value in list(names.values()):

@@ -32,8 +32,13 @@ def abi_version() -> int:
         return 0
 
 
-def restrict_to(readable: Iterable[str], devices: Iterable[str]) -> None:
+def restrict_to(readable: Iterable[str], devices: Iterable[str], listed: Iterable[str] = ()) -> None:
     """Confine this process, and all it starts, to reading ``readable`` and using ``devices``.
+
+    Args:
+        readable: files, and directories with all below.
+        devices: files to read and write.
+        listed: directories of which, and below which, names can be listed and no more.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -49,6 +54,8 @@ def restrict_to(readable: Iterable[str], devices: Iterable[str]) -> None:
     try:
         for path in readable:
             _allow(ruleset, path, _READ_FILE | _READ_DIR)
+        for path in listed:
+            _allow(ruleset, path, _READ_DIR)
         for path in devices:
             _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
         syscall(_RESTRICT_SELF, ruleset, 0)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from . import landlock, linux
+from . import landlock, linux, seccomp
 
-__all__ = ["CELL_HOME", "CELL_UID", "Layout", "become_nobody", "launch", "outside_id"]
+__all__ = ["CELL_HOME", "CELL_UID", "Layout", "confine", "launch", "outside_id", "prefer_as_victim"]
 
 _Command = tuple[list[str], dict[str, str], set[int]]
 """What to execute: arguments, environment, descriptors to keep."""
@@ -35,6 +35,9 @@ _SITE = "/opt/site"
 _FIRST_OUTSIDE_ID = 100_000
 _MONITOR_OFFSET = 1 << 23
 """More than there can be process ids: a monitor and a cell never share an id."""
+_MONITOR_BYTES = 1 << 30
+"""Address space of a monitor: the largest message, what it becomes, and large outputs to compare."""
+_CELL_SCORE = 1000
 _FLAGS = ["-s", "-S", "-P", "-X", "utf8"]
 _CAP_SYS_CHROOT, _CAP_SYS_ADMIN = 18, 21
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -77,6 +80,18 @@ class Layout:
         pairs += [(package, f"{_SITE}/{os.path.basename(package)}") for package in self.packages]
         return [pair for pair in pairs if os.path.exists(pair[0])]
 
+    def hidden(self) -> list[tuple[str, str]]:
+        """Return (source, place in the cell) of the interpreter's other packages, which no program sees."""
+        places = ("python3*/site-packages", "python3*/dist-packages")
+        return [
+            (str(path), f"{target}/{path.relative_to(source)}")
+            for source, target in self.binds()
+            if source not in self.packages
+            for place in places
+            for path in sorted(Path(source).glob(place))
+            if path.is_dir() and not path.is_symlink()
+        ]
+
     @property
     def interpreter(self) -> str:
         """Path of the interpreter inside."""
@@ -117,6 +132,7 @@ def _start(flags: int, enter: Callable[[], _Command], prepare: Callable[[int], N
     os.close(go_read)
     os.close(error_write)
     try:
+        prefer_as_victim(pid, _CELL_SCORE)
         if prepare is not None:
             prepare(pid)
         os.write(go_write, b"g")
@@ -159,13 +175,37 @@ def _write_maps(pid: int) -> None:
     Path(f"/proc/{pid}/gid_map").write_text(f"{CELL_UID} {group} 1")
 
 
-def become_nobody() -> None:
-    """As root, turn into an id that owns nothing: what is left to do needs no rights."""
+def confine() -> None:
+    """Give up, as a monitor whose cell is up, what judging programs does not need.
+
+    That is all but some memory: it turns (as root) into a user that owns nothing, leaves the network, and
+    opens no file and starts no process any more.
+    """
+    with contextlib.suppress(OSError):  # where namespaces are refused the filter alone bars the network
+        linux.unshare(linux.CLONE_NEWNET | (linux.CLONE_NEWUSER if os.geteuid() else 0))
     if (mine := outside_id(_MONITOR_OFFSET)) and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(mine, mine, mine)
         os.setresuid(mine, mine, mine)
-        linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
+    linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = _MONITOR_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MONITOR_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    linux.set_no_new_privs()
+    seccomp.install(seccomp.monitor_filter())
+
+
+def prefer_as_victim(pid: int, score: int) -> None:
+    """When the machine runs out of memory, let the kernel end this process before the trainer.
+
+    Args:
+        pid: the process; those that it starts later inherit the score.
+        score: from 0 to 1000.
+    """
+    with contextlib.suppress(OSError):  # a container may hide the file; the score is a wish, not a fence
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
 
 
 def _in_child(enter: Callable[[], _Command], go_read: int, error_write: int) -> NoReturn:
@@ -198,6 +238,7 @@ def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
         # while still the outside user: the interpreter may lie under a home nobody else can enter
         sources = [(os.open(source, os.O_PATH | os.O_CLOEXEC), target) for source, target in layout.binds()]
         devices = [(os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC), name) for name in _DEVICES]
+        hidden = [target for _, target in layout.hidden()]
         code = {path.name: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
         cache = _read_if_any("/etc/ld.so.cache")
     with _step("become the cell's user"):
@@ -207,7 +248,7 @@ def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
         os.setresuid(CELL_UID, CELL_UID, CELL_UID)
         linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
     with _step("build the cell's root"):
-        proc = _build_root(sources, devices, code, cache)
+        proc = _build_root(sources, devices, code, cache, hidden)
     socket.sethostname("sandbox")
     linux.set_no_new_privs()
     linux.keep_capabilities_over_exec([_CAP_SYS_CHROOT, _CAP_SYS_ADMIN])
@@ -223,8 +264,11 @@ def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
     library = str(Path(__file__).parents[1])
     _become_outsider([*readable, __file__])
     control_copy = _take_null_and_copy(control)
+    hidden = {source for source, _ in layout.hidden()}
+    listed, visible = _around(readable, hidden)
     host = {
-        "readable": [*readable, "/etc/ld.so.cache"],
+        "readable": [*visible, "/etc/ld.so.cache"],
+        "listed": listed,
         "devices": [f"/dev/{name}" for name in _DEVICES],
         "packages": list(layout.packages),
     }
@@ -246,6 +290,8 @@ def _enter_bwrap(layout: Layout, control: socket.socket) -> _Command:
     arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SYS_CHROOT"]
     for source, target in [*layout.binds(), (code, f"{_CODE}/{_PACKAGE}")]:
         arguments += ["--ro-bind", source, target]
+    for _, target in layout.hidden():
+        arguments += ["--tmpfs", target, "--remount-ro", target]
     for name in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for link in ("/lib", "/lib64"):
@@ -285,6 +331,24 @@ def _anyone_can_read(paths: Iterable[str]) -> bool:
     return all(os.stat(path).st_mode & (0o5 if path.is_dir() else 0o4) for path in needed)
 
 
+def _around(paths: Iterable[str], hidden: set[str]) -> tuple[list[str], list[str]]:
+    """Return (directories above something hidden, paths that hold nothing hidden) that make up ``paths``."""
+    listed: list[str] = []
+    visible: list[str] = []
+    waiting = list(paths)
+    while waiting:
+        path = waiting.pop()
+        if path in hidden:
+            continue
+        if any(place.startswith(f"{path}/") for place in hidden):
+            listed.append(path)
+            # what a link leads to is visible where it lies, or not at all
+            waiting += [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
+        else:
+            visible.append(path)
+    return listed, visible
+
+
 def _take_null_and_copy(control: socket.socket) -> int:
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -312,6 +376,7 @@ def _build_root(
     devices: list[tuple[int, str]],
     code: dict[str, bytes],
     cache: bytes | None,
+    hidden: list[str],
 ) -> int:
     """Mount the root, enter it, detach the old one; return a descriptor of the cell's /proc or -1."""
     base = "/tmp"
@@ -328,6 +393,9 @@ def _build_root(
     for descriptor, target in sources:
         _bind(descriptor, base + target)
         linux.set_mount_read_only((base + target).encode())
+    for target in hidden:
+        flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_RDONLY
+        linux.mount(b"none", (base + target).encode(), b"tmpfs", flags, b"size=4k,nr_inodes=2,mode=0555")
     for descriptor, name in devices:
         _bind(descriptor, f"{base}/dev/{name}")
     os.symlink(CELL_HOME, f"{base}/dev/shm")

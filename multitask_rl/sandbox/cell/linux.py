@@ -57,6 +57,7 @@ __all__ = [
     "syscall",
     "tid_address",
     "umount",
+    "unshare",
 ]
 
 CLONE_NEWNS = 0x00020000
@@ -75,7 +76,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_UNBINDABLE, MS_PRIVATE = 4096, 16384, 1 << 17, 1 << 18
 MOUNT_DETACH = 2
 
-_NR_MOUNT, _NR_UMOUNT2, _NR_PIVOT_ROOT, _NR_CLONE = 165, 166, 155, 56
+_NR_MOUNT, _NR_UMOUNT2, _NR_PIVOT_ROOT, _NR_CLONE, _NR_UNSHARE = 165, 166, 155, 56, 272
 _NR_MPROTECT, _PROT_READ, _PROT_WRITE, _PROT_EXEC = 10, 1, 2, 4
 _NR_SETPGID, _NR_SETSID, _NR_CHDIR, _NR_CHROOT, _NR_PRLIMIT64, _NR_STATFS = 109, 112, 80, 161, 302, 137
 _NR_CAPSET, _NR_PRCTL, _NR_GET_ROBUST_LIST, _NR_GETTID, _NR_MOUNT_SETATTR = 126, 157, 274, 186, 442
@@ -122,6 +123,11 @@ def mount(source: bytes, target: bytes, kind: bytes | None, flags: int, data: by
 def umount(target: bytes, flags: int = 0) -> None:
     """Unmount ``target``."""
     syscall(_NR_UMOUNT2, target, flags)
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces."""
+    syscall(_NR_UNSHARE, flags)
 
 
 def pivot_root(new: bytes, old: bytes) -> None:

@@ -1,7 +1,7 @@
 """Asserts of the simplest shape, ``assert f(literals) == literal``, judged without a second process.
 
-The monitor asks the program for the values and compares plain data itself. It has no limits of its own, so it
-decodes small answers only; for a larger one the whole task goes to the judge. The verdicts are the judge's.
+The monitor asks the program for the values and compares plain data itself. It decodes small answers only and
+holds no arrays; for any other answer the whole task goes to the judge. The verdicts are the judge's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .channel import Channel, ChannelClosed
-from .codec import CodecError, Decoder
+from .codec import CodecError, Decoder, NeedsArraysError
 
 __all__ = ["NeedsJudgeError", "judge_literals"]
 
@@ -20,7 +20,7 @@ _MESSAGE_LIMIT = 500
 
 
 class NeedsJudgeError(Exception):
-    """An answer too large to be looked at here."""
+    """An answer that is too large to be looked at here, or an array."""
 
 
 class _Opaque:
@@ -40,9 +40,9 @@ def judge_literals(channel: Channel, tests: list[list[Any]]) -> list[list[Any]]:
         tests: each ``[request, operator, expected]``; the first and the last are encoded already.
 
     Raises:
-        NeedsJudgeError: an answer is too large.
+        NeedsJudgeError: an answer is too large, or holds an array.
     """
-    decoder = Decoder(lambda tag, content: _Opaque())
+    decoder = Decoder(lambda tag, content: _Opaque(), has_arrays=False)
     lines: list[list[Any]] = []
     requests = [test[0].encode() for test in tests]
     # one conversation turn instead of one per test, when that cannot block us
@@ -58,6 +58,8 @@ def judge_literals(channel: Channel, tests: list[list[Any]]) -> list[list[Any]]:
                 channel.send(requests[index])
             answer = _receive(channel, decoder)
             lines.append([index, *_verdict(answer, operator, decoder.loads(expected))])
+    except NeedsArraysError as error:
+        raise NeedsJudgeError from error
     except (ChannelClosed, CodecError) as error:
         lines.append(["load", "gone", str(error)])
     return lines

@@ -17,7 +17,7 @@ from . import linux, verdicts
 from .channel import Channel
 from .executions import Memory, Zygote, Zygotes, collect
 from .frames import pack_frame
-from .launch import Layout, become_nobody
+from .launch import Layout, confine, prefer_as_victim
 from .literals import NeedsJudgeError, judge_literals
 from .trainer import JobCancelled, Trainer
 from .verdicts import Execution
@@ -26,11 +26,14 @@ from .wire import Exit, Mode
 __all__ = ["CellLostError", "Monitor", "main"]
 
 _KEPT_OUTPUT = 1 << 16
+_MONITOR_SCORE = 500
+"""Of the kernel's choice when memory runs out: after the programs (1000), before the trainer (0)."""
 _JUDGE_EXTRA_S = 1
 _JUDGE_MEM_MB = 512
-_MAX_LINES = 1 << 24
 _NO_JUDGE = Exit(0, 0, 0.0, 0.0, 0, 0.0, False, "")
 _LOST_TIME_FACTOR = 1.5
+_LONG_SHARE = 0.1
+"""Share of its limit below which a test's idle time is not looked at."""
 
 
 class CellLostError(RuntimeError):
@@ -48,6 +51,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     linux.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    prefer_as_victim(os.getpid(), _MONITOR_SCORE)
     connection = socket.socket(fileno=connection_fd)
     trainer = Trainer(connection, cancel_fd)
     config, _ = trainer.receive()
@@ -61,12 +65,12 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     )
     try:
         zygotes = Zygotes(layout, config["variants"], config["level"], trainer)
-        become_nobody()
+        confine()
     except OSError as error:
         connection.sendall(pack_frame({"error": str(error)}))
         os._exit(1)
     trainer.answer({"pid": os.getpid(), "cell": zygotes.cell_pid}, [], at_once=True)
-    monitor = Monitor(zygotes, trainer)
+    monitor = Monitor(zygotes, trainer, counts_idle=config["level"] == "namespaces")
     try:
         while True:
             job, blobs = trainer.receive()
@@ -80,10 +84,18 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
 
 
 class Monitor:
-    """Runs jobs one after the other."""
+    """Runs jobs one after the other.
 
-    def __init__(self, zygotes: Zygotes, trainer: Trainer) -> None:
+    Args:
+        zygotes: of its cell.
+        trainer: who gives the jobs.
+        counts_idle: the zygotes tell how long a program waited for a CPU, so that it is known how long it
+            did nothing.
+    """
+
+    def __init__(self, zygotes: Zygotes, trainer: Trainer, *, counts_idle: bool) -> None:
         self._zygotes = zygotes
+        self._counts_idle = counts_idle
         self._trainer = trainer
 
     def run(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -142,8 +154,11 @@ class Monitor:
                 verdict, message = verdicts.of_stdio_test(
                     execution, limits, texts[2 * index + 1], job["float_tolerance"]
                 )
+                ended = execution.exit
                 if verdict == "timeout":
-                    lost_s += execution.exit.wall_s - execution.exit.starved_s
+                    lost_s += ended.wall_s - ended.starved_s
+                elif self._counts_idle and ended.wall_s > _LONG_SHARE * limits["wall_s"]:
+                    lost_s += max(0.0, ended.wall_s - ended.starved_s - ended.cpu_s)
                 tests.append([verdict, message, execution.exit.wall_s, execution.exit.cpu_s])
                 executions.append(execution)
         bad = [i for i, test in enumerate(tests) if test[0] != "passed"]
@@ -185,7 +200,7 @@ class Monitor:
             ours.close()
             theirs.close()
             judge_exit = zygote.wait(judge, judge_limits["wall_s"])
-            lines = os.pread(results, _MAX_LINES, 0)
+            lines = os.pread(results, verdicts.MAX_LINES, 0)
             execution = zygote.end(program, limits, stdout, stderr, is_gone=b'"gone"' in lines)
         return lines, judge_exit, execution
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,7 +16,10 @@ __all__ = ["MESSAGE_LIMIT", "CandidateGone", "OpaqueError", "Peer", "Remote", "t
 T = TypeVar("T")
 
 _MAX_ITEMS = 200_000
+_MUTABLE = (list, dict, set, bytearray, deque)
+_KIND_LENGTH = 100
 MESSAGE_LIMIT = 500
+_ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _UNARY = ("bool", "len", "neg", "pos", "abs", "invert", "int", "float", "index", "complex", "round", "iter")
 _BINARY = (
@@ -51,6 +55,7 @@ class Peer:
         self._decoder = Decoder(self._from_handle)
         self._lent: list[Any] = []
         self._exceptions: dict[str, type[Exception]] = {}
+        self._changes: list[tuple[Any, Any]] = []
 
     def await_load(self) -> tuple[str, str]:
         """Return how loading the program went."""
@@ -68,14 +73,27 @@ class Peer:
         """Return what the program defines of these names."""
         found = self.ask("kinds", wanted)
         names: dict[str, Any] = {}
-        for name, entry in found.items() if type(found) is dict else ():
-            role, base, value = entry
-            if role == "exception":
-                value = self._exception_class(name, base)
-                self._exceptions[name] = value
-            if name in wanted:
-                names[name] = value
+        for name in wanted if type(found) is dict else ():
+            match found.get(name):
+                case None:
+                    continue
+                case ["exception", str(base), _]:
+                    names[name] = self._exceptions[name] = self._exception_class(name, base)
+                case ["value", _, value]:
+                    names[name] = value
+                case _:
+                    raise CandidateGone("it does not speak the protocol")
         return names
+
+    def settle(self) -> None:
+        """Repeat on the tests' objects what calls did to their copies.
+
+        The tests call this after every statement: within one, ``f(a) == sorted(a)``, a program could change
+        the very thing that its answer is compared with.
+        """
+        for mine, now in self._changes:
+            _copy_back(mine, now)
+        self._changes.clear()
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         """Make a request and return the value; an exception of the program is raised here as a builtin one.
@@ -83,17 +101,35 @@ class Peer:
         Raises:
             CandidateGone: the process ended or answers nonsense.
         """
+        given = arguments[1] if operation == "call" else []
+        if any(mine is argument for mine, _ in self._changes for argument in given):
+            self.settle()
         self._send([operation, *map(self._encoder.encode, arguments)])
         while True:
             match self._receive():
                 case ["ok", value, list(changed)]:
-                    for position, now in changed:
-                        _copy_back(arguments[1][position], now)
+                    self._note(changed, given)
+                    if value is None:
+                        self.settle()
                     return value
                 case ["error", str(base), str(name), str(message)]:
                     raise self._exception(base, name, message)
                 case ["callback", int(number), list(positional), dict(keywords)]:
                     self._serve_callback(number, positional, keywords)
+                case _:
+                    raise CandidateGone("it does not speak the protocol")
+
+    def _note(self, changed: list[Any], given: list[Any]) -> None:
+        """Remember what the program did to its copies of the arguments ``given``."""
+        for entry in changed:
+            match entry:
+                case [int(position), now] if (
+                    type(position) is int
+                    and 0 <= position < len(given)
+                    and type(now) in _MUTABLE
+                    and type(now) is type(given[position])
+                ):
+                    self._changes.append((given[position], now))
                 case _:
                     raise CandidateGone("it does not speak the protocol")
 
@@ -128,12 +164,16 @@ class Peer:
         kind = getattr(builtins, base, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             kind = Exception
+        if issubclass(kind, _ENDS_OF_LOOPS):
+            kind = RuntimeError
         return type(name, (kind,), {})
 
     def _exception(self, base: str, name: str, message: str) -> Exception:
         kind = self._exceptions.get(name) or getattr(builtins, base, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             return RuntimeError(f"{name}: {message}")  # SystemExit and the like end nothing here
+        if issubclass(kind, _ENDS_OF_LOOPS):
+            return RuntimeError(f"{name}: {message}")  # as Python does for generators: all(map(f, x)) goes on
         try:
             error = kind(message)
         except Exception:  # noqa: BLE001 - UnicodeDecodeError wants five arguments
@@ -155,25 +195,23 @@ class Peer:
         return "j", len(self._lent) - 1
 
     def _from_handle(self, tag: str, content: Any) -> Any:
-        if tag == "j":
+        if tag == "j" and type(content) is int and 0 <= content < len(self._lent):
             return self._lent[content]
-        number, role, name = content
-        if type(number) is not int:
+        if tag != "h" or type(content) is not list or tuple(map(type, content)) != (int, str, str):
             raise CodecError("a handle without a number")
+        number, role, name = content
         if role == "coroutine":
             return self._awaitable(number)
         if role == "iterator":
-            return RemoteIterator(self, number, str(name))
-        return (RemoteOperators if self.allow_dunder else Remote)(self, number, str(name))
+            return RemoteIterator(self, number, name[:_KIND_LENGTH])
+        return _REMOTE_CLASSES[role == "callable", self.allow_dunder](self, number, name[:_KIND_LENGTH])
 
     async def _awaitable(self, number: int) -> Any:
         return self.ask("await", number)
 
 
 def _copy_back(mine: Any, now: Any) -> None:
-    """Repeat on the tests' object what the program did to its copy."""
-    if type(mine) is not type(now):
-        raise CandidateGone("it does not speak the protocol")
+    """Give the tests' object the content of the program's copy, which is of the same type."""
     if isinstance(mine, (list, bytearray)):
         mine[:] = now
     else:
@@ -182,16 +220,12 @@ def _copy_back(mine: Any, now: Any) -> None:
 
 
 class Remote:
-    """An object of the program. Calls and attributes go there; it has no say in comparisons."""
+    """An object of the program. Attributes are asked for there; it has no say in comparisons."""
 
     def __init__(self, peer: Peer, number: int, kind: str) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_kind", kind)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call the object where it is."""
-        return _peer(self).ask("call", _number(self), list(arguments), keywords)
 
     def __getattr__(self, name: str) -> Any:
         return _peer(self).ask("attr", _number(self), name)
@@ -212,6 +246,14 @@ class Remote:
 
     def __hash__(self) -> int:
         return _number(self)
+
+
+class RemoteCallable(Remote):
+    """An object of the program that can be called."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the object where it is."""
+        return _peer(self).ask("call", _number(self), list(arguments), keywords)
 
 
 def _peer(remote: Remote) -> Peer:
@@ -258,6 +300,19 @@ class RemoteIterator(Remote):
 
 class RemoteOperators(Remote):
     """An object of a program whose operators are under test (``allow_dunder``)."""
+
+
+class RemoteCallableOperators(RemoteOperators, RemoteCallable):
+    """The same for an object that can be called."""
+
+
+_REMOTE_CLASSES: dict[tuple[bool, bool], type[Remote]] = {
+    (False, False): Remote,
+    (True, False): RemoteCallable,
+    (False, True): RemoteOperators,
+    (True, True): RemoteCallableOperators,
+}
+"""By (it can be called, its operators count)."""
 
 
 def _forbid(name: str) -> Callable[..., Any]:

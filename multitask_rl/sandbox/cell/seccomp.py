@@ -16,7 +16,7 @@ from typing import Any
 
 from .linux import prepare_call, raw_syscall
 
-__all__ = ["install", "prepare", "program_filter", "zygote_filter"]
+__all__ = ["install", "monitor_filter", "prepare", "program_filter", "zygote_filter"]
 
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _EPERM, _ENOSYS, _ENOTTY = 0x00050001, 0x00050026, 0x00050019
@@ -24,6 +24,7 @@ _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENT_AT = 0, 4, 16
 _ARCH_X86_64, _X32_BIT = 0xC000003E, 0x40000000
 _CLONE_THREAD = 0x00010000
+_CLONE_PIDFD_OR_NAMESPACE = 0x7E021000
 _SET_MODE_FILTER = 1
 _LAST_KNOWN = 462
 
@@ -41,16 +42,19 @@ _PROCESS = [
     449,
 ]  # fmt: skip
 _WAITING = [7, 23, 213, 232, 233, 270, 271, 281, 284, 290, 291, 292, 293, 441]
-# no socket(): a pair is connected to itself only (asyncio needs one)
-_SOCKET_PAIRS = [44, 45, 46, 47, 48, 51, 52, 53, 54, 55]
+# no socket(): a pair is connected to itself only (asyncio needs one). No setsockopt: buffers keep their size
+_SOCKET_PAIRS = [44, 45, 47, 48, 51, 52, 53, 55]
 _ALLOWED = sorted({*_FILES, *_MEMORY, *_SIGNALS, *_TIME, *_PROCESS, *_WAITING, *_SOCKET_PAIRS})
-_CLONE, _CLONE3, _IOCTL, _FCNTL = 56, 435, 16, 72
+_CLONE, _CLONE3, _IOCTL, _FCNTL, _GETSOCKOPT, _SENDMSG = 56, 435, 16, 72, 55, 46
 _MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_OPEN, _PIDFD_SEND_SIGNAL = 165, 166, 317, 434, 424
 _PRCTL, _SETPGID, _CHROOT = 157, 109, 161
 _NAMES_A_PROCESS = [62, 200, 234, 302]
 """kill, tkill, tgkill, prlimit64"""
 _PRCTL_COMMANDS = [3, 15, 16, 21, 39]
 """Names and questions; not the signal at the parent's death, which ends a program whose sandbox died."""
+_PR_SET_PDEATHSIG = 1
+_SOCKET_OPTIONS = [3, 4, 7, 8, 38, 39]
+"""Type, error, buffer sizes, protocol, family; no handle of the process at the other end."""
 _CHANGES_METADATA = [90, 91, 92, 93, 94, 132, 235, 260, 261, 268, 280, 452]
 """chmod, chown, utime and their kin: Landlock has no say in them, so an owner could change his files."""
 _ZYGOTE_ONLY = [_SETPGID, _CHROOT, _MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNAL, _PIDFD_OPEN]
@@ -58,6 +62,14 @@ _ZYGOTE_ONLY = [_SETPGID, _CHROOT, _MOUNT, _UMOUNT2, _SECCOMP, _PIDFD_SEND_SIGNA
 _IOCTL_COMMANDS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
 # duplicate, descriptor and status flags, POSIX and OFD locks, pipe sizes, get seals; no leases, no signals
 _FCNTL_COMMANDS = [0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034]
+
+_ADD_SEALS = 1033
+# read, write, close, fstat, poll, seek, signals' return, pread, pwrite, nap, pid, socket messages, shutdown,
+# socketpair, exit, futex, restart, clocks, tgkill (abort), random, memfd_create
+_MONITOR = [
+    0, 1, 3, 5, 7, 8, 13, 14, 15, 17, 18, 24, 35, 39, 44, 45, 46, 47, 48, 53, 60, 63, 131, 186, 202, 219, 228,
+    230, 231, 234, 262, 271, 273, 318, 319, 334,
+]  # fmt: skip
 
 Instruction = tuple[int, int, int, int]
 
@@ -88,15 +100,32 @@ def _assemble(instructions: Sequence[Instruction]) -> bytes:
 
 
 def zygote_filter() -> bytes:
-    """Return stage one: what programs and the zygote may call; everything else fails with EPERM."""
+    """Return stage one: what programs and the zygote may call.
+
+    Everything else fails with EPERM; other machines' calls, and ``sendmsg``, end the process.
+    """
     special: dict[int, list[Instruction]] = {
         _IOCTL: _argument_in(1, _IOCTL_COMMANDS, _ENOTTY),
         _FCNTL: _argument_in(1, _FCNTL_COMMANDS, _EPERM),
+        _PRCTL: _argument_in(0, [*_PRCTL_COMMANDS, _PR_SET_PDEATHSIG], _EPERM),
+        # a descriptor that is under way in a socket outlives its program and counts for no limit
+        _SENDMSG: [_ret(_KILL_PROCESS)],
+        _GETSOCKOPT: _argument_in(2, _SOCKET_OPTIONS, _EPERM),
         _CLONE3: [
             _ret(_ENOSYS)
         ],  # its flags are in memory, out of a filter's sight; glibc falls back to clone
     }
-    allowed = {*_ALLOWED, *_ZYGOTE_ONLY, _CLONE}
+    return _allow_list({*_ALLOWED, *_ZYGOTE_ONLY, _CLONE}, special)
+
+
+def monitor_filter() -> bytes:
+    """Return what a monitor may call once its cell is up: no file, no process, no socket but pairs."""
+    return _allow_list(
+        {*_MEMORY, *_MONITOR}, {_FCNTL: _argument_in(1, [*_FCNTL_COMMANDS, _ADD_SEALS], _EPERM)}
+    )
+
+
+def _allow_list(allowed: set[int], special: dict[int, list[Instruction]]) -> bytes:
     leaves: list[tuple[int, list[Instruction]]] = []
     for number in range(_LAST_KNOWN + 1):
         body = special.get(number) or [_ret(_ALLOW if number in allowed else _EPERM)]
@@ -123,7 +152,13 @@ def program_filter(own_pid: int | None = None) -> bytes:
         own_pid: without a pid namespace, the one process that signals and limits may name.
     """
     blocks: dict[int, list[Instruction]] = {number: [_ret(_EPERM)] for number in _ZYGOTE_ONLY}
-    is_thread = [(_LOAD, 0, 0, _ARGUMENT_AT), (_JUMP_SET, 1, 0, _CLONE_THREAD), _ret(_EPERM), _ret(_ALLOW)]
+    is_thread = [
+        (_LOAD, 0, 0, _ARGUMENT_AT),
+        (_JUMP_SET, 1, 0, _CLONE_PIDFD_OR_NAMESPACE),
+        (_JUMP_SET, 1, 0, _CLONE_THREAD),
+        _ret(_EPERM),
+        _ret(_ALLOW),
+    ]
     blocks[_CLONE] = is_thread
     if own_pid is not None:
         blocks.update({number: _argument_in(0, [0, own_pid], _EPERM) for number in _NAMES_A_PROCESS})

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .wire import COMPILE_STATUS, Exit
 
-__all__ = ["Execution", "of_execution", "of_function", "of_stdio_test", "result", "same_text"]
+__all__ = ["MAX_LINES", "Execution", "of_execution", "of_function", "of_stdio_test", "result", "same_text"]
 
 _MESSAGE_LIMIT = 500
+MAX_LINES = 1 << 24
+"""Bytes of the judge's lines that are looked at."""
+_MAX_LINE, _MAX_COUNT_DIGITS = 1 << 13, 5
+_TEST_VERDICTS = frozenset({"passed", "failed", "runtime_error"})
+_LOAD_VERDICTS = frozenset({"passed", "compile_error", "memory_limit", "runtime_error", "gone"})
+_TOKEN = re.compile(r"\S+")
 _MAX_NUMBER = 400
 _CPU_LIMIT_SHARE = 0.5
 """The kernel enforces the limit on sampled ticks, the report is exact: on a busy virtual machine they differ.
@@ -91,8 +100,14 @@ def _excerpt(text: bytes) -> str:
     return shown if len(text) <= 100 else f"{shown}... ({len(text)} bytes)"
 
 
-def _lines(text: bytes) -> list[str]:
-    return [line.rstrip() for line in text.decode("utf-8", "surrogateescape").rstrip().split("\n")]
+def _lines(data: bytes) -> Iterator[str]:
+    """Yield the lines without white space at their ends; one at a time, since there may be millions."""
+    text = data.decode("utf-8", "surrogateescape").rstrip()
+    start = 0
+    while (end := text.find("\n", start)) >= 0:
+        yield text[start:end].rstrip()
+        start = end + 1
+    yield text[start:].rstrip()
 
 
 def same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
@@ -103,24 +118,23 @@ def same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
         expected: what it should have written.
         tolerance: absolute and relative, for tokens that are both numbers; None = as text.
     """
-    mine, theirs = _lines(actual), _lines(expected)
-    if mine == theirs:
-        return True
-    if tolerance is None or len(mine) != len(theirs):
-        return False
-    for left, right in zip(mine, theirs, strict=True):
-        ours, others = left.split(), right.split()
-        if len(ours) != len(others):
-            return False
-        if not all(_same_token(a, b, tolerance) for a, b in zip(ours, others, strict=True)):
-            return False
-    return True
+    pairs = itertools.zip_longest(_lines(actual), _lines(expected))
+    return all(_same_line(mine, theirs, tolerance) for mine, theirs in pairs)
 
 
-def _same_token(actual: str, expected: str, tolerance: float) -> bool:
+def _same_line(actual: str | None, expected: str | None, tolerance: float | None) -> bool:
     if actual == expected:
         return True
-    if max(len(actual), len(expected)) > _MAX_NUMBER:
+    if actual is None or expected is None or tolerance is None:
+        return False
+    pairs = itertools.zip_longest(_TOKEN.finditer(actual), _TOKEN.finditer(expected))
+    return all(_same_token(mine and mine[0], theirs and theirs[0], tolerance) for mine, theirs in pairs)
+
+
+def _same_token(actual: str | None, expected: str | None, tolerance: float) -> bool:
+    if actual == expected:
+        return True
+    if actual is None or expected is None or max(len(actual), len(expected)) > _MAX_NUMBER:
         return False
     try:
         a, b = float(actual), float(expected)
@@ -137,18 +151,14 @@ def of_function(
     for ended in (judge, program.exit):
         if ended.failure:
             return "infrastructure_error", ended.failure, []
-    load, message, count, reported = _read_lines(lines, job["num_tests"])
+    load, message, count, reported, broke_off = _read_lines(lines, job["num_tests"])
     cause, reason = _why_it_ended(program, judge, limits)
     if load != "passed":
         verdict = load if load not in ("gone", "") else cause or "runtime_error"
         why = reason or message or "the program's process ended while it was loaded"
         return verdict, why, [[verdict, why, 0.0, 0.0]] * count
-    missing: list[Any] = [
-        cause or "failed",
-        reason or "the program's process ended before this test",
-        0.0,
-        0.0,
-    ]
+    default = ("runtime_error", broke_off) if broke_off else ("failed", "the tests ended before this one")
+    missing: list[Any] = [*((cause, reason) if cause else default), 0.0, 0.0]
     tests: list[list[Any]] = [[*reported[i], 0.0, 0.0] if i in reported else missing for i in range(count)]
     wrong = [test for test in tests if test[0] != "passed"]
     if not wrong:
@@ -157,23 +167,30 @@ def of_function(
     return verdict, wrong[0][1], tests
 
 
-def _read_lines(lines: bytes, count: int) -> tuple[str, str, int, dict[int, tuple[str, str]]]:
-    load, message = "", ""
+def _read_lines(lines: bytes, count: int) -> tuple[str, str, int, dict[int, tuple[str, str]], str]:
+    """Return how loading went (verdict, message), the count of tests, their results, why they broke off."""
+    load, message, broke_off = "", "", ""
     reported: dict[int, tuple[str, str]] = {}
     for line in lines.splitlines():
         try:
-            index, verdict, text = json.loads(line)
-        except ValueError:
+            entry = json.loads(line) if len(line) <= _MAX_LINE else None
+        except (ValueError, RecursionError):
             break  # the judge was killed in the middle of a line
-        if index == "load":
-            # a program that goes away during the tests leaves those that follow unreported, not this line
-            if verdict != "gone" or not load:
-                load, message = verdict, text
-        elif index == "count":
-            count = int(verdict)
-        elif isinstance(index, int):
-            reported[index] = (verdict, text)
-    return load, message, max(1, count), reported
+        match entry:
+            case ["load", str(verdict), str(text)] if verdict in _LOAD_VERDICTS:
+                if verdict == "gone" and load:
+                    broke_off = text  # during the tests: those that follow are not reported
+                else:
+                    load, message = verdict, text
+            case ["count", str(number), str()] if number.isdecimal() and len(number) <= _MAX_COUNT_DIGITS:
+                count = int(number)
+            case ["setup", str(), str()]:
+                continue
+            case [int(index), str(verdict), str(text)] if verdict in _TEST_VERDICTS:
+                reported[index] = (verdict, text)
+            case _:
+                break  # no line of the judge: tests can be made to run what a program returns
+    return load, message, max(1, count), reported, broke_off
 
 
 def _why_it_ended(program: Execution, judge: Exit, limits: dict[str, Any]) -> tuple[str, str]:

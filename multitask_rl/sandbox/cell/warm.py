@@ -52,7 +52,7 @@ _REQUESTS: list[list[Any]] = [
 ]
 _ANSWERS: list[list[Any]] = [
     ["ready"],
-    ["ok", {"d": [["f"], [["value", "", {"h": [0, "object", "function"]}]]]}, []],
+    ["ok", {"d": [["f"], [["value", "", {"h": [0, "callable", "function"]}]]]}, []],
     ["ok", 3, []],
     ["ok", [1, 2], []],
     ["ok", {"t": ["a", True]}, []],

@@ -43,6 +43,8 @@ _SETTLED_PROCESSES = 8
 _FIRST_OWN_FD = 100
 _HOT_LIBRARIES = (b"libpython", b"libc.so", b"libc-")
 _MAX_PLANS = 256
+_LONG_SHARE = 0.1
+"""Share of its limit that a program has to run for its waiting for a CPU to be looked up."""
 _Plan = tuple[bytes, tuple[tuple[Any, ...], ...]]
 """For certain limits: mount options of /tmp, and the system calls that confine a process, the filter last."""
 _DESCRIPTORS = {4 * n: struct.Struct(f"{n}i").unpack for n in range(1, 9)}
@@ -57,7 +59,8 @@ def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoRetur
     Args:
         control: descriptor of the conversation.
         proc: descriptor of the cell's /proc, or -1.
-        host: without namespaces, what of the host may be read: ``readable``, ``devices``, ``packages``.
+        host: without namespaces, what of the host may be read: ``readable``, ``listed``, ``devices``,
+            ``packages``.
     """
     linux.set_parent_death_signal(signal.SIGKILL)
     linux.set_no_new_privs()
@@ -68,7 +71,7 @@ def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoRetur
         sys.meta_path.append(_PackageFinder(host["packages"]))
     zygote.preload(_PRELOAD.split())
     if host is not None:
-        landlock.restrict_to(host["readable"], host["devices"])
+        landlock.restrict_to(host["readable"], host["devices"], host["listed"])
     seccomp.install(seccomp.zygote_filter())
     zygote.serve()
 
@@ -279,8 +282,11 @@ class Zygote:
     def _finish(self, running: _Running) -> None:
         self._poll.unregister(running.pidfd)
         os.close(running.pidfd)
-        _, status, usage = os.wait4(running.pid, 0)
         wall_s = time.monotonic() - running.started
+        starved_s = running.granted
+        if wall_s > _LONG_SHARE * running.wall_s:
+            starved_s = max(starved_s, self._starved_s(running.pid))
+        _, status, usage = os.wait4(running.pid, 0)
         failure = ""
         if status:
             with contextlib.suppress(BlockingIOError):
@@ -292,7 +298,7 @@ class Zygote:
                 wall_s,
                 usage[0] + usage[1],
                 max(0, usage[2] - self._own_kb),
-                running.granted,
+                starved_s,
                 running.timed_out,
                 failure,
             )

@@ -57,6 +57,43 @@ def test_right_programs_score_one_in_every_kind_of_row():
     assert score(fenced("def add(a, b):\n    return a + b"), HUMANEVAL).value == 1.0
 
 
+HELPED = {
+    "prompt": (
+        'import math\n\ndef encode(s):\n    return s[::-1]\n\ndef decode(s):\n    """ Undo encode. """\n'
+    ),
+    "entry_point": "decode",
+    "tests": ["def check(f):\n    for s in ('ab', 'xyz'):\n        assert f(encode(s)) == s\n"],
+    "reference": "    return s[::-1]\n",
+}
+
+
+def test_a_helper_of_the_prompt_is_the_rows_not_the_programs():
+    assert score("    return s[::-1]", HELPED).value == 1.0
+    cheat = "def encode(s):\n    return s\n\ndef decode(s):\n    return s"
+    assert score(fenced(cheat), HELPED).value == 0.0
+
+
+def test_modules_come_from_the_reference_and_only_classes_from_the_program():
+    row = {
+        "prompt": "Count, with pairs.",
+        "entry_point": "most",
+        "tests": ["assert Counter(most([Pair('a', 2)])) == Counter('aa')"],
+        "reference": (
+            "from collections import Counter\n"
+            "class Pair:\n    def __init__(self, k, n):\n        self.k, self.n = k, n\n"
+            "def most(pairs):\n    return [p.k for p in pairs for _ in range(p.n)]\n"
+        ),
+    }
+    assert score(fenced(row["reference"]), row).value == 1.0
+    lend = row["reference"].replace("return [", "return 0 and [") + "Counter = lambda x: 1\n"
+    assert score(fenced(lend), row).value == 0.0
+
+
+def test_what_a_row_exports_comes_from_the_program():
+    row = {"entry_point": "f", "tests": ["assert f(2) == g(2)"], "exports": ["g"]}
+    assert score(fenced("def g(x): return x\ndef f(x): return x"), row).value == 1.0
+
+
 def test_partial_solutions_earn_their_share():
     assert score(fenced("def add(a, b): return 0"), ROW).value == 0.5
     assert score(fenced("def add(a, b): return 0"), ROW, all_or_nothing=True).value == 0.0
@@ -131,6 +168,11 @@ def test_mixed_is_the_weighted_mean_of_its_components():
         ({"tests": []}, "tests", "no `tests`"),
         ({"tests": "assert 1"}, "tests", "no `tests`"),
         ({"tests": ["assert ("]}, "tests", "cannot be used"),
+        (
+            {"tests": ["assert near(f(1), 2)"], "entry_point": "f"},
+            "tests",
+            "use near, which the row does not",
+        ),
         ({"tests": ["assert 1 == 1"]}, "tests", "no `entry_point`"),
         ({"tests": [{"stdin": "1"}]}, "tests", "lacks the key 'stdout'"),
         ({"tests": [{"stdin": 5, "stdout": "5"}]}, "tests", "must be text, got 5 and '5'"),

@@ -4,12 +4,13 @@ import array
 import collections
 import datetime
 import math
+import tracemalloc
 from decimal import Decimal
 from fractions import Fraction
 
 import pytest
 
-from multitask_rl.sandbox.cell.codec import MAX_MESSAGE, CodecError, Decoder, Encoder
+from multitask_rl.sandbox.cell.codec import MAX_MESSAGE, CodecError, Decoder, Encoder, NeedsArraysError
 
 
 class Handle:
@@ -158,3 +159,51 @@ def test_a_value_beyond_the_size_limit_is_refused():
 def test_text_that_is_no_value_is_refused(text):
     with pytest.raises(CodecError):
         DECODER.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"t": {"r": [0, 3000000, 1]}}',
+        b'{"q": [{"r": [0, 3000000, 1]}, null]}',
+        b'{"s": {"r": [0, 3000000, 1]}}',
+        b'{"V": {"r": [0, 3000000, 1]}}',
+        b'{"d": [{"r": [0, 3000000, 1]}, {"r": [0, 3000000, 1]}]}',
+        b'{"a": ["d", {"r": [0, 3000000, 1]}]}',
+        b'{"n": ["P", {"r": [0, 3, 1]}, {"r": [0, 3000000, 1]}]}',
+        b'{"n": ["P", "' + b"a " * 20_000 + b'", []]}',
+        b'{"F": ["1e3000000", 1]}',
+        b'{"F": [{"D": "1e3000000"}, 1]}',
+        b'{"c": ["1", "2"]}',
+        b'{"r": ["0", 3, 1]}',
+        b'{"I": ["ab"]}',
+        b'{"z": -1}',
+        b'{"z": true}',
+        b'{"k": ["date", 1]}',
+        b'{"l": [1.5, 0, 0]}',
+        b'{"N": ["<i8", [9, 9, 0], [1, 2]]}',
+        b'{"N": ["<U1", [4001], ["' + b"a" * 4000 + b'"' + b',""' * 4000 + b"]]}",
+        b'{"N": ["O", [1], [1]]}',
+        b'{"N": ["<i8", [3000000], {"r": [0, 3000000, 1]}]}',
+        b'{"T": ["int"]}',
+    ],
+    ids=lambda text: text[:24].decode(),
+)
+def test_a_message_builds_no_more_than_it_holds(text):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CodecError):
+            DECODER.loads(text)
+        assert tracemalloc.get_traced_memory()[1] < (8 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_reader_without_arrays_says_that_it_needs_them():
+    with pytest.raises(NeedsArraysError):
+        Decoder(Handle, has_arrays=False).loads(b'[{"N": ["<i8", [1], [1]]}]')
+
+
+def test_a_named_tuple_with_too_many_fields_arrives_as_a_tuple():
+    wide = collections.namedtuple("Wide", [f"x{i}" for i in range(300)])
+    assert there_and_back(wide(*range(300))) == tuple(range(300))

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from multitask_rl.sandbox.cell.seccomp import program_filter, zygote_filter
+from multitask_rl.sandbox.cell.seccomp import monitor_filter, program_filter, zygote_filter
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 ENOTTY = 0x00050019
@@ -12,6 +12,7 @@ X86_64, I386 = 0xC000003E, 0x40000003
 READ, OPEN, IOCTL, SOCKET, CLONE, FORK, EXECVE, KILL_CALL = 0, 2, 16, 41, 56, 57, 59, 62
 FCNTL, CHMOD, PTRACE, PRCTL, MOUNT, KEYCTL, UNSHARE = 72, 90, 101, 157, 165, 250, 272
 PRLIMIT, MEMFD, IO_URING, CLONE3 = 302, 319, 425, 435
+SENDTO, SENDMSG, RECVMSG, SETSOCKOPT, GETSOCKOPT = 44, 46, 47, 54, 55
 DENIED = (
     *(SOCKET, 42, 49, FORK, 58, EXECVE, 322, PTRACE, UNSHARE, 308, IO_URING, 426, KEYCTL, 248, MEMFD, MOUNT),
     *(166, 155, 161, 310, 311, 438, 321, 298, 323, 304, 317, 434, 424, 29, 64, 68, 240, 133, 259, 73),
@@ -46,7 +47,9 @@ def decide(number, *arguments, own_pid=None):
 
 def test_every_call_gets_a_decision():
     for own_pid in (None, 77):
-        assert all(decide(number, own_pid=own_pid) in (ALLOW, EPERM, ENOSYS, ENOTTY) for number in range(600))
+        assert all(
+            decide(number, own_pid=own_pid) in (ALLOW, EPERM, ENOSYS, ENOTTY, KILL) for number in range(600)
+        )
 
 
 @pytest.mark.parametrize("number", [READ, OPEN, 1, 3, 9, 12, 202, 228, 231, 257, 262, 318, 334])
@@ -64,6 +67,50 @@ def test_a_thread_is_allowed_and_a_process_is_not():
     assert decide(CLONE, 17) == EPERM
     assert decide(CLONE, NEW_USER) == EPERM
     assert decide(CLONE3) == ENOSYS
+    assert decide(CLONE, THREAD_FLAGS | 0x1000) == EPERM  # a handle of the thread
+    assert decide(CLONE, THREAD_FLAGS | 0x20000) == EPERM  # a mount namespace
+
+
+def test_descriptors_cannot_be_sent_and_sockets_keep_their_buffers():
+    assert decide(SENDMSG) == KILL
+    assert decide(SETSOCKOPT, 3, 1, 7) == EPERM
+    assert decide(SENDTO) == decide(RECVMSG) == ALLOW
+
+
+def test_a_socket_says_its_type_and_errors_and_nothing_of_its_peer():
+    for option in (3, 4, 39):
+        assert decide(GETSOCKOPT, 3, 1, option) == ALLOW
+    for peer in (17, 31, 59, 77):  # credentials, security, groups, a handle
+        assert decide(GETSOCKOPT, 3, 1, peer) == EPERM
+
+
+def test_no_filter_of_a_programs_own():
+    assert decide(PRCTL, 22, 2) == decide(PRCTL, 38, 1) == EPERM
+    assert decide(PRCTL, 15) == decide(PRCTL, 39) == ALLOW
+
+
+def test_a_monitor_opens_no_file_and_starts_nothing():
+    refused = (
+        OPEN,
+        257,
+        SOCKET,
+        42,
+        CLONE,
+        FORK,
+        EXECVE,
+        KILL_CALL,
+        PTRACE,
+        MOUNT,
+        UNSHARE,
+        161,
+        437,
+        435,
+        424,
+    )
+    assert {run_filter(monitor_filter(), number) for number in refused} == {EPERM}
+    assert {run_filter(monitor_filter(), number) for number in (READ, 1, 3, 7, 9, SENDMSG, MEMFD, 231)} == {
+        ALLOW
+    }
 
 
 def test_other_machines_and_the_x32_numbers_end_the_process():

@@ -5,10 +5,12 @@ import os
 import socket
 import threading
 
+import pytest
+
 from multitask_rl.sandbox import AssertsTask, Program, UnittestTask
 from multitask_rl.sandbox.cell import candidate, judge
 from multitask_rl.sandbox.cell.channel import Channel
-from multitask_rl.sandbox.cell.peer import Peer
+from multitask_rl.sandbox.cell.peer import CandidateGone, Peer
 from multitask_rl.sandbox.jobs import to_job
 
 
@@ -28,8 +30,10 @@ def judged(source, task):
         return [tuple(json.loads(line)) for line in lines][1:]
 
 
-def verdicts(source, *asserts, setup="", allow_dunder=False):
-    task = AssertsTask(entry_point="f", asserts=asserts, setup=setup, allow_dunder=allow_dunder)
+def verdicts(source, *asserts, setup="", allow_dunder=False, exports=()):
+    task = AssertsTask(
+        entry_point="f", asserts=asserts, setup=setup, allow_dunder=allow_dunder, exports=exports
+    )
     return [verdict for _, verdict, _ in judged(source, task)]
 
 
@@ -100,7 +104,7 @@ def test_a_builtin_name_of_the_program_is_not_lent_to_the_tests():
 def test_the_programs_own_exceptions_can_be_caught():
     source = "class Full(Exception): pass\ndef f():\n    raise Full('now')"
     test = "try:\n    f()\nexcept Full as e:\n    assert str(e) == 'now'\nelse:\n    assert False"
-    assert verdicts(source, test) == ["passed"]
+    assert verdicts(source, test, exports=["Full"]) == ["passed"]
 
 
 def test_leaving_and_interrupting_are_errors_not_ends():
@@ -112,7 +116,110 @@ def test_leaving_and_interrupting_are_errors_not_ends():
 def test_instances_are_recognised_by_their_class():
     source = "class Node:\n    pass\ndef f(): return Node()"
     tests = ("assert isinstance(f(), Node)", "assert not isinstance(3, Node)")
-    assert verdicts(source, *tests) == ["passed"] * 2
+    assert verdicts(source, *tests, exports=["Node"]) == ["passed"] * 2
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert near(f(2), 2)",
+        "assert np.allclose(f(2), 2)",
+        "assert f(2) == WANTED",
+        "assert f(2) == helper(2)",
+    ],
+)
+def test_a_program_lends_the_tests_no_name_that_is_not_asked_for(test):
+    source = (
+        "class np:\n    allclose = staticmethod(lambda *a: True)\n"
+        "near = lambda *a: True\nWANTED = 7\nhelper = f = lambda x: 7"
+    )
+    assert verdicts(source, test) == ["runtime_error"]
+
+
+@pytest.mark.parametrize("error", ["StopIteration", "StopAsyncIteration"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(lambda x: f(x) == x, [1, 2]))",
+        "assert not [x for x in filter(lambda x: f(x) != x, [1, 2])]",
+        "assert next(map(f, [1, 2]), 3) == 3",
+        "assert list(f(x) for x in (1, 2)) == []",
+    ],
+)
+def test_the_program_cannot_end_a_loop_of_the_tests(error, test):
+    assert verdicts(f"def f(x):\n    raise {error}", test) == ["runtime_error"]
+
+
+def test_an_exception_of_the_program_that_ends_loops_ends_none():
+    source = "class Done(StopIteration): pass\ndef f(x):\n    raise Done"
+    assert verdicts(source, "assert all(map(f, [1]))", exports=["Done"]) == ["runtime_error"]
+
+
+def test_only_what_can_be_called_is_callable():
+    source = "class C:\n    pass\ndef f(x): return C() if x else len"
+    assert verdicts(source, "assert callable(f(1))", "assert callable(f(0))", "assert callable(f)") == [
+        "failed",
+        "passed",
+        "passed",
+    ]
+    assert verdicts(source, "assert not callable(f(1))", "f(1)()", allow_dunder=True) == [
+        "passed",
+        "runtime_error",
+    ]
+
+
+CLEARS = "def f(a):\n    a.clear()\n    return []"
+
+
+@pytest.mark.parametrize(
+    ("source", "test", "verdict"),
+    [
+        (CLEARS, "a = [2, 1]\nassert f(a) == sorted(a)", "failed"),
+        (CLEARS, "def check(a):\n    assert f(a) == sorted(a)\ncheck([2, 1])", "failed"),
+        (CLEARS, "for a in ([2, 1], [3]):\n    assert f(a) == sorted(a)", "failed"),
+        (CLEARS, "a = [2, 1]\nr = f(a)\nassert r == a == []", "passed"),
+        (CLEARS, "a = [2, 1]\nif f(a) == []:\n    assert a == []", "passed"),
+        (CLEARS, "a = [1]\nassert [f(a), f(a)] == [[], []]", "passed"),
+        ("def f(a):\n    a.sort()", "a = [2, 1]\nassert f(a) is None and a == [1, 2]", "passed"),
+        ("def f(a):\n    return a.pop()", "a = [2, 1]\nassert [f(a), f(a)] == [1, 2]", "passed"),
+    ],
+)
+def test_a_statement_sees_its_arguments_as_they_were(source, test, verdict):
+    assert verdicts(source, test) == [verdict]
+
+
+def test_a_failed_statement_leaves_its_changes_to_the_next():
+    tests = ("a = [2, 1]", "assert f(a) == sorted(a)", "assert a == []")
+    assert verdicts(CLEARS, *tests) == ["passed", "failed", "passed"]
+
+
+@pytest.mark.parametrize(
+    "change", [[-1, [7]], [1, [7]], ["0", [7]], [True, [7]], [0, 7], [0, {"t": [7]}], [0], 0]
+)
+def test_a_forged_change_of_an_argument_ends_the_conversation(change):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Channel(theirs.fileno()).send(json.dumps(["ok", 1, [change]]).encode())
+        peer = Peer(Channel(ours.fileno()), allow_dunder=False)
+        with pytest.raises(CandidateGone):
+            peer.ask("call", "f", [[9]], {})
+
+
+@pytest.mark.parametrize("handle", [{"j": 0}, {"j": -1}, {"h": 3}, {"h": [0, "x"]}, {"q2": [0, "a", "b"]}])
+def test_a_forged_handle_ends_the_conversation(handle):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Channel(theirs.fileno()).send(json.dumps(["ok", handle, []]).encode())
+        peer = Peer(Channel(ours.fileno()), allow_dunder=False)
+        with pytest.raises(CandidateGone):
+            peer.ask("call", "f", [], {})
+
+
+def test_an_array_is_no_list_though_it_holds_the_same():
+    pytest.importorskip("numpy")
+    source = "import numpy as np\ndef f(x): return np.array([[1, 2], [3, 4]])"
+    tests = ("assert f(1) == [1, 2, 3, 4]", "assert f(1).tolist() == [[1, 2], [3, 4]]")
+    assert verdicts(source, *tests) == ["runtime_error", "passed"]
 
 
 def test_a_program_that_does_not_load_reports_why():

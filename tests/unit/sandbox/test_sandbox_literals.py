@@ -79,6 +79,12 @@ def test_an_object_that_calls_itself_equal_passes_nothing():
     assert judged(source, "assert f(0) == 1", "assert f(1) == [1]") == ["runtime_error"] * 2
 
 
+def test_an_array_is_left_to_the_judge():
+    pytest.importorskip("numpy")
+    with pytest.raises(NeedsJudgeError):
+        judged("import numpy\ndef f(x): return numpy.array([[1, 2], [3, 4]])", "assert f(1) == [1, 2, 3, 4]")
+
+
 def test_a_large_answer_is_left_to_the_judge():
     with pytest.raises(NeedsJudgeError):
         judged("def f(x): return 'x' * 100_000", "assert f(1) == 'y'")

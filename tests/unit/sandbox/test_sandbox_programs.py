@@ -12,7 +12,7 @@ from multitask_rl.sandbox import (
     UnittestTask,
     Verdict,
 )
-from multitask_rl.sandbox.base import imported_modules
+from multitask_rl.sandbox.base import imported_modules, undefined_names
 from multitask_rl.sandbox.levels import LEVELS, acceptable_levels
 
 UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): pass\n"
@@ -41,13 +41,15 @@ def test_a_limit_that_is_no_positive_number_is_refused(name, value):
         Limits(**{name: value})
 
 
-def test_tests_take_from_the_program_what_nobody_else_defines():
+def test_tests_take_from_the_program_the_entry_point_alone_if_nothing_else_is_said():
     task = AssertsTask(
         entry_point="solve",
         setup="root = Node(1)",
         asserts=["import math\nassert math.sqrt(solve(root)) == len([Pair(1, 2)])", "assert sys.argv"],
     )
-    assert task.exported == ("solve", "Node", "Pair")
+    assert task.exported == ("solve",)
+    assert undefined_names([task.setup, *task.asserts]) == ["Node", "solve", "Pair"]
+    assert undefined_names(["from a import *\nassert b"]) == []
     assert imported_modules(task.asserts, task.exported) == ["sys"]
 
 

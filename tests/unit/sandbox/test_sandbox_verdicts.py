@@ -1,6 +1,7 @@
 """From exit statuses and texts to verdicts."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -103,3 +104,49 @@ def test_nothing_reported_is_nothing_passed():
     assert verdict != "passed"
     assert len(tests) == 3
     assert all(test[0] != "passed" for test in tests)
+
+
+def test_a_program_that_stops_speaking_ends_its_tests_with_an_error():
+    lines = judge_lines(["load", "passed", ""], [0, "passed", ""], ["load", "gone", "nonsense"])
+    verdict, message, tests = of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))
+    assert (verdict, message) == ("runtime_error", "nonsense")
+    assert [test[0] for test in tests] == ["passed", "runtime_error", "runtime_error"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [1, "excellent", ""],
+        [1, "infrastructure_error", ""],
+        [1, ["passed"], ""],
+        [1, "passed", 5],
+        ["load", "timeout", ""],
+        ["count", "99999999", ""],
+        ["count", 3, ""],
+        {"1": "passed"},
+        [1, "passed", "x" * 20_000],
+        3,
+    ],
+)
+def test_a_line_that_no_judge_writes_ends_its_report(line):
+    lines = judge_lines(["load", "passed", ""], [0, "passed", ""], line, [2, "passed", ""])
+    _, _, tests = of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))
+    assert [test[0] for test in tests] == ["passed", "failed", "failed"]
+
+
+def test_deep_lines_of_the_judge_end_its_report():
+    lines = judge_lines(["load", "passed", ""]) + b"[" * 8000 + b"\n"
+    assert of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))[0] == "failed"
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-6])
+@pytest.mark.parametrize("piece", [b"\n", b"12 ", b"12\n"])
+def test_comparing_large_outputs_takes_memory_in_proportion(piece, tolerance):
+    output = b"1 " + piece * ((4 << 20) // len(piece)) + b"x"
+    tracemalloc.start()
+    try:
+        assert not same_text(output, b"2 3\n", tolerance)
+        assert same_text(output, output, tolerance)
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(output)
+    finally:
+        tracemalloc.stop()
