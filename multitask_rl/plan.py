@@ -21,6 +21,8 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.satisfaction import constraint_warnings
+from multitask_rl.scoring.adapt import find_plugin
+from multitask_rl.scoring.locate import absolute_reference
 from multitask_rl.task_run import build_algorithms, run_sampling
 
 if TYPE_CHECKING:
@@ -121,6 +123,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
             logger.warning("task %s: %s", name, warning)
     if plan.is_sharded:
         _check_sharded(plan)
+    _check_placement(plan)
     warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
     if warning:
         logger.warning("%s", warning)
@@ -180,6 +183,32 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
                 "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
             )
     return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
+
+
+def _check_placement(plan: RunPlan) -> None:
+    """Refuse devices for what does not take its device from the device map."""
+    on_ray = plan.config.executor == "ray"
+    for role, device in plan.devices.items():
+        kind, _, task = role.partition(".")
+        if role == "rollout" and (on_ray or not getattr(plan.engine_class, "shares_weights", False)):
+            keys = "ray.num_engines and ray.gpus_per_engine" if on_ray else "rollout.engine_config"
+            raise ConfigError(
+                f"device_map.rollout: the engine {plan.config.rollout.engine!r} with executor="
+                f"{plan.config.executor} chooses its devices itself, by {keys}; leave rollout out"
+            )
+        if task and device != "cpu" and not _takes_device(kind, plan.specs[task]):
+            raise ConfigError(
+                f"device_map.{role}: no {kind} of task {task!r} runs a model of its own on a device; leave "
+                f"{role} out"
+            )
+
+
+def _takes_device(kind: str, spec: TaskSpec) -> bool:
+    """Return whether a plugin that ``device_map`` places by this role has a field ``device``."""
+    plugins = [("constraint", c.plugin) for c in spec.constraints]
+    plugins += [("reward", r.plugin) for r in spec.rewards] if kind == "reward" else []
+    where = f"tasks.{spec.name}"
+    return any(find_plugin(k, absolute_reference(name), where).takes("device") for k, name in plugins)
 
 
 def _check_sharded(plan: RunPlan) -> None:

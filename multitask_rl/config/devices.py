@@ -6,9 +6,11 @@ Every device of the actor is a learner rank; on a CPU ranks are numbered the sam
 ``actor: "cuda:0-3 sharded"`` gives every rank a part of the weights instead of a copy; with
 ``cuda:0-3 tensor=2`` two ranks each compute every layer together besides.
 
-Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. Two roles
-may use the same set of devices (that is placing them together on purpose); sets that overlap in part are
-refused: one of the roles would wait for the other without anybody having asked for it.
+Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. The
+reference and the rollout engine live where the actor does: their roles may say so and nothing else. A
+constraint without a role of its own runs where the task's rewards run. Two roles may use the same set of
+devices (that is placing them together on purpose); sets that overlap in part are refused: one of the roles
+would wait for the other without anybody having asked for it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ __all__ = ["DeviceSet", "count_cuda_devices", "parse_device_map", "parse_devices
 
 _ROLES = ("actor", "critic", "reference", "rollout")
 _PER_TASK = ("reward", "constraint")
+_WITH_ACTOR = {"reference": "reference model", "rollout": "rollout engine"}
 _ALLOWED = (
     "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded and "
     "cuda:0-3 tensor=2"
@@ -109,7 +112,8 @@ def parse_device_map(
         tasks: names allowed after ``reward.`` and ``constraint.``; None = any.
 
     Raises:
-        ConfigError: unknown role or task, malformed or missing device, sets that overlap in part.
+        ConfigError: unknown role or task, malformed or missing device, a place where a role cannot be, sets
+            that overlap in part.
     """
     parsed: dict[str, DeviceSet] = {}
     for role, text in device_map.items():
@@ -127,6 +131,7 @@ def parse_device_map(
         available = count_cuda_devices() if num_cuda is None else num_cuda
         for role, devices in parsed.items():
             _check_present(role, devices, available)
+    _check_places(parsed)
     for (role, mine), (other, theirs) in combinations(parsed.items(), 2):
         shared = set(mine.indices) & set(theirs.indices)
         if shared and mine.kind == theirs.kind and mine != theirs:
@@ -162,6 +167,30 @@ def _check_role(role: str, tasks: Sequence[str] | None) -> None:
         )
     known = [*_ROLES, *(f"{k}.<task>" for k in _PER_TASK)]
     raise ConfigError(f"device_map.{role}: unknown role{suggest(role, known)} (allowed: {', '.join(known)})")
+
+
+def _check_places(parsed: Mapping[str, DeviceSet]) -> None:
+    """Refuse devices that a role would not use."""
+    actor = parsed.get("actor")
+    for role, devices in parsed.items():
+        if role in _WITH_ACTOR and devices != actor:
+            has = f"which has {actor}" if actor is not None else "which device_map does not name"
+            raise ConfigError(
+                f"device_map.{role}: {devices}: the {_WITH_ACTOR[role]} lives on the devices of the actor, "
+                f"{has}; leave {role} out, or give both the same devices"
+            )
+        if "." in role and len(devices.indices) > 1:
+            raise ConfigError(
+                f"device_map.{role}: {devices}: a model of a {role.partition('.')[0]} runs on one device; "
+                f"name one, e.g. {devices.first}"
+            )
+    critic = parsed.get("critic")
+    if critic is not None and len(critic.indices) > len(actor.names if actor is not None else [""]):
+        raise ConfigError(
+            f"device_map.critic: {critic}: each learner rank has one critic, and there are "
+            f"{len(actor.names) if actor is not None else 1} ranks (devices of the actor); name as many or "
+            "fewer devices"
+        )
 
 
 def _check_present(role: str, devices: DeviceSet, available: int) -> None:

@@ -362,9 +362,10 @@ class RunConfig:
     executor: str = "local"
     """``local`` (in process) or ``ray``."""
     device_map: dict[str, str] = field(default_factory=dict)
-    """Role -> devices: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``; default: cuda if
-    there is one, else cpu. Each device of the actor (``cuda:0-3``, ``cpu:0-1``) is a learner rank with a copy
-    of the weights; with a part of them where it says ``cuda:0-3 sharded`` (FSDP)."""
+    """Role -> devices: ``actor``, ``critic``, ``reward.<task>``, ``constraint.<task>``; default: cuda if
+    there is one, else cpu. ``reference`` and ``rollout`` live on the actor's devices; others are refused.
+    Each device of the actor (``cuda:0-3``, ``cpu:0-1``) is a learner rank with a copy of the weights; with a
+    part of them where it says ``cuda:0-3 sharded`` (FSDP)."""
     profile: str = ""
     """``torch``: a trace of three steps and a memory report in ``<output_dir>/profile``; empty = off."""
     num_threads: int = 0

@@ -41,7 +41,7 @@ class RewardPool:
         specs: tasks by name.
         config: workers, limits, retries, error budget.
         seed: the run's seed, for plugins that draw (``Config.seed``).
-        devices: role -> device; ``reward.<task>``, then ``reward``, place model-backed plugins.
+        devices: role -> device; ``reward.<task>`` and ``constraint.<task>`` place model-backed plugins.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def plan_lane(
     source = find_plugin(kind, reference, where)
     config = dict(spec.config)
     if source.takes("device"):
-        device = spec.device or devices.get(f"reward.{task.name}") or devices.get("reward", "")
+        device = spec.device or devices.get(f"{kind}.{task.name}") or devices.get(f"reward.{task.name}", "")
         if device:
             config.setdefault("device", device)
     elif spec.device:

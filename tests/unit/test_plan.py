@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from multitask_rl.config.run import RolloutConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError
 from multitask_rl.learnable import check_learnable
-from multitask_rl.plan import scale_warning
+from multitask_rl.plan import plan_run, scale_warning
 from multitask_rl.task_run import build_algorithms
 
 
@@ -80,3 +83,33 @@ def test_a_task_that_could_teach_nothing_is_refused(
             check_learnable(specs["t"], algorithm, group_size)
     else:
         check_learnable(specs["t"], algorithm, group_size)
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "message"),
+    [
+        ("reward.t", {}, "device_map.reward.t: no reward of task 't' runs a model"),
+        ("constraint.t", {}, "device_map.constraint.t: no constraint of task 't' runs a model"),
+        (
+            "reference",
+            {},
+            "device_map.reference: cuda:1: the reference model lives on the devices of",
+        ),
+        ("rollout", {}, "device_map.rollout: cuda:1: the rollout engine lives on the devices of the actor"),
+        ("rollout", {"executor": "ray"}, "chooses its devices itself, by ray.num_engines"),
+        ("rollout", {"rollout": RolloutConfig(engine="vllm")}, "by rollout.engine_config"),
+    ],
+)
+def test_a_device_that_nothing_would_use_is_refused(tmp_path, monkeypatch, role, settings, message) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 4)
+    task = {"dataset": str(tmp_path / "rows.jsonl"), "rewards": ["length"]}
+    place = "cuda:0" if settings else "cuda:1"
+    config = RunConfig(
+        tasks={"t": task},
+        output_dir=str(tmp_path / "run"),
+        device_map={"actor": "cuda:0", role: place},
+        **settings,
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan_run(config)

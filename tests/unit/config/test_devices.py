@@ -60,6 +60,15 @@ def test_reference_map_parses_where_the_devices_exist() -> None:
         ({"actor": "cuda:7-9"}, ["device_map.actor", "cuda:8,9", "cuda:0-7"]),
         ({"actr": "cpu"}, ["did you mean 'actor'", "reward.<task>"]),
         ({"reward.mth": "cpu"}, ["did you mean 'math'"]),
+        (
+            {"actor": "cuda:0", "reference": "cuda:1"},
+            ["device_map.reference", "of the actor, which has cuda:0"],
+        ),
+        ({"reference": "cuda:1"}, ["device_map.reference", "device_map does not name"]),
+        ({"actor": "cuda:0", "rollout": "cuda:1-2"}, ["device_map.rollout", "give both the same devices"]),
+        ({"actor": "cuda:0", "rollout": "cpu"}, ["device_map.rollout", "leave rollout out"]),
+        ({"actor": "cuda:0", "reward.math": "cuda:1-2"}, ["device_map.reward.math", "name one, e.g. cuda:1"]),
+        ({"actor": "cuda:0", "critic": "cuda:1-2"}, ["device_map.critic", "there are 1 ranks"]),
     ],
 )
 def test_impossible_map_is_refused(device_map: dict[str, str], parts: list[str]) -> None:

@@ -21,6 +21,7 @@ from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError, PluginError, RewardError
 from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Rollout, Score, Verdict
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.scoring.wiring import plan_lane
 from multitask_rl.testing.builders import make_rollout
 
 PLUGINS = """
@@ -466,9 +467,35 @@ def test_metrics_count_failures_by_kind_once(open_pool: Open) -> None:
 def test_model_plugins_live_in_this_process_and_are_shared(plugin_file: Path) -> None:
     reward = RewardSpec(plugin=f"{plugin_file}:InProcess", name="rm", config={"model": "shared"})
     specs = {name: TaskSpec(name=name, rewards=[reward]) for name in ("one", "two")}
-    with RewardPool(specs, ScoringConfig(), seed=0, devices={"reward": "cpu:0"}) as pool:
+    with RewardPool(
+        specs, ScoringConfig(), seed=0, devices={"reward.one": "cpu:0", "reward.two": "cpu:0"}
+    ) as pool:
         for record in pool.score([*of("one", "a"), *of("two", "b")]):
             assert record.breakdown["rm"] == Score(value=float(os.getpid()), components={"built": 1.0})
+
+
+def test_constraints_and_rewards_have_devices_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "placed.py").write_text(
+        "from dataclasses import dataclass\n"
+        "class Placed:\n"
+        "    @dataclass\n"
+        "    class Config:\n"
+        "        device: str = 'auto'\n"
+        "    def __init__(self, config): ...\n"
+        "    def score(self, rollouts): ...\n"
+        "    def judge(self, rollouts): ...\n"
+    )
+    reward = RewardSpec(plugin=f"{tmp_path}/placed.py:Placed")
+    constraint = ConstraintSpec(plugin=f"{tmp_path}/placed.py:Placed")
+    task = TaskSpec(name="t", rewards=[reward], constraints=[constraint])
+
+    def device(spec: RewardSpec | ConstraintSpec, **devices: str) -> str:
+        named = {f"{role}.t": place for role, place in devices.items()}
+        return str(plan_lane(task, spec, 0, seed=0, devices=named).task.config["device"])
+
+    both = {"reward": "cuda:1", "constraint": "cuda:2"}
+    assert (device(reward, **both), device(constraint, **both)) == ("cuda:1", "cuda:2")
+    assert device(constraint, reward="cuda:1") == "cuda:1"
 
 
 def test_a_hang_in_this_process_times_out_and_recovers(plugin_file: Path) -> None:
