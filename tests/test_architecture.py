@@ -164,14 +164,14 @@ def test_heavy_library_is_imported_in_its_adapter_only(library: str) -> None:
 
 
 def test_python_is_parsed_in_one_place() -> None:
-    """``ast.parse`` of CPython 3.11.7 and before mixes up threads."""
+    """``ast.parse`` of CPython 3.11.7 and before mixes up threads; the judge has a process of its own."""
     wrong = [
         f"{path.relative_to(ROOT)}:{number}"
         for package in PACKAGES
         for module, path in modules(package)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if "= ast.parse(" in line or "return ast.parse(" in line or "(ast.parse(" in line
-        if module != "python_source"
+        if module not in ("python_source", "sandbox.cell.judge")
     ]
     assert wrong == []
 
