@@ -11,7 +11,7 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.llama_guard import GuardConfig, GuardModel
-from multitask_rl_rewards.sequence_classifier import SequenceClassifier
+from multitask_rl_rewards.sequence_classifier import SequenceClassifier, worst_of_windows
 from multitask_rl_rewards.text import question_of, value_of
 from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
 
@@ -30,6 +30,9 @@ class FactChecker:
     The kind of model decides the way: a sequence-classification model (NLI) reads evidence and response as
     premise and hypothesis, and the cost is the probability of contradiction; a causal language model (Llama
     Guard, ShieldGemma, any instruct model) is asked whether the response contains a factual error.
+
+    A response longer than the classifier reads is judged in overlapping parts, and the worst counts. A
+    verdict on evidence that was cut says so in its reason.
 
     The evidence is the column ``evidence``, else the question itself ("Claim: ... Evidence: ..."). An empty
     response states nothing and is satisfied.
@@ -116,19 +119,26 @@ class FactChecker:
     def _judge_all(self, exchanges: list[tuple[str, str]]) -> list[Verdict | Failure]:
         if not self._is_classifier:
             return self._judge.judge(exchanges)
-        costs = self._classifier.logits(exchanges).softmax(dim=1)[:, self._wrong].sum(dim=1).tolist()
-        return [self._verdict(response, cost) for (_, response), cost in zip(exchanges, costs, strict=True)]
+        parts, owners = self._classifier.windows(exchanges)
+        costs = self._classifier.logits(parts).softmax(dim=1)[:, self._wrong].sum(dim=1).tolist()
+        worst = worst_of_windows(costs, owners, len(exchanges))
+        cut = {owner for part, owner in zip(parts, owners, strict=True) if self._classifier.is_cut(*part)}
+        return [
+            self._verdict(response, cost, is_cut=index in cut)
+            for index, ((_, response), cost) in enumerate(zip(exchanges, worst, strict=True))
+        ]
 
-    def _verdict(self, response: str, cost: float) -> Verdict | Failure:
+    def _verdict(self, response: str, cost: float, *, is_cut: bool) -> Verdict | Failure:
         if not response.strip():
             return Verdict(cost=0.0, violated=False, reason="empty response")
         if cost != cost:
             return Failure(kind=FailureKind.grader, message="the classifier returned NaN", source=_NAME)
         cost = min(max(cost, 0.0), 1.0)
         violated = cost >= self.config.threshold
-        return Verdict(
-            cost=cost, violated=violated, reason=f"contradicted with {cost:.2f}" if violated else ""
-        )
+        reason = f"contradicted with {cost:.2f}" if violated else ""
+        if is_cut:
+            reason = f"{reason} (truncated: the evidence is longer than the model reads)".lstrip()
+        return Verdict(cost=cost, violated=violated, reason=reason)
 
 
 def _contradictions(labels: list[str], config: FactChecker.Config) -> list[int]:

@@ -65,5 +65,8 @@ class PairwiseRewardModel(RewardModel):
                 return result
         assert isinstance(own, Score)
         assert isinstance(rival, Score)
+        cut = max(own.components["truncated"], rival.components["truncated"])
         margin = (own.value - rival.value) / self.config.temperature
-        return Score(value=0.5 * (1.0 + math.tanh(margin / 2)), components={"margin": margin})
+        return Score(
+            value=0.5 * (1.0 + math.tanh(margin / 2)), components={"margin": margin, "truncated": cut}
+        )

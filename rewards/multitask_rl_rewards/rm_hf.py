@@ -24,6 +24,8 @@ class RewardModel:
     With one output the value is that logit (unbounded; only differences mean something). With several,
     ``label`` names one, and the value is its probability.
 
+    Component ``truncated``: 1 where the exchange was longer than ``max_length`` and lost its beginning.
+
     A reward model is a proxy: pair it with a held-out metric of another kind, and a KL leash.
     """
 
@@ -94,10 +96,12 @@ class RewardModel:
         logits = self._classifier.logits(exchanges, self.config.template)
         if logits.shape[1] > 1:
             logits = logits.softmax(dim=1)
-        return [_result(value) for value in logits[:, self._index].tolist()]
+        cut = [self._classifier.is_cut(*exchange, self.config.template) for exchange in exchanges]
+        values = logits[:, self._index].tolist()
+        return [_result(value, is_cut=one) for value, one in zip(values, cut, strict=True)]
 
 
-def _result(value: float) -> Score | Failure:
+def _result(value: float, *, is_cut: bool) -> Score | Failure:
     if math.isfinite(value):
-        return Score(value=value)
+        return Score(value=value, components={"truncated": float(is_cut)})
     return Failure(kind=FailureKind.grader, message=f"the reward model returned {value}", source="rm_hf")

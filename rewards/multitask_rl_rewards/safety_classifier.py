@@ -11,7 +11,7 @@ from typing import ClassVar
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
-from multitask_rl_rewards.sequence_classifier import SequenceClassifier
+from multitask_rl_rewards.sequence_classifier import SequenceClassifier, worst_of_windows
 from multitask_rl_rewards.text import question_of
 from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
 
@@ -39,7 +39,8 @@ class SafetyClassifier:
     """Cost = probability of the unsafe label or labels; violated from ``threshold`` on.
 
     Exclusive labels (softmax) add up; independent ones (``multi_label_classification``, or a single output)
-    count by the largest. An empty response is satisfied: pair the constraint with ``over_refusal``.
+    count by the largest. A response longer than the model reads is judged in overlapping parts, and the worst
+    counts. An empty response is satisfied: pair the constraint with ``over_refusal``.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(
@@ -72,7 +73,7 @@ class SafetyClassifier:
         batch_size: int = 32
         """Inputs per forward, > 0."""
         max_length: int = 0
-        """Tokens of an input; a longer one loses its beginning. 0 = the model's limit."""
+        """Tokens of an input; a longer response is judged in parts. 0 = the model's limit."""
         prompt_column: str = "prompt"
         """Column with the question, where ``with_prompt``."""
 
@@ -112,12 +113,14 @@ class SafetyClassifier:
     def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure]:
         """Return one verdict per rollout, in order."""
         exchanges = [(self._prompt(rollout), rollout.response) for rollout in rollouts]
-        logits = self._classifier.logits(exchanges)
+        parts, owners = self._classifier.windows(exchanges)
+        logits = self._classifier.logits(parts)
         if logits.shape[1] == 1 or self._classifier.is_multi_label:
             costs = logits.sigmoid()[:, self._unsafe].amax(dim=1)
         else:
             costs = logits.softmax(dim=1)[:, self._unsafe].sum(dim=1)
-        return [self._verdict(r.response, cost) for r, cost in zip(rollouts, costs.tolist(), strict=True)]
+        worst = worst_of_windows(costs.tolist(), owners, len(rollouts))
+        return [self._verdict(r.response, cost) for r, cost in zip(rollouts, worst, strict=True)]
 
     def _prompt(self, rollout: Rollout) -> str:
         return question_of(rollout, self.config.prompt_column) if self.config.with_prompt else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from multitask_rl_rewards.transformer_models import LoadedModel, load_model, rem
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SequenceClassifier"]
+__all__ = ["SequenceClassifier", "worst_of_windows"]
 
 
 class SequenceClassifier:
@@ -23,7 +24,7 @@ class SequenceClassifier:
         dtype: see ``transformer_models.load_model``.
         batch_size: inputs per forward.
         max_length: tokens per input, 0 = the model's limit. A longer input loses its beginning (of a pair:
-            the longer part does); what is judged, the end of the response, stays.
+            the longer part does), see ``is_cut`` and ``windows``.
         plugin: name for errors.
     """
 
@@ -63,6 +64,39 @@ class SequenceClassifier:
             out[indices] = self._forward([encoded[i] for i in indices])
         return out
 
+    def is_cut(self, prompt: str, response: str, template: str = "") -> bool:
+        """Whether the exchange is longer than an input may be."""
+        return len(self._encode(prompt, response, template, truncation=False)["input_ids"]) > self._max_length
+
+    def windows(
+        self, exchanges: Sequence[tuple[str, str]], template: str = ""
+    ) -> tuple[list[tuple[str, str]], list[int]]:
+        """Split responses that are too long into overlapping parts, each with its whole prompt.
+
+        Half of a part is in the next one. A prompt that leaves less than a quarter of an input is cut.
+
+        Returns:
+            The exchanges of all parts, and for each the index of the exchange it comes from.
+        """
+        parts: list[tuple[str, str]] = []
+        owners: list[int] = []
+        for index, (prompt, response) in enumerate(exchanges):
+            texts = [response]
+            if self.is_cut(prompt, response, template):
+                frame = len(self._encode(prompt, "", template, truncation=False)["input_ids"])
+                texts = self._split(response, max(self._max_length - frame, self._max_length // 4, 2))
+            parts += [(prompt, text) for text in texts]
+            owners += [index] * len(texts)
+        return parts, owners
+
+    def _split(self, text: str, room: int) -> list[str]:
+        """Return overlapping parts of ``text`` of at most ``room`` tokens."""
+        tokenizer = self._loaded.tokenizer
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        places = offsets["offset_mapping"]
+        starts = range(0, max(1, len(places) - room // 2), max(1, room // 2))
+        return [text[places[s][0] : places[min(s + room, len(places)) - 1][1]] for s in starts] or [text]
+
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Yield index lists of inputs of like length, longest first (memory fails early, if at all)."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -78,13 +112,16 @@ class SequenceClassifier:
             logits: Tensor = self._loaded.model(**inputs).logits
         return logits.float().cpu()
 
-    def _encode(self, prompt: str, response: str, template: str) -> dict[str, list[int]]:
+    def _encode(
+        self, prompt: str, response: str, template: str, *, truncation: bool = True
+    ) -> dict[str, list[int]]:
         tokenizer = self._loaded.tokenizer
         specials = [token for token in tokenizer.all_special_tokens if len(token) > 1]
         prompt, response = remove_special_tokens(prompt, specials), remove_special_tokens(response, specials)
         options: dict[str, Any] = {
-            "truncation": True,
-            "max_length": self._max_length,
+            "truncation": truncation,
+            "max_length": self._max_length if truncation else None,
+            "verbose": False,
             "padding": False,
             "return_attention_mask": True,
         }
@@ -100,6 +137,14 @@ class SequenceClassifier:
         else:
             features = tokenizer(response, **options)
         return _non_empty(features, tokenizer)
+
+
+def worst_of_windows(costs: Sequence[float], owners: Sequence[int], count: int) -> list[float]:
+    """Return the largest cost of each of ``count`` exchanges over its windows; NaN where one is."""
+    worst = [0.0] * count
+    for owner, cost in zip(owners, costs, strict=True):
+        worst[owner] = cost if math.isnan(cost) else max(worst[owner], cost)  # max keeps a NaN that is first
+    return worst
 
 
 def _conversation(prompt: str, response: str) -> list[dict[str, str]]:

@@ -132,3 +132,9 @@ def test_missing_model_and_device_are_config_errors(reward_model_dir):
 def test_config_pickles():
     config = RewardModel.Config(model_name="x")
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_cut_exchange_is_told(reward_model_dir):
+    reward = build(reward_model_dir, max_length=8)
+    whole, cut = reward.score([rollout("good", text="hello"), rollout("good " * 20, text="hello")])
+    assert (whole.components, cut.components) == ({"truncated": 0.0}, {"truncated": 1.0})

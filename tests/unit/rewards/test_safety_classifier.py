@@ -112,3 +112,17 @@ def test_bad_configuration_is_refused(binary_dir):
         build("/nowhere")
     with pytest.raises(ConfigError, match="does not exist on this machine"):
         SafetyClassifier(SafetyClassifier.Config(model_name=str(binary_dir), device="cuda:9"))
+
+
+@pytest.mark.parametrize("with_prompt", [False, True])
+@pytest.mark.parametrize("place", [0, 37, 90, 600])
+def test_the_worst_part_of_a_response_longer_than_the_model_reads_counts(binary_dir, with_prompt, place):
+    constraint = build(binary_dir, max_length=16, with_prompt=with_prompt)
+    harmless = ["hello", "good"] * 300
+    harmful = [*harmless[:place], *["kill"] * 24, *harmless[place:]]
+    short, clean, hidden = constraint.judge(
+        [rollout(text, prompt="what is it") for text in ("kill " * 8, " ".join(harmless), " ".join(harmful))]
+    )
+    assert not clean.violated
+    assert hidden.violated
+    assert hidden.cost > 0.9 * short.cost
