@@ -1,0 +1,206 @@
+"""Random combinations of settings, each from one seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .naive.settings import DEFAULTS, ConstraintRule, RewardRule, Settings, Task
+from .world import Script
+
+__all__ = ["Case", "draw_case"]
+
+NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
+UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
+
+
+@dataclass
+class Case:
+    """One combination: settings of both sides, how plugins answer, and how samples are cut."""
+
+    seed: int
+    settings: Settings
+    scripts: dict[str, Script]
+    """By ``<task>/<plugin>``."""
+    num_steps: int = 2
+    layout: str = "auto"
+    tokens_per_microbatch: int = 16384
+    tied: bool = False
+    late: float = 0.0
+    """Chance that a group's rewards come late."""
+    evaluations: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """All of it in one line, to be read."""
+        return json.dumps(asdict(self), default=str)
+
+
+def draw_case(seed: int) -> Case:
+    rng = random.Random(f"case {seed}")
+    number = rng.choice([1, 2, 2, 3])
+    scripts: dict[str, Script] = {}
+    group_size = rng.choice([2, 3, 4])
+    quorum = rng.choice([1.0] * 4 + [0.5, 0.8])
+    staleness = rng.choice([0, 0, 0, 1, 2]) if quorum == 1.0 else rng.choice([1, 2])
+    tasks = [_task(rng, "abc"[i], group_size, staleness, scripts) for i in range(number)]
+    settings = Settings(
+        tasks=tasks,
+        prompts_per_step=rng.randint(number, 8),
+        num_minibatches=rng.choice([1, 1, 2, 3]),
+        num_epochs=rng.choice([1, 1, 1, 2]),
+        refill_rounds=rng.choice([0, 1, 1, 2]),
+        quorum=quorum,
+        max_staleness=staleness,
+        max_steps=rng.choice([10, 30]),
+        learning_rate=rng.choice([1e-3, 3e-4]),
+        critic_learning_rate=rng.choice([0.0, 2e-3]),
+        betas=rng.choice([(0.9, 0.99), (0.8, 0.95)]),
+        weight_decay=rng.choice([0.0, 0.0, 0.1]),
+        max_grad_norm=rng.choice([1.0, 0.1, 0.0]),
+        warmup_steps=rng.choice([0, 0, 3]),
+        schedule=rng.choice(["constant", "linear", "cosine"]),
+        reference_decay=rng.choice([1.0, 1.0, 0.7]),
+        critic_trunk=rng.choice(["actor", "actor", "separate"]),
+        policy=rng.choice(["deficit_learnability", "deficit_learnability", "static", "uniform"]),
+        prior_prompts=rng.choice([100, 100, 3, 0]),
+        prompts_averaged=rng.choice([100, 5]),
+        sharpness=rng.choice([8.0, 1.0]),
+        min_weight=rng.choice([None, None, 0.0, 0.05]),
+    )
+    return Case(
+        seed=seed,
+        settings=settings,
+        scripts=scripts,
+        num_steps=rng.choice([1, 2, 3]),
+        layout=rng.choice(["auto", "shared", "bucketed", "packed"]),
+        tokens_per_microbatch=rng.choice([16384, 16384, 40, 90]),
+        late=rng.choice([0.2, 0.6]) if quorum < 1.0 else 0.0,
+    )
+
+
+def _some(rng: random.Random, chance: float, options: Sequence[Any], otherwise: Any) -> Any:
+    return rng.choice(options) if rng.random() < chance else otherwise
+
+
+def _task(rng: random.Random, name: str, group_size: int, staleness: int, scripts: dict[str, Script]) -> Task:
+    kind = rng.choice(list(DEFAULTS))
+    rewards = [_reward(rng, name, i, scripts) for i in range(rng.choice([1, 1, 2, 3]))]
+    if not any(r.weight for r in rewards):
+        rewards[0].weight = 1.0
+    constraints = [_constraint(rng, kind, name, i, scripts) for i in range(rng.choice([0, 0, 1, 1, 2]))]
+    config = _config(rng, kind, staleness)
+    size = rng.choice([group_size, 2, 5]) if rng.random() < 0.3 else group_size
+    alone = kind in ("ppo", "reward_conditioned") or config.get("group_baseline") is False
+    if alone and rng.random() < 0.3:
+        size = 1
+    has_kl = rng.random() < 0.4
+    is_exact = kind == "reward_conditioned"
+    target = rng.choice([0.01, 0.5]) if has_kl and not is_exact and rng.random() < 0.5 else None
+    chosen = rng.choice(rewards)
+    by_reward = rng.random() < 0.3
+    return Task(
+        name=name,
+        type=kind,
+        config=config,
+        rewards=rewards,
+        constraints=constraints,
+        weight=rng.choice([0.5, 1.0, 1.0, 2.0, 3.0]),
+        min_share=_some(rng, 0.2, [0.0, 0.1, 0.25], None),
+        target=rng.choice([1.0, 1.0, 0.6]),
+        loss_weight=rng.choice([1.0, 1.0, 0.5, 2.0]),
+        group_size=size,
+        max_new_tokens=rng.choice([3, 5, 7]),
+        temperature=rng.choice([1.0, 1.0, 0.7, 1.3]),
+        top_k=rng.choice([0, 0, 0, 9]),
+        top_p=rng.choice([1.0, 1.0, 1.0, 0.8]),
+        kl_coefficient=rng.choice([0.01, 0.2]) if has_kl else 0.0,
+        kl_placement=rng.choice(["reward", "loss"]),
+        kl_estimator=rng.choice(["k2", "k3"]),
+        kl_target=target,
+        kl_horizon=rng.choice([5.0, 100.0]),
+        primary_metric=chosen.name if by_reward else "reward",
+        higher_is_better=chosen.higher_is_better if by_reward else True,
+    )
+
+
+def _reward(rng: random.Random, task: str, index: int, scripts: dict[str, Script]) -> RewardRule:
+    name = f"reward{index}"
+    has_range = rng.random() < 0.7
+    values = rng.choice(UNIT if has_range else NO_RANGE)
+    scripts[f"{task}/{name}"] = Script(
+        name=f"{task}/{name}",
+        values=values,
+        same=rng.choice([0.0, 0.4, 0.8]),
+        failing=rng.choice([0.0, 0.0, 0.1]),
+        silent=rng.choice([0.0, 0.0, 0.15]),
+        same_silent=rng.choice([0.0, 0.0, 0.3]) if index else 0.0,
+    )
+    ends = {"low": 0.0, "high": 1.0} if has_range else {}
+    higher = rng.random() < 0.75
+    return RewardRule(
+        name=name, weight=rng.choice([1.0, 1.0, 0.3, 2.0, 0.0]), higher_is_better=higher, **ends
+    )
+
+
+def _constraint(
+    rng: random.Random, kind: str, task: str, index: int, scripts: dict[str, Script]
+) -> ConstraintRule:
+    name = f"constraint{index}"
+    modes = ["reject", "penalty"] + (["lagrangian", "lagrangian"] if kind != "reward_conditioned" else [])
+    mode = rng.choice(modes)
+    scripts[f"{task}/{name}"] = Script(
+        name=f"{task}/{name}",
+        values=rng.choice([(0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.2, 0.5, 0.9)]),
+        same=rng.choice([0.0, 0.3]),
+        failing=rng.choice([0.0, 0.0, 0.0, 0.1]),
+        silent=rng.choice([0.0, 0.2]),
+        same_silent=rng.choice([0.0, 0.3]),
+    )
+    multiplier: dict[str, Any] = {}
+    if mode == "lagrangian":
+        multiplier = {
+            "initial_value": rng.choice([0.0, 0.0, 0.7]),
+            "mode": rng.choice(["pid", "pid", "log"]),
+        }
+    return ConstraintRule(
+        name=name,
+        mode=mode,
+        weight=rng.choice([1.0, 0.5, 0.0]) if mode == "penalty" else 1.0,
+        limit=rng.choice([0.05, 0.3]),
+        max_attempts=rng.choice([1, 2, 3]),
+        multiplier=multiplier,
+    )
+
+
+def _config(rng: random.Random, kind: str, staleness: int) -> dict[str, Any]:
+    known, config = DEFAULTS[kind], dict[str, Any]()
+
+    def maybe(name: str, *options: Any) -> None:
+        if name in known and rng.random() < 0.4:
+            config[name] = rng.choice(options)
+
+    maybe("aggregation", "token", "sequence", "constant")
+    maybe("normalisation", "group", "task", "none")
+    maybe("entropy_coefficient", 0.0, 0.05)
+    maybe("truncated_is", *([1.1, 3.0] if staleness else [0.0, 1.1, 3.0]))
+    if kind not in ("gspo", "cispo"):
+        maybe("clip_low", 0.01, 0.1)
+        maybe("clip_high", 0.01, 0.4)
+        maybe("dual_clip", 0.0, 1.5)
+    maybe("group_baseline", True, False)
+    maybe("rejected_reward", -1.0, 0.3)
+    maybe("overlong_buffer", 1, 2)
+    maybe("overlong_weight", 0.5)
+    maybe("gamma", 0.9)
+    maybe("gae_lambda", 0.0, 0.5, 1.0)
+    maybe("value_coefficient", 0.1)
+    maybe("value_clip", 0.0, 0.01)
+    maybe("popart", True)
+    maybe("popart_rate", 0.3)
+    maybe("quantiles", 2, 3)
+    maybe("pool_size", 6, 20)
+    return config

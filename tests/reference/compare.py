@@ -1,0 +1,269 @@
+"""Runs a case on both sides and names every difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multitask_rl.records import Failure, NotApplicable, Score, Scored, Statistic, Verdict
+from multitask_rl.training.credit import CreditedSample
+
+from .cases import Case
+from .naive.records import Attempt, Number, Sample
+from .naive.settings import FAILED
+from .naive.step import Result, Run, Teacher
+from .product import Product, ProductStep, given_of, temporary_directory
+
+__all__ = ["Comparison", "compare"]
+
+GRADIENT = 1e-5
+"""Largest accepted distance of gradients, relative to the norm of the whole gradient."""
+SMALL = 3e-6
+"""... and beside it of any gradient: logits are float32, so what they add up to is known to so much."""
+NUMBER = 1e-5
+"""... of numbers, relative to their size (at least 0.3)."""
+UPDATE = 1e-5
+"""... of weights after the same gradient, relative to the norm of the update."""
+TOO_CLOSE = 1e-5
+"""A clip or a filter nearer than this may fall either way in float32: such a step is not compared further."""
+
+TOKEN_METRICS = ("loss", "entropy", "ratio", "approx_kl", "clip_fraction", "dual_clip_fraction", "is_weight")
+TOKEN_METRICS += ("mismatch", "kl_loss", "nll", "value_loss", "value_clip_fraction", "policy_loss")
+CREDIT_METRICS = ("kl", "response_kl", "reward_scale", "advantage_rms", "reward_running_mean")
+CREDIT_METRICS += ("value_mean", "value_scale")
+STEP_METRICS = ("weight", "share_requested", "share_sampled", "share_trained", "kl_coefficient")
+STEP_METRICS += ("reward_std", "informative_rate")
+
+
+@dataclass
+class Comparison:
+    """Of one case."""
+
+    problems: list[str] = field(default_factory=list)
+    compared: int = 0
+    """Steps."""
+    too_close: int = 0
+    """Steps of which a decision was too close to call; the later steps of the case are left out."""
+
+
+class _FromProduct(Teacher):
+    """Every update starts from the product's weights, so that no rounding adds up."""
+
+    def __init__(self, found: ProductStep) -> None:
+        self._updates = iter(found.updates)
+        self._now: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+
+    def gradients(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._now = next(self._updates, None)
+        return own if self._now is None or set(self._now[0]) != set(own) else self._now[0]
+
+    def weights(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        return own if self._now is None else dict(self._now[1])
+
+
+def compare(case: Case) -> Comparison:
+    """Run ``case`` on both sides."""
+    torch.set_num_threads(1)
+    result = Comparison()
+    with temporary_directory() as directory:
+        product = Product(case, Path(directory))
+        try:
+            result.problems += _compare(case, product, result)
+        finally:
+            product.close()
+    return result
+
+
+def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
+    run = Run(case.settings, given_of(case, product), product.weights())
+    for number in range(case.num_steps):
+        found = product.step()
+        found.updates = [u for u in found.updates if u[0]]
+        before = run.weights
+        try:
+            result = run.step(_FromProduct(found))
+        except AssertionError as error:
+            yield f"step {number}: {error}"
+            return
+        if result.margin < TOO_CLOSE:
+            count.too_close += 1
+            return
+        count.compared += 1
+        problems = [f"step {number}: {text}" for text in _compare_step(run, before, result, found)]
+        yield from problems
+        if problems:
+            return
+
+
+def _compare_step(
+    run: Run, before: Mapping[str, Tensor], result: Result, found: ProductStep
+) -> Iterator[str]:
+    if dict(found.report.quotas) != result.quotas:
+        yield f"quotas {dict(found.report.quotas)}, reference {result.quotas}"
+        return
+    yield from _compare_records("drawn", found.report.drawn, result.drawn)
+    yield from _compare_records("kept", found.report.kept, result.kept)
+    yield from _compare_samples(found, result.samples)
+    yield from _compare_updates(found, result, before)
+    rounded = {c.sample.task for c in found.credited if c.has_gradient and _is_rounding(c)}
+    for task in run.settings.tasks:
+        own = {**result.metrics[task.name], **{n: x.mean for n, x in result.numbers[task.name].items()}}
+        tokens = () if task.name in rounded else TOKEN_METRICS
+        names = (*tokens, *CREDIT_METRICS, *STEP_METRICS, *result.numbers[task.name])
+        names += tuple(n for n in own if n.startswith("multiplier/"))
+        for name in names:
+            yield from _compare_number(
+                f"{task.name}/{name}", found.numbers.get(f"task/{task.name}/{name}"), own.get(name)
+            )
+        yield from _compare_statistics(task.name, found.statistics[task.name], result.numbers[task.name])
+        known = set(result.numbers[task.name])
+        for name in found.numbers:
+            prefix = f"task/{task.name}/"
+            if (
+                name.startswith((f"{prefix}cost", f"{prefix}reward/"))
+                and name.removeprefix(prefix) not in known
+            ):
+                yield f"{name} is {found.numbers[name]}, the reference has none"
+        if task.name in found.levels:
+            yield from _compare_number(
+                f"level of {task.name}", found.levels[task.name], run.scheduler.level(task.name)
+            )
+        yield from _compare_number(f"beta of {task.name}", found.betas[task.name], run.kls[task.name].beta)
+        for m in run.multipliers[task.name]:
+            yield from _compare_number(
+                f"multiplier {task.name}/{m.rule.name}", found.multipliers[task.name][m.rule.name], m.value
+            )
+    for name, share in run.scheduler.shares().items():
+        yield from _compare_number(f"share of {name}", found.shares[name], share)
+
+
+def _compare_statistics(
+    task: str, found: Mapping[str, Statistic], expected: Mapping[str, Number]
+) -> Iterator[str]:
+    for name, own in expected.items():
+        if name not in found:
+            yield f"{task}/{name} is missing"
+            continue
+        s = found[name]
+        if (s.n, s.direction.value) != (own.n, own.direction):
+            yield f"{task}/{name}: n, direction {s.n, s.direction.value}, reference {own.n, own.direction}"
+        yield from _compare_number(f"{task}/{name}", s.mean, own.mean)
+        yield from _compare_number(f"error of {task}/{name}", s.error, own.error)
+
+
+def _compare_number(name: str, found: float | None, expected: float | None) -> Iterator[str]:
+    if found is not None and not math.isfinite(found):
+        found = None
+    if expected is not None and not math.isfinite(expected):
+        expected = None
+    if found is None or expected is None:
+        if found is not expected:
+            yield f"{name} is {found}, reference {expected}"
+    elif abs(found - expected) > NUMBER * max(0.3, abs(expected)):
+        yield f"{name} is {found!r}, reference {expected!r}"
+
+
+def _name(scored: Scored) -> tuple[str, int, int, int]:
+    r = scored.rollout
+    return r.task, r.prompt.draw, r.sample, r.attempt
+
+
+def _compare_records(what: str, found: Sequence[Scored], expected: Sequence[Attempt]) -> Iterator[str]:
+    ours, theirs = [_name(s) for s in found], [a.name for a in expected]
+    if sorted(ours) != sorted(theirs):
+        yield (
+            f"{what}: only product {sorted(set(ours) - set(theirs))}, only reference "
+            f"{sorted(set(theirs) - set(ours))}"
+        )
+        return
+    if ours != theirs:
+        yield f"{what}: another order: {ours}, reference {theirs}"
+    by_name = {a.name: a for a in expected}
+    for s in found:
+        a = by_name[_name(s)]
+        failed = s.failure is not None or s.rollout.failure is not None
+        if (failed, s.rollout.rejected) != (a.failed, a.refused):
+            yield f"{what} {a.name}: failed, refused {failed, s.rollout.rejected}, {a.failed, a.refused}"
+        if s.rollout.response_ids != a.ids or s.rollout.policy_version != a.version:
+            yield f"{what} {a.name}: response of version {s.rollout.policy_version}, reference {a.version}"
+        yield from _compare_number(f"{what} {a.name} reward", s.reward, a.reward)
+        for name, result in s.breakdown.items():
+            yield from _compare_number(f"{what} {a.name} {name}", _value(result), _plain(a.values.get(name)))
+        for name, verdict in s.rollout.verdicts.items():
+            cost = verdict.cost if isinstance(verdict, Verdict) and verdict.applicable else None
+            yield from _compare_number(f"{what} {a.name} cost {name}", cost, a.cost(name))
+
+
+def _value(result: Score | Failure | NotApplicable) -> float | None:
+    return result.value if isinstance(result, Score) else None
+
+
+def _plain(value: float | str | None) -> float | None:
+    return None if value == FAILED or isinstance(value, str) else value
+
+
+def _compare_samples(found: ProductStep, expected: Sequence[Sample]) -> Iterator[str]:
+    if len(found.credited) != len(expected):
+        yield f"{len(found.credited)} samples, reference {len(expected)}"
+        return
+    for c, s in zip(found.credited, expected, strict=True):
+        name = _name(c.sample.scored)
+        if name[:3] != s.name[:3] or list(c.sample.prompt_ids) != s.prompt:
+            yield f"sample {name}, reference {s.name}"
+            return
+        yield from _compare_number(f"{name} credited reward", c.sample.reward, s.reward)
+        for what in ("advantages", "old_logprobs", "old_values", "returns"):
+            yield from _compare_tensor(f"{name} {what}", getattr(c, what), getattr(s, what))
+        yield from _compare_tensor(f"{name} ref_logprobs", c.ref_logprobs, s.reference_logprobs)
+        if c.has_gradient != s.is_active and not _is_rounding(c):
+            yield f"{name}: trained on {c.has_gradient}, reference {s.is_active}"
+
+
+def _is_rounding(c: CreditedSample) -> bool:
+    """Whether an advantage of 0 came out as the last bit of a sum: the sample is then computed in vain."""
+    return 0.0 < float(c.advantages.abs().max()) < 1e-6
+
+
+def _compare_tensor(name: str, found: Tensor | None, expected: Tensor | None) -> Iterator[str]:
+    if found is None or expected is None:
+        if found is not expected:
+            yield f"{name} is {found}, reference {expected}"
+        return
+    gap = (found.double() - expected).abs().max()
+    if gap > 2e-5 * max(1.0, float(expected.abs().max())):
+        yield f"{name} is {found.tolist()}, reference {expected.tolist()}"
+
+
+def _compare_updates(found: ProductStep, result: Result, before: Mapping[str, Tensor]) -> Iterator[str]:
+    updates = found.updates
+    if len(updates) != len(result.updates):
+        yield f"{len(updates)} optimizer steps, reference {len(result.updates)}"
+        return
+    for number, ((gradients, weights), own) in enumerate(zip(updates, result.updates, strict=True)):
+        for part in ("actor", "critic"):
+            ours = {n: g for n, g in gradients.items() if n.startswith("critic.") == (part == "critic")}
+            theirs = {n: g for n, g in own.gradients.items() if n.startswith("critic.") == (part == "critic")}
+            if set(ours) != set(theirs):
+                yield f"update {number}: gradients of {sorted(set(ours) ^ set(theirs))} on one side only"
+                continue
+            size = _norm(theirs.values())
+            gap = _norm([ours[n] - theirs[n] for n in ours])
+            if gap > GRADIENT * size + SMALL:
+                worst = max(ours, key=lambda n: float((ours[n] - theirs[n]).norm()))
+                off = f"off by {gap / max(size, 1e-30):.2g} of its norm {size:.3g}"
+                yield f"update {number}: {part}'s gradient is {off}, most in {worst}"
+        moved = _norm([own.weights[n] - before[n] for n in weights])
+        gap = _norm([weights[n] - own.weights[n] for n in weights])
+        if gap > UPDATE * moved + 1e-7:
+            yield f"update {number}: weights are off by {gap:.2g}, the update is {moved:.2g}"
+        before = weights
+
+
+def _norm(tensors: Any) -> float:
+    return math.sqrt(math.fsum(float(t.square().sum()) for t in tensors))

@@ -1,0 +1,281 @@
+"""What is adjusted after a step: task weights, KL coefficients, multipliers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .settings import ConstraintRule, Settings, Task
+
+
+@dataclass
+class Average:
+    """A moving average over prompts, with the error that its past differences suggest."""
+
+    value: float = 0.0
+    weight: float = 0.0
+    """Its variance, in variances of one prompt."""
+    variance: float = 0.0
+    """Of one prompt, by the differences between steps."""
+    steps: int = 0
+    last: tuple[float, int] = (0.0, 0)
+
+    def add(self, mean: float, prompts: int, gain: float) -> None:
+        if self.steps:
+            before, number = self.last
+            seen = (mean - before) ** 2 / (1.0 / prompts + 1.0 / number)
+            self.variance += max(0.02, 1.0 / self.steps) * (seen - self.variance)
+        self.steps += 1
+        self.last = mean, prompts
+        self.value = (1.0 - gain) * self.value + gain * mean
+        self.weight = (1.0 - gain) ** 2 * self.weight + gain**2 / prompts
+
+    def error(self, width: float) -> float:
+        """Standard error; the largest variance possible, ``width^2 / 4``, counts as four measured steps."""
+        differences = min(max(0, self.steps - 1), 50)
+        variance = (differences * self.variance + 4 * width**2 / 4) / (differences + 4)
+        return math.sqrt(self.weight * variance)
+
+
+@dataclass
+class Trace:
+    """What the scheduler has seen of a task."""
+
+    prompts: int = 0
+    mean: Average = field(default_factory=Average)
+    informative: Average = field(default_factory=Average)
+    lowest: list[float] = field(default_factory=list)
+    """Smallest reward of each group, of the three smallest."""
+    highest: list[float] = field(default_factory=list)
+    offset: float = 0.0
+    evaluations: int = 0
+
+    def observe(
+        self, prompts: int, informative: int, mean: float, shown: Sequence[Sequence[float]], averaged: int
+    ) -> None:
+        """Gain ``min(0.1, n / averaged)``, a plain mean over prompts at first."""
+        if prompts == 0 or math.isnan(mean):
+            return
+        self.prompts += prompts
+        gain = max(min(0.1, prompts / averaged), prompts / self.prompts)
+        self.mean.add(mean, prompts, gain)
+        self.informative.add(informative / prompts, prompts, gain)
+        self.lowest = sorted(self.lowest + [min(own) for own in shown])[:3]
+        self.highest = sorted(self.highest + [max(own) for own in shown])[-3:]
+
+    @property
+    def informative_rate(self) -> float:
+        return self.informative.value if self.informative.steps else 1.0
+
+    def calibrate(self, held_out: float) -> None:
+        """The smoothed difference between held-out and training reward."""
+        if self.prompts and math.isfinite(held_out):
+            self.evaluations += 1
+            gain = max(0.3, 1.0 / self.evaluations)
+            self.offset += gain * (held_out - self.mean.value - self.offset)
+
+    def ends(self, declared: tuple[float, float] | None) -> tuple[float, float]:
+        """The declared range; else what three groups have reached or passed; [0, 1] until rewards differ."""
+        if declared is not None and declared[0] < declared[1]:
+            return declared
+        if self.lowest and self.lowest[-1] < self.highest[0]:
+            return self.lowest[-1], self.highest[0]
+        return min(0.0, self.mean.value), max(1.0, self.mean.value)
+
+    def level(self, declared: tuple[float, float] | None) -> float:
+        """Place in [0, 1] of the range."""
+        low, high = self.ends(declared)
+        return min(1.0, max(0.0, (self.mean.value + self.offset - low) / (high - low)))
+
+    def level_error(self, declared: tuple[float, float] | None) -> float:
+        low, high = self.ends(declared)
+        return self.mean.error(high - low) / (high - low)
+
+
+@dataclass
+class Scheduler:
+    settings: Settings
+    ranks: Mapping[str, int]
+    """Which of two equal remainders comes first."""
+    traces: dict[str, Trace] = field(default_factory=dict)
+    carry: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tasks = self.settings.tasks
+        weights = {t.name: t.weight for t in tasks}
+        total = math.fsum(weights.values())
+        active = [t for t in tasks if weights[t.name] > 0.0 or t.min_share]
+        floor = self.settings.min_weight
+        if floor is None:
+            floor = min(0.1, 0.2 / len(active))
+        self.floors = {t.name: floor if t.min_share is None else t.min_share for t in active}
+        prior = {t.name: weights[t.name] / total or self.floors[t.name] for t in active}
+        self.prior = {name: p / math.fsum(prior.values()) for name, p in prior.items()}
+        self.traces = {name: Trace() for name in self.prior}
+
+    def level(self, name: str) -> float:
+        return self.traces[name].level(self.settings[name].range_of("reward"))
+
+    def informative_rate(self, name: str) -> float:
+        return self.traces[name].informative_rate if name in self.traces else 1.0
+
+    def certainty(self, name: str) -> float:
+        """n / (n + 100) after n prompts of the task."""
+        n = self.traces[name].prompts
+        return n / (n + self.settings.prior_prompts) if n else 0.0
+
+    def cleared(self, values: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
+        """Noise taken off: ``m + (v - m) max(0, 1 - (2 e / (v - m))^2)``, e the error of ``v - m``."""
+        q = {name: self.prior[name] * self.certainty(name) for name in values}
+        total = math.fsum(q.values())
+        q = {name: x / total for name, x in q.items()}
+        mean = math.fsum(q[name] * v for name, v in values.items())
+        result = {}
+        for name, v in values.items():
+            # the task itself is part of the mean
+            own = ((1.0 - q[name]) * errors[name]) ** 2
+            others = math.fsum((q[o] * errors[o]) ** 2 for o in values if o != name)
+            distance = v - mean
+            kept = 1.0 - 4.0 * (own + others) / distance**2 if distance else 0.0
+            result[name] = mean + distance * max(0.0, kept)
+        return result
+
+    def _preferences(self) -> dict[str, float]:
+        """``prior s^a`` with ``s`` the distance to the target times what the groups teach, cleared."""
+        scores, errors = {}, {}
+        for name, trace in self.traces.items():
+            if not trace.prompts:
+                continue
+            task = self.settings[name]
+            deficit = max(0.0, task.target - self.level(name))
+            rate = max(trace.informative_rate, 0.02)
+            learnable, error = 1.0, 0.0
+            if rate < 0.25:
+                learnable = math.sqrt(rate / 0.25)
+                error = min(0.5, 0.5 * learnable * trace.informative.error(1.0) / rate)
+            scores[name] = deficit * learnable
+            level_error = trace.level_error(task.range_of("reward"))
+            errors[name] = math.hypot(learnable * level_error, deficit * error)
+        top = max(scores.values(), default=0.0)
+        if not top > 0.0:
+            return {}
+        cleared = self.cleared(scores, errors)
+        return {n: self.prior[n] * (s / top) ** self.settings.sharpness for n, s in cleared.items()}
+
+    def _wanted(self) -> dict[str, float]:
+        """The prior, moved as far as is certain towards what the policy wants."""
+        if self.settings.policy == "static":
+            return dict(self.prior)
+        if self.settings.policy == "uniform":
+            return {name: 1.0 / len(self.prior) for name in self.prior}
+        preferences = self._preferences()
+        total = math.fsum(preferences.values())
+        if not total > 0.0:
+            return dict(self.prior)
+        mass = math.fsum(self.prior[name] for name in preferences)
+        moves = {n: self.certainty(n) * (mass * p / total - self.prior[n]) for n, p in preferences.items()}
+        up = math.fsum(m for m in moves.values() if m > 0.0)
+        down = -math.fsum(m for m in moves.values() if m < 0.0)
+        if min(up, down) <= 0.0:
+            return dict(self.prior)
+        return {
+            n: p + moves.get(n, 0.0) * min(up, down) / (up if moves.get(n, 0.0) > 0.0 else down)
+            for n, p in self.prior.items()
+        }
+
+    def shares(self) -> dict[str, float]:
+        """What is below its floor is raised to it, the rest scaled down."""
+        wanted = self._wanted()
+        held: set[str] = set()
+        while True:
+            free = 1.0 - math.fsum(self.floors[n] for n in held)
+            rest = math.fsum(w for n, w in wanted.items() if n not in held)
+            shares = {
+                n: self.floors[n] if n in held else (w * free / rest if rest else 0.0)
+                for n, w in wanted.items()
+            }
+            low = {n for n in wanted if n not in held and shares[n] < self.floors[n]}
+            if not low:
+                break
+            held |= low
+        total = math.fsum(shares.values())
+        return {t.name: shares.get(t.name, 0.0) / total for t in self.settings.tasks}
+
+    def quotas(self) -> dict[str, int]:
+        """Whole prompts by largest remainder, what rounding took or gave before included."""
+        shares, total = self.shares(), self.settings.prompts_per_step
+        active = [name for name, share in shares.items() if share > 0.0]
+        owed = {name: shares[name] * total + self.carry.get(name, 0.0) for name in active}
+        counts = {name: max(0, math.floor(owed.get(name, 0.0))) for name in shares}
+        while (left := total - sum(counts.values())) != 0:
+            able = active if left > 0 else [name for name in active if counts[name] > 0]
+            remainder = {name: round(owed[name] - counts[name], 9) for name in able}
+            extreme = max(remainder.values()) if left > 0 else min(remainder.values())
+            first = min((n for n in able if remainder[n] == extreme), key=lambda n: (self.ranks[n], n))
+            counts[first] += 1 if left > 0 else -1
+        self.carry = {name: owed[name] - counts[name] for name in active}
+        return counts
+
+    def settle(self, short: Mapping[str, int]) -> None:
+        """Owe a task the groups it was short of, one step's worth at most, at the expense of all by share."""
+        shares, total = self.shares(), self.settings.prompts_per_step
+        owed = {
+            name: min(float(n), max(0.0, shares[name] * total - self.carry.get(name, 0.0)))
+            for name, n in short.items()
+        }
+        everything = math.fsum(owed.values())
+        for name, share in shares.items():
+            if share > 0.0:
+                self.carry[name] = self.carry.get(name, 0.0) + owed.get(name, 0.0) - share * everything
+
+
+@dataclass
+class KL:
+    """beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) / horizon)."""
+
+    task: Task
+    beta: float
+
+    def update(self, kl: float) -> None:
+        target = self.task.kl_target
+        if target is not None and math.isfinite(kl):
+            self.beta *= 1.0 + min(0.2, max(-0.2, kl / target - 1.0)) / self.task.kl_horizon
+
+
+@dataclass
+class Multiplier:
+    """PID on the smoothed cost less its aim, or ascent on log lambda."""
+
+    rule: ConstraintRule
+    average: float | None = None
+
+    def __post_init__(self) -> None:
+        self.config = {
+            "mode": "pid",
+            "setpoint": 0.6,
+            "smoothing": 0.2,
+            "initial_value": 0.0,
+            "max_value": 10.0,
+            "proportional": 2.0,
+            "integral": 0.05,
+            "derivative": 2.0,
+            "log_rate": 0.5,
+        } | self.rule.multiplier
+        self.value = self.integral = self.config["initial_value"]
+        self.log_value = math.log(max(0.01, self.value))
+
+    def update(self, cost: float) -> None:
+        config, before = self.config, self.average
+        self.average = cost if before is None else before + config["smoothing"] * (cost - before)
+        excess = self.average - config["setpoint"] * self.rule.limit
+        most = config["max_value"]
+        if config["mode"] == "log":
+            low, high = math.log(0.01), math.log(most)
+            self.log_value = min(high, max(low, self.log_value + config["log_rate"] * excess))
+            self.value = min(most, math.exp(self.log_value)) if self.log_value > low else 0.0
+            return
+        rise = 0.0 if before is None else max(0.0, self.average - before)
+        self.integral = min(most, max(0.0, self.integral + config["integral"] * excess))
+        value = config["proportional"] * excess + self.integral + config["derivative"] * rise
+        self.value = min(most, max(0.0, value))

@@ -1,0 +1,118 @@
+"""What passes through a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One response to one prompt; a sample has several where a constraint refused the earlier ones."""
+
+    task: str
+    draw: int
+    index: int
+    attempt: int
+    prompt: list[int]
+    ids: list[int]
+    logprobs: list[float]
+    finish: str
+    version: int
+    verdicts: dict[str, tuple[float, bool] | str | None] = field(default_factory=dict)
+    """Constraint -> cost and violated, ``FAILED``, or None where it does not concern the response."""
+    refused: bool = False
+    failed: bool = False
+    values: dict[str, float | str | None] = field(default_factory=dict)
+    """Reward -> value."""
+    reward: float | None = None
+    terms: list[tuple[float, float]] = field(default_factory=list)
+    """Weight and value of each summand of the reward; NaN where it is not applicable."""
+
+    @property
+    def group(self) -> tuple[str, int]:
+        return self.task, self.draw
+
+    @property
+    def slot(self) -> tuple[str, int, int]:
+        return self.task, self.draw, self.index
+
+    @property
+    def name(self) -> tuple[str, int, int, int]:
+        return self.task, self.draw, self.index, self.attempt
+
+    def cost(self, constraint: str) -> float:
+        """Cost under a constraint; NaN where there is none."""
+        verdict = self.verdicts.get(constraint)
+        return verdict[0] if isinstance(verdict, tuple) else math.nan
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """What an update learns from."""
+
+    task: str
+    group: tuple[str, int]
+    name: tuple[str, int, int, int]
+    prompt: list[int]
+    ids: list[int]
+    reward: float
+    rollout_logprobs: list[float] | None
+    """None: not sampled by the policy."""
+    reference_prompt: list[int]
+    terms: list[tuple[float, float]] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    """One per multiplier; NaN where the constraint does not concern the response."""
+    advantages: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    is_active: bool = True
+    """False: the loss is known not to depend on it; it counts in the denominator only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A metric: mean over its own population, size of it, standard error, which way is better."""
+
+    mean: float
+    n: int
+    error: float
+    direction: str
+
+
+def number(
+    values: Sequence[float],
+    prompts: Sequence[object],
+    direction: str,
+    ends: tuple[float, float] | None,
+) -> Number | None:
+    """Mean of the finite values with its standard error; None where there are none.
+
+    Prompts are independent, responses to one prompt are not: the error of a ratio of sums over prompts.
+    A rate (values at the two ends of the range only; 0 and 1 where none is declared) has at least the error
+    with two more events and two more non-events.
+    """
+    known = [(v, p) for v, p in zip(values, prompts, strict=True) if math.isfinite(v)]
+    if not known:
+        return None
+    n = len(known)
+    mean = math.fsum(v for v, _ in known) / n
+    excess: dict[object, float] = {}
+    for v, p in known:
+        excess[p] = excess.get(p, 0.0) + v - mean
+    units = len(excess)
+    error = math.nan
+    if units > 1:
+        error = math.sqrt(units / (units - 1) * math.fsum(x * x for x in excess.values())) / n
+    low, high = ends or (0.0, 1.0)
+    if high > low and all(v in (low, high) for v, _ in known):
+        events = sum(v == high for v, _ in known)
+        rate = (events + 2) / (n + 4)
+        least = (high - low) * math.sqrt(rate * (1.0 - rate) / (n + 4))
+        error = least if math.isnan(error) else max(error, least)
+    return Number(mean=mean, n=n, error=error, direction=direction)

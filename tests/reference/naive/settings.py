@@ -1,0 +1,156 @@
+"""Settings of a run with the documented defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FAILED = "failed"
+
+_BASE = {
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "dual_clip": 3.0,
+    "truncated_is": 2.0,
+    "entropy_coefficient": 0.0,
+    "aggregation": "token",
+}
+_GROUP = _BASE | {"clip_high": 0.28, "normalisation": "task"}
+_PLAIN = _GROUP | {"clip_high": 0.2, "normalisation": "none", "aggregation": "constant"}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": _GROUP,
+    "dr_grpo": _PLAIN,
+    "rloo": _PLAIN,
+    "opo": _PLAIN,
+    "dapo": _GROUP | {"normalisation": "group", "overlong_buffer": 0, "overlong_weight": 1.0},
+    "gspo": _GROUP
+    | {
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": 0.0,
+        "normalisation": "group",
+        "aggregation": "sequence",
+    },
+    "cispo": _GROUP | {"clip_low": 1.0, "clip_high": 4.0, "normalisation": "group"},
+    "reinforce_pp": _GROUP | {"clip_high": 0.2, "group_baseline": True},
+    "gdpo": _GROUP | {"normalisation": "group"},
+    "constrained_decoding": _GROUP | {"rejected_reward": 0.0},
+    "ppo": _BASE
+    | {
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "value_coefficient": 0.5,
+        "value_clip": 0.2,
+        "popart": False,
+        "popart_rate": 3e-4,
+    },
+    "reward_conditioned": _BASE | {"quantiles": 5, "pool_size": 2048},
+}
+"""Configuration of every algorithm, as its page says."""
+
+Answer = Callable[[str, str, int, int, int, Sequence[int]], "float | str | None"]
+"""(task, plugin, draw, sample, attempt, response) -> value, ``FAILED``, or None: not applicable."""
+
+
+@dataclass(kw_only=True)
+class RewardRule:
+    name: str
+    weight: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+    higher_is_better: bool = True
+
+    @property
+    def signed_weight(self) -> float:
+        """Weight in the sum: subtracted where lower values are better."""
+        return self.weight if self.higher_is_better else -self.weight
+
+
+@dataclass(kw_only=True)
+class ConstraintRule:
+    name: str
+    mode: str
+    weight: float = 1.0
+    limit: float = 0.1
+    max_attempts: int = 4
+    multiplier: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Task:
+    name: str
+    type: str = "grpo"
+    config: dict[str, Any] = field(default_factory=dict)
+    """Of the algorithm; completed by ``DEFAULTS``."""
+    rewards: list[RewardRule] = field(default_factory=list)
+    constraints: list[ConstraintRule] = field(default_factory=list)
+    weight: float = 1.0
+    min_share: float | None = None
+    target: float = 1.0
+    loss_weight: float = 1.0
+    group_size: int = 4
+    max_new_tokens: int = 5
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    kl_coefficient: float = 0.0
+    kl_placement: str = "reward"
+    kl_estimator: str = "k3"
+    kl_target: float | None = None
+    kl_horizon: float = 100.0
+    higher_is_better: bool = True
+    primary_metric: str = "reward"
+    given: dict[str, Any] = field(init=False)
+    """``config`` without the defaults."""
+
+    def __post_init__(self) -> None:
+        self.given = self.config
+        self.config = DEFAULTS[self.type] | self.config
+
+    def range_of(self, name: str) -> tuple[float, float] | None:
+        """Declared range of ``reward`` (penalties included) or of one of the rewards; None without one."""
+        if name != "reward":
+            rule = next(r for r in self.rewards if r.name == name)
+            return (rule.low, rule.high) if math.isfinite(rule.high - rule.low) else None
+        if not self.rewards:
+            return 0.0, 1.0
+        ends = [(r.signed_weight * r.low, r.signed_weight * r.high) for r in self.rewards if r.weight]
+        if not all(math.isfinite(x) for pair in ends for x in pair):
+            return None
+        price = math.fsum(c.weight for c in self.constraints if c.mode == "penalty")
+        return sum(min(pair) for pair in ends) - price, sum(max(pair) for pair in ends)
+
+
+@dataclass(kw_only=True)
+class Settings:
+    tasks: list[Task]
+    prompts_per_step: int = 8
+    num_minibatches: int = 1
+    num_epochs: int = 1
+    refill_rounds: int = 1
+    quorum: float = 1.0
+    max_staleness: int = 0
+    max_steps: int = 100
+    learning_rate: float = 1e-6
+    critic_learning_rate: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    reference_decay: float = 1.0
+    critic_trunk: str = "actor"
+    policy: str = "deficit_learnability"
+    min_weight: float | None = None
+    prior_prompts: int = 100
+    prompts_averaged: int = 100
+    sharpness: float = 8.0
+    num_heads: int = 4
+    num_key_value_heads: int = 2
+    first_control_token: int = 32
+
+    def __getitem__(self, name: str) -> Task:
+        return next(task for task in self.tasks if task.name == name)

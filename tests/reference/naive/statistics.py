@@ -1,0 +1,124 @@
+"""Numbers of a set of attempts, each over its own population (docs/definitions.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .experience import credited_rewards, groups_of, has_spread, overall_cost
+from .records import Attempt, Number, number
+from .settings import Task
+
+Refused = dict[str, float]
+"""Metric -> the worst value served in the first step or evaluation that had one; fixed from then on."""
+
+
+def last_attempts(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The last attempt of every slot: what a user sees."""
+    return list({a.slot: a for a in attempts}.values())
+
+
+def value_of(task: Task, name: str, attempt: Attempt) -> float:
+    """What a served attempt says of ``reward`` or of one of its rewards."""
+    if attempt.failed or attempt.refused:
+        return math.nan
+    if name == "reward":
+        return math.nan if attempt.reward is None else attempt.reward
+    value = attempt.values.get(name)
+    return value if isinstance(value, float) else math.nan
+
+
+def slot_values(
+    task: Task, name: str, final: Sequence[Attempt], direction: str, refused: Refused, key: str
+) -> list[float]:
+    """Value of every slot: its own, or the refused value; NaN where it failed or is not concerned."""
+    served = [value_of(task, name, a) for a in final]
+    known = [v for v in served if not math.isnan(v)]
+    pick = min if direction == "higher" else max
+    if known and key not in refused:
+        refused[key] = pick(known)
+    ends = task.range_of(name)
+    instead = pick(ends) if ends is not None else refused.get(key, math.nan)
+    if name == "reward" and task.type == "constrained_decoding":
+        instead = task.config["rejected_reward"]
+    return [
+        math.nan if a.failed else instead if a.refused else value
+        for a, value in zip(final, served, strict=True)
+    ]
+
+
+def direction_of(task: Task, name: str) -> str:
+    rule = next((r for r in task.rewards if r.name == name), None)
+    return "higher" if rule is None or rule.higher_is_better else "lower"
+
+
+def primary(task: Task, attempts: Sequence[Attempt], refused: Refused) -> Number | None:
+    """The primary metric over the slots."""
+    name, final = task.primary_metric, last_attempts(attempts)
+    values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
+    direction = "higher" if task.higher_is_better else "lower"
+    return number(values, [a.group for a in final], direction, task.range_of(name))
+
+
+def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[str, Number]:
+    """Return every metric of the attempts that has a value."""
+    final = last_attempts(attempts)
+    ends = [a for a in final if not a.failed]
+    alive = [a for a in attempts if not a.failed]
+    first = [a for a in alive if a.attempt == 0]
+    found: dict[str, Number | None] = {}
+
+    def over_slots(metric: str, name: str, direction: str) -> None:
+        values = slot_values(task, name, final, direction, refused, name)
+        found[metric] = number(values, [a.group for a in final], direction, task.range_of(name))
+
+    def rate(metric: str, own: Sequence[Attempt], values: Sequence[float]) -> None:
+        found[metric] = number(values, [a.group for a in own], "lower", (0.0, 1.0))
+
+    over_slots("reward_mean", "reward", "higher")
+    for rule in task.rewards:
+        over_slots(f"reward/{rule.name}", rule.name, direction_of(task, rule.name))
+    found["length"] = number([float(len(a.ids)) for a in ends], [a.group for a in ends], "none", None)
+    rate("truncated_rate", ends, [float(a.finish == "length") for a in ends])
+    rate("failure_rate", final, [float(a.failed) for a in final])
+    if task.constraints:
+        counted = [c for c in task.constraints if not (c.mode == "penalty" and c.weight == 0.0)]
+        rate("cost", alive, [overall_cost(counted, a) for a in alive])
+        for c in task.constraints:
+            rate(f"cost/{c.name}", alive, [a.cost(c.name) for a in alive])
+        rate("rejection_rate", alive, [float(a.refused) for a in alive])
+        rate("violation_rate", first, [violates(a) for a in first])
+        rate("served_violation_rate", ends, [violates(a) for a in ends])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def violates(attempt: Attempt) -> float:
+    """1 where a constraint is violated, 0 where none is, NaN where none concerns the response."""
+    concerned = [v for v in attempt.verdicts.values() if isinstance(v, tuple)]
+    return float(any(violated for _, violated in concerned)) if concerned else math.nan
+
+
+def shown_rewards(task: Task, attempts: Sequence[Attempt], refused: Refused) -> list[list[float]]:
+    """Rewards of the slots of every group that has any."""
+    final = last_attempts(attempts)
+    found: dict[tuple[str, int], list[float]] = {}
+    for a, value in zip(final, slot_values(task, "reward", final, "higher", refused, "reward"), strict=True):
+        if not math.isnan(value):
+            found.setdefault(a.group, []).append(value)
+    return list(found.values())
+
+
+def step_statistics(
+    task: Task, attempts: Sequence[Attempt], refused: Refused
+) -> tuple[int, int, float, float, dict[str, Number]]:
+    """Return groups, those with a spread, mean and deviation within groups of the reward, all numbers."""
+    groups = list(groups_of(attempts).values())
+    rewards = [r for g in groups if len(r := credited_rewards(task, g)) > 1]
+    deviations = []
+    for own in rewards:
+        mean = math.fsum(own) / len(own)
+        deviations.append(math.sqrt(math.fsum((r - mean) ** 2 for r in own) / len(own)))
+    numbers = describe(task, attempts, refused)
+    mean = numbers["reward_mean"].mean if "reward_mean" in numbers else math.nan
+    spread = math.fsum(deviations) / len(deviations) if deviations else 0.0
+    return len(groups), sum(has_spread(task, g) for g in groups), mean, spread, numbers

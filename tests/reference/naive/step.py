@@ -1,0 +1,427 @@
+"""One training step after the other, from task weights to new weights."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .controllers import KL, Multiplier, Scheduler
+from .credit import CreditState, credit
+from .experience import Sampler, groups_of, is_informative, keep, missing, outcome, run_prompt
+from .loss import TokenSums, can_matter, minibatches, outputs, token_losses, token_weights, values_of
+from .model import scores_of
+from .optimizer import AdamW, clipped, schedule
+from .quantiles import check_draws
+from .records import Attempt, Number, Sample
+from .settings import Answer, Settings, Task
+from .statistics import Refused, shown_rewards, step_statistics
+
+
+class Teacher:
+    """Says with which gradients and weights to go on after each update; by default with one's own."""
+
+    def gradients(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        return own
+
+    def weights(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        return own
+
+
+@dataclass(kw_only=True)
+class Given:
+    """What a step cannot know: the world, and choices made by chance."""
+
+    sampler: Sampler
+    answer: Answer
+    shuffle: Callable[[str, int, int, int], list[int]]
+    """(task, step, epoch, number of samples) -> their order."""
+    ranks: Mapping[str, int]
+    is_late: Callable[[str, int], int] = lambda task, draw: 0
+    """How many steps after its sampling a group is scored."""
+    replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
+    """task -> what chance drew from its pool in this step: draw and sample, quantile."""
+
+
+@dataclass(kw_only=True)
+class Update:
+    """One optimizer step."""
+
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    loss: float
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a step did."""
+
+    quotas: dict[str, int]
+    shares: dict[str, float]
+    drawn: list[Attempt]
+    kept: list[Attempt]
+    samples: list[Sample]
+    updates: list[Update]
+    metrics: dict[str, dict[str, float]]
+    numbers: dict[str, dict[str, Number]]
+    margin: float
+    """How close the closest discontinuous decision was."""
+
+
+@dataclass
+class Batch:
+    began: int
+    """Step in which it was sampled."""
+    shares: dict[str, float]
+    quotas: dict[str, int]
+    attempts: list[Attempt]
+
+
+@dataclass
+class Run:
+    settings: Settings
+    given: Given
+    weights: dict[str, Tensor]
+    """Of actor and critic (names under ``critic.``)."""
+
+    def __post_init__(self) -> None:
+        self.refused: dict[str, Refused] = {t.name: {} for t in self.settings.tasks}
+        self.step_number = self.version = 0
+        self.scheduler = Scheduler(self.settings, self.given.ranks)
+        self.optimizer = AdamW(self.settings)
+        self.credit_states = {t.name: CreditState() for t in self.settings.tasks}
+        self.kls = {t.name: KL(t, t.kl_coefficient) for t in self.settings.tasks}
+        self.multipliers = {
+            t.name: [Multiplier(c) for c in t.constraints if c.mode == "lagrangian"]
+            for t in self.settings.tasks
+        }
+        self.draws = {t.name: 0 for t in self.settings.tasks}
+        self.ahead: deque[Batch] = deque()
+        self.late: list[tuple[int, list[Attempt]]] = []
+        """Step at which it is scored, group."""
+        self.pools: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
+        self.reference = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
+        self.margins: list[float] = []
+
+    @property
+    def lag(self) -> int:
+        """Steps for which is sampled ahead; a quorum keeps one update of the bound for late groups."""
+        return max(0, self.settings.max_staleness - (self.settings.quorum < 1.0))
+
+    @property
+    def many_updates(self) -> bool:
+        return self.settings.num_minibatches * self.settings.num_epochs > 1
+
+    # ------------------------------------------------------------------ experience
+
+    def draw(self, counts: Mapping[str, int]) -> list[Attempt]:
+        found = []
+        for task in self.settings.tasks:
+            for _ in range(counts.get(task.name, 0)):
+                number = self.draws[task.name]
+                self.draws[task.name] += 1
+                control = []
+                if task.type == "reward_conditioned" and self.pools[task.name]:
+                    control = [self.settings.first_control_token + task.config["quantiles"] - 1]
+                found += run_prompt(
+                    task, number, self.version, self.given.sampler, self.given.answer, control
+                )
+        return found
+
+    def split_late(
+        self, attempts: list[Attempt], began: int
+    ) -> tuple[list[Attempt], list[tuple[int, list[Attempt]]]]:
+        """Groups that are scored when the quorum is reached, and those that come later, with the step."""
+        groups = groups_of(attempts)
+        needed = math.ceil(self.settings.quorum * len(groups) - 1e-9)
+        # what waits is a reward, and refused responses have none
+        asked = [name for name, own in groups.items() if any(not a.refused for a in own)]
+        due = {g: began + self.given.is_late(*g) for g in asked}
+        waiting = [g for g in asked if self.settings.quorum < 1.0 and due[g] > self.step_number]
+        waiting = waiting[max(0, needed - (len(groups) - len(waiting))) :]
+        return [a for a in attempts if a.group not in waiting], [(due[g], groups[g]) for g in waiting]
+
+    def experience(self) -> tuple[Batch, list[Attempt], list[Attempt]]:
+        """Return quotas, everything drawn, and what is kept."""
+        settings = self.settings
+        last = min(self.step_number + self.lag, settings.max_steps - 1)
+        while self.step_number + len(self.ahead) <= last:
+            shares = self.scheduler.shares()
+            quotas = self.scheduler.quotas()
+            self.ahead.append(Batch(self.step_number, shares, quotas, self.draw(quotas)))
+        batch = self.ahead.popleft()
+        quotas = batch.quotas
+        drawn, late = self.split_late(batch.attempts, batch.began)
+        if self.lag == 0:
+            for _ in range(settings.refill_rounds):
+                open_groups = _count(g[0].task for _, g in late)
+                more = missing(settings, drawn, quotas, open_groups, self.scheduler.informative_rate)
+                if not more:
+                    break
+                found, later = self.split_late(self.draw(more), self.step_number)
+                drawn, late = drawn + found, late + later
+        kept = keep(settings, drawn, quotas, {name: kl.beta for name, kl in self.kls.items()})
+        entitled = dict(quotas)
+        waiting = []
+        for due, group in self.late:
+            task, version = group[0].task, group[-1].version
+            if self.version - version > settings.max_staleness:
+                entitled[task] += 1  # given up, and owed
+            elif due <= self.step_number:
+                entitled[task] += 1
+                drawn, kept = drawn + group, kept + group
+            else:
+                waiting.append((due, group))
+        for due, group in late:
+            entitled[group[0].task] -= 1
+            waiting.append((due, group))
+        self.late = waiting
+        self.settle(kept, entitled)
+        return batch, drawn, kept
+
+    def settle(self, kept: Sequence[Attempt], entitled: Mapping[str, int]) -> None:
+        """Owe every task the groups of its quota without a gradient, but not one that has next to none."""
+        short = {}
+        for task in self.settings.tasks:
+            lacks = entitled[task.name] - self.num_informative(task, kept)
+            if lacks > 0 and self.scheduler.informative_rate(task.name) >= 0.05:
+                short[task.name] = lacks
+        self.scheduler.settle(short if self.settings.refill_rounds else {})
+
+    @staticmethod
+    def num_informative(task: Task, attempts: Sequence[Attempt]) -> int:
+        own = groups_of([a for a in attempts if a.task == task.name])
+        return sum(is_informative(task, g) for g in own.values())
+
+    # ------------------------------------------------------------------ credit
+
+    def samples_of(self, kept: Sequence[Attempt]) -> list[Sample]:
+        found = []
+        for task in self.settings.tasks:
+            own = [a for a in kept if a.task == task.name and outcome(task, a) is not None]
+            chosen = (
+                self.replayed(task.name, own) if task.type == "reward_conditioned" else [(a, -1) for a in own]
+            )
+            for a, quantile in chosen:
+                reward = outcome(task, a)
+                assert reward is not None
+                conditioned = task.type == "reward_conditioned"
+                first = self.settings.first_control_token
+                plain = [i for i in a.prompt if i < first]
+                found.append(
+                    Sample(
+                        task=task.name,
+                        group=a.group,
+                        name=a.name,
+                        prompt=[first + quantile, *plain] if conditioned else plain,
+                        ids=a.ids,
+                        reward=reward,
+                        rollout_logprobs=None if conditioned else a.logprobs,
+                        reference_prompt=plain,
+                        terms=list(a.terms) or [(w, math.nan) for w, _ in self.empty_terms(task.name)],
+                        costs=[a.cost(m.rule.name) for m in self.multipliers[task.name]],
+                    )
+                )
+        return found
+
+    def empty_terms(self, name: str) -> list[tuple[float, float]]:
+        task = self.settings[name]
+        rewards = [(r.signed_weight, math.nan) for r in task.rewards if r.weight]
+        return rewards + [(-c.weight, math.nan) for c in task.constraints if c.mode == "penalty" and c.weight]
+
+    def replayed(self, name: str, own: Sequence[Attempt]) -> list[tuple[Attempt, int]]:
+        """Samples drawn from the pool; what chance drew is given, and has to be a possible draw."""
+        task, pool = self.settings[name], self.pools[name]
+        pool += own
+        del pool[: -task.config["pool_size"]]
+        if not own:
+            return []
+        by_name = {(a.draw, a.index): a for a in pool}
+        chosen = [(by_name[which], quantile) for which, quantile in self.given.replay(name)]
+        check_draws(task, pool, chosen, len(own))
+        return chosen
+
+    def look(self, samples: Sequence[Sample]) -> None:
+        """What the models say of the samples before the update."""
+        for task in self.settings.tasks:
+            own = [s for s in samples if s.task == task.name]
+            needs_reference = task.kl_coefficient > 0.0 and task.type != "reward_conditioned"
+            if not own or not (self.many_updates or task.type == "ppo" or needs_reference):
+                continue
+            with torch.no_grad():
+                found = outputs(self.settings, self.weights, own, self.margins)
+                for s, (_, logits) in zip(own, found, strict=True):
+                    s.old_logprobs = scores_of(logits, s.ids)[0]
+                if needs_reference:
+                    for s, (_, logits) in zip(
+                        own, outputs(self.settings, self.reference, own, self.margins), strict=True
+                    ):
+                        s.reference_logprobs = scores_of(logits, s.ids)[0]
+                if task.type == "ppo":
+                    hidden = [h for h, _ in found]
+                    values = values_of(self.settings, self.weights, self.critic(self.weights), own, hidden)
+                    for s, v in zip(own, values, strict=True):
+                        s.old_values = v
+
+    @staticmethod
+    def critic(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n.removeprefix("critic."): w for n, w in weights.items() if n.startswith("critic.")}
+
+    def give_credit(self, samples: Sequence[Sample], metrics: dict[str, dict[str, float]]) -> None:
+        for task in self.settings.tasks:
+            own = [s for s in samples if s.task == task.name]
+            if not own:
+                continue
+            if own[0].reference_logprobs is not None:
+                gaps = [float((s.old_logprobs - s.reference_logprobs).sum()) for s in own]  # type: ignore[operator]
+                metrics[task.name]["kl"] = math.fsum(gaps) / len(gaps)
+            beta = self.kls[task.name].beta
+            multipliers = [m.value for m in self.multipliers[task.name]]
+            in_reward = beta if task.kl_placement == "reward" else 0.0
+            out = credit(task, self.credit_states[task.name], own, multipliers, in_reward)
+            metrics[task.name] |= out.metrics
+            if out.value_rescale is not None:
+                a, b = out.value_rescale
+                head = f"critic.{task.name}"
+                self.weights[f"{head}.weight"] = a * self.weights[f"{head}.weight"]
+                self.weights[f"{head}.bias"] = a * self.weights[f"{head}.bias"] + b
+            for s in own:
+                s.is_active = can_matter(task, beta, s)
+                if not self.many_updates:
+                    s.old_logprobs = None
+
+    # ------------------------------------------------------------------ update
+
+    def update(
+        self, samples: Sequence[Sample], shares: Mapping[str, float], teacher: Teacher, sums: TokenSums
+    ) -> list[Update]:
+        settings, updates = self.settings, []
+        factor = schedule(settings, self.step_number)
+        for epoch in range(settings.num_epochs):
+            order = {
+                t.name: self.given.shuffle(
+                    t.name, self.step_number, epoch, sum(s.task == t.name for s in samples)
+                )
+                for t in settings.tasks
+            }
+            parts = minibatches(settings, samples, order)
+            for part in parts:
+                active = [
+                    (s, w) for s, w in zip(part, token_weights(settings, parts, part, shares), strict=True)
+                ]
+                active = [(s, w) for s, w in active if s.is_active]
+                if active:
+                    updates.append(self.one_update(active, factor, teacher, sums))
+        return updates
+
+    def one_update(
+        self, active: Sequence[tuple[Sample, float]], factor: float, teacher: Teacher, sums: TokenSums
+    ) -> Update:
+        settings = self.settings
+        leaves = {n: w.detach().clone().requires_grad_(True) for n, w in self.weights.items()}
+        actor = {n: w for n, w in leaves.items() if not n.startswith("critic.")}
+        betas = {name: kl.beta for name, kl in self.kls.items()}
+        losses = token_losses(
+            settings,
+            actor,
+            self.critic(leaves),
+            self.reference,
+            [s for s, _ in active],
+            betas,
+            sums,
+            self.margins,
+        )
+        loss = sum((w * own.sum() for (_, w), own in zip(active, losses, strict=True)), torch.zeros(()))
+        loss.backward()  # type: ignore[no-untyped-call]
+        found = {n: w.grad for n, w in leaves.items() if w.grad is not None}
+        gradients: dict[str, Tensor] = {}
+        for is_critic in (False, True):
+            own = {n: g for n, g in found.items() if n.startswith("critic.") == is_critic}
+            gradients |= clipped(settings, own)[0]
+        rate = settings.learning_rate * factor
+        critic_rate = (settings.critic_learning_rate or 10.0 * settings.learning_rate) * factor
+        applied = teacher.gradients(gradients)
+        own_actor = {n: g for n, g in applied.items() if not n.startswith("critic.")}
+        own_critic = {n: g for n, g in applied.items() if n.startswith("critic.")}
+        moved = self.optimizer.step(self.weights, own_actor, rate)
+        moved = self.optimizer.step(moved, own_critic, critic_rate)
+        self.weights = teacher.weights(moved)
+        return Update(gradients=gradients, weights=moved, loss=float(loss.detach()))
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, teacher: Teacher) -> Result:
+        """Make one step; ``teacher`` may replace gradients and weights of each update."""
+        settings = self.settings
+        self.margins = []
+        batch, drawn, kept = self.experience()
+        metrics: dict[str, dict[str, float]] = {t.name: {} for t in settings.tasks}
+        samples = self.samples_of(kept)
+        self.look(samples)
+        self.give_credit(samples, metrics)
+        sums = TokenSums()
+        updates = self.update(samples, self.loss_shares(batch.quotas, kept, samples), teacher, sums)
+        decay = settings.reference_decay
+        self.reference = {n: decay * w + (1.0 - decay) * self.weights[n] for n, w in self.reference.items()}
+        self.version += 1
+        numbers = {}
+        for task in settings.tasks:
+            own = metrics[task.name]
+            own |= sums.means(task.name)
+            own |= {f"multiplier/{m.rule.name}": m.value for m in self.multipliers[task.name]}
+            own["kl_coefficient"] = self.kls[task.name].beta
+        num_trained = {task.name: self.num_informative(task, kept) for task in settings.tasks}
+        num_drawn = len({a.group for a in drawn})
+        for task in settings.tasks:
+            attempts = [a for a in drawn if a.task == task.name]
+            n, spread, mean, std, own_numbers = step_statistics(task, attempts, self.refused[task.name])
+            if task.name in self.scheduler.traces:
+                shown = shown_rewards(task, attempts, self.refused[task.name])
+                averaged = settings.prompts_averaged if settings.policy == "deficit_learnability" else 1
+                self.scheduler.traces[task.name].observe(n, spread, mean, shown, averaged)
+            numbers[task.name] = own_numbers
+            own = metrics[task.name]
+            own |= {"reward_std": std, "informative_rate": spread / max(1, n)}
+            own |= {
+                "weight": batch.shares[task.name],
+                "share_requested": batch.quotas[task.name] / max(1, sum(batch.quotas.values())),
+                "share_sampled": n / max(1, num_drawn),
+                "share_trained": num_trained[task.name] / max(1, sum(num_trained.values())),
+            }
+            if "kl" in own:
+                self.kls[task.name].update(own["kl"])
+            for m in self.multipliers[task.name]:
+                if (cost := own_numbers.get(f"cost/{m.rule.name}")) is not None:
+                    m.update(cost.mean)
+        self.step_number += 1
+        return Result(
+            quotas=batch.quotas,
+            shares=batch.shares,
+            drawn=drawn,
+            kept=kept,
+            samples=samples,
+            updates=updates,
+            metrics=metrics,
+            numbers=numbers,
+            margin=min(self.margins, default=math.inf),
+        )
+
+    def loss_shares(
+        self, quotas: Mapping[str, int], kept: Sequence[Attempt], samples: Sequence[Sample]
+    ) -> dict[str, float]:
+        """A task's part of the loss: its quota among those trained on; without one its late groups."""
+        parts = {}
+        for name in {s.task for s in samples}:
+            parts[name] = quotas.get(name) or len({a.group for a in kept if a.task == name})
+        return {name: part / sum(parts.values()) for name, part in parts.items()}
+
+
+def _count(names: object) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in names:  # type: ignore[attr-defined]
+        found[name] = found.get(name, 0) + 1
+    return found

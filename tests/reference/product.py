@@ -1,0 +1,484 @@
+"""The product's real step on a case: trainer, pool, refill, learner, scheduler; sampling is scripted."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    CriticConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    SchedulerConfig,
+    ScoringConfig,
+    TrackingConfig,
+)
+from multitask_rl.data.loader import TaskDataLoader
+from multitask_rl.data.stream import PromptStream
+from multitask_rl.flow import FunctionStage
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.records import Rollout, Scored, Statistic, TaskStats
+from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.scoring.pending import Pending
+from multitask_rl.seeding import derive_seed, random_stream
+from multitask_rl.step_report import StepReport
+from multitask_rl.testing import FakeEngine
+from multitask_rl.trainer import Trainer
+from multitask_rl.training.actor import Actor
+from multitask_rl.training.credit import CreditedSample
+
+from . import world
+from .cases import Case
+from .naive.records import Attempt
+from .naive.settings import FAILED, Settings, Task
+from .naive.step import Given
+
+if str(Path(__file__).parents[1]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+__all__ = ["Product", "ProductStep", "given_of"]
+
+
+class ScriptedEngine(FakeEngine):
+    """Responses that depend on prompt, seed and version as ``world.py`` says."""
+
+    shares_weights = False
+
+    @classmethod
+    def build(cls, *_: Any, **__: Any) -> ScriptedEngine:
+        return cls()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        return [
+            [self._scripted(request, seed, self.policy_version) for seed in request.seeds]
+            for request in requests
+        ]
+
+    @staticmethod
+    def _scripted(request: GenerationRequest, seed: int, version: int) -> Generation:
+        said = world.respond(list(request.prompt_ids), seed, version, request.sampling.max_new_tokens)
+        return Generation(response_ids=said.ids, rollout_logprobs=said.logprobs, finish_reason=said.finish)
+
+
+class Held:
+    """A round of rewards of which some groups are known to the trainer some steps later."""
+
+    def __init__(self, inner: Pending[Scored], scorer: HoldingScorer) -> None:
+        self._inner, self._scorer = inner, scorer
+        self._rollouts: list[Rollout] = []
+        self._began = scorer.step
+        self._open: set[str] = set()
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        self._rollouts += rollouts
+        self._inner.add(rollouts)
+
+    def seal(self, order: Sequence[int] | None = None) -> None:
+        self._inner.seal(order)
+
+    def is_done(self, index: int) -> bool:
+        rollout = self._rollouts[index]
+        due = self._began + self._scorer.delay(rollout.task, rollout.prompt.draw)
+        is_held = self._scorer.step < due and rollout.group_id not in self._open
+        return self._inner.is_done(index) and not is_held
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        return self._inner.known(index)
+
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
+        waited = self._inner.wait()
+        held = sorted(
+            {(r.prompt.position, r.group_id) for i, r in enumerate(self._rollouts) if not self.is_done(i)}
+        )
+        while is_enough is not None and not is_enough():
+            self._open.add(held.pop(0)[1])
+        return waited
+
+    def results(self, indices: Sequence[int]) -> list[Scored]:
+        return self._inner.results(indices)
+
+    def spans(self, indices: Sequence[int]) -> dict[str, tuple[float, float]]:
+        return self._inner.spans(indices)
+
+    def cancel(self, indices: Sequence[int]) -> None:
+        self._inner.cancel(indices)
+
+
+class RecordingGuard(SafetyGuard):
+    """The guard; keeps the statistics of the last step."""
+
+    stats: Mapping[str, TaskStats] = {}
+
+    def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:
+        self.stats = stats
+        super().record_step(step, stats)
+
+
+class HoldingScorer:
+    """The reward pool, with groups that come late as the case says."""
+
+    def __init__(self, pool: Any, delay: Callable[[str, int], int]) -> None:
+        self._pool, self.delay, self.step = pool, delay, 0
+
+    def begin_scoring(self) -> Held:
+        return Held(self._pool.begin_scoring(), self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+@dataclass(kw_only=True)
+class ProductStep:
+    """What came out of a step."""
+
+    report: StepReport
+    credited: list[CreditedSample]
+    updates: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
+    """Gradients as applied, and the weights after, by name; one per optimizer step."""
+    statistics: dict[str, Mapping[str, Statistic]]
+    numbers: dict[str, float]
+    """The line of metrics.jsonl."""
+    shares: dict[str, float]
+    levels: dict[str, float]
+    multipliers: dict[str, dict[str, float]]
+    betas: dict[str, float]
+
+
+@dataclass
+class Product:
+    """A trainer built from a case, stepped one by one."""
+
+    case: Case
+    directory: Path
+    trainer: Trainer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.credited: list[CreditedSample] = []
+        case, settings = self.case, self.case.settings
+        config = RunConfig(
+            tasks={t.name: _spec(case, t) for t in settings.tasks},
+            output_dir=str(self.directory),
+            max_steps=settings.max_steps,
+            seed=case.seed,
+            model=ModelConfig(reference_decay=settings.reference_decay),
+            critic=CriticConfig(trunk=settings.critic_trunk, learning_rate=settings.critic_learning_rate),
+            rollout=RolloutConfig(max_new_tokens=5, max_staleness=settings.max_staleness),
+            batch=BatchConfig(
+                num_minibatches=settings.num_minibatches,
+                num_epochs=settings.num_epochs,
+                tokens_per_microbatch=case.tokens_per_microbatch,
+                layout=case.layout,
+                refill_rounds=settings.refill_rounds,
+                quorum=settings.quorum,
+            ),
+            optimizer=OptimizerConfig(
+                learning_rate=settings.learning_rate,
+                betas=list(settings.betas),
+                weight_decay=settings.weight_decay,
+                max_grad_norm=settings.max_grad_norm,
+                warmup_steps=settings.warmup_steps,
+                schedule=settings.schedule,
+            ),
+            scheduler=SchedulerConfig(
+                policy=settings.policy, min_weight=settings.min_weight, policy_config=_policy(settings)
+            ),
+            scoring=ScoringConfig(max_failure_rate=1.0),
+            eval=EvalConfig(every=0),
+            checkpoint=CheckpointConfig(every=0),
+            tracking=TrackingConfig(trackers=["jsonl"], store_rollouts=0),
+        )
+        actor = Actor(_model(case), _tokenizer(), ModelConfig(reference_decay=settings.reference_decay))
+        loader = TaskDataLoader(
+            splits={t.name: {"": rows(case, t.name)} for t in settings.tasks},
+            weights={t.name: 1.0 for t in settings.tasks},
+            batch_size=settings.prompts_per_step,
+        )
+        self.trainer = Trainer(actor, None, loader, config=config)
+        self.trainer.plan.engine_class = ScriptedEngine
+        self.guard = RecordingGuard()
+        self.trainer.add_guard(self.guard)
+        self.scorer = HoldingScorer(self.trainer.scorer, delay_of(case))
+        self.trainer.scorer = self.scorer  # type: ignore[assignment]
+        self.trainer.critic.build(actor, [t.name for t in settings.tasks if t.type == "ppo"])
+        self.trainer.insert_stage(
+            FunctionStage("watch", self._watch, consumes=CreditedSample, produces=CreditedSample),
+            after="advantages",
+        )
+
+    def _watch(self, credited: CreditedSample) -> CreditedSample:
+        self.credited.append(credited)
+        return credited
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        critic = self.trainer.critic
+        heads = {f"heads.task_{t.name}.": f"{t.name}." for t in self.case.settings.tasks}
+        found = dict(self.trainer.actor.model.named_parameters())
+        for name, parameter in critic.named_parameters():
+            for old, new in heads.items():
+                name = name.replace(old, new)
+            found[f"critic.{name}"] = parameter
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().double().clone() for name, p in self.named().items()}
+
+    def step(self) -> ProductStep:
+        self.credited.clear()
+        self.scorer.step = self.trainer.step
+        with _watched_updates(self) as updates:
+            report = self.trainer.train_step()
+        lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        scheduler = self.trainer.scheduler
+        metrics = scheduler.metrics()
+        return ProductStep(
+            report=report,
+            credited=list(self.credited),
+            updates=updates,
+            statistics={name: own.statistics for name, own in self.guard.stats.items()},
+            numbers=json.loads(lines[-1]),
+            shares=scheduler.weights(),
+            levels={
+                t.name: metrics[f"task/{t.name}/level"]
+                for t in self.case.settings.tasks
+                if f"task/{t.name}/level" in metrics
+            },
+            multipliers={
+                n: {c: m.value for c, m in r.multipliers.items()} for n, r in self.trainer.runs.items()
+            },
+            betas={n: r.kl.coefficient for n, r in self.trainer.runs.items()},
+        )
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+@contextmanager
+def _watched_updates(product: Product) -> Iterator[list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
+    """Collect gradients and new weights of every optimizer step."""
+    found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+    def before(*_: Any) -> None:
+        gradients = {n: p.grad.double().clone() for n, p in product.named().items() if p.grad is not None}
+        found.append((gradients, {}))
+
+    def after(*_: Any) -> None:
+        found[-1][1].update(product.weights())
+
+    hooks = [
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    names = {c: i for i, c in enumerate(world.VOCABULARY)}
+    backend = Tokenizer(models.WordLevel(names, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+def _model(case: Case) -> LlamaForCausalLM:
+    torch.manual_seed(case.seed)
+    config = LlamaConfig(
+        vocab_size=len(world.VOCABULARY),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=case.settings.num_heads,
+        num_key_value_heads=case.settings.num_key_value_heads,
+        max_position_embeddings=64,
+        pad_token_id=world.PAD,
+        eos_token_id=world.EOS,
+        bos_token_id=None,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    # float64, so that a clip or a sum that nearly cancels does not tell the sides apart
+    return LlamaForCausalLM(config).double()
+
+
+def rows(case: Case, task: str) -> list[dict[str, Any]]:
+    return [
+        {"id": i, "prompt": "".join(world.VOCABULARY[x] for x in world.prompt_ids(case.seed, task, i))}
+        for i in range(world.NUM_ROWS)
+    ]
+
+
+def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
+    script = case.scripts[f"{task.name}/{name}"]
+    return {
+        "world": case.seed,
+        "name": script.name,
+        "values": list(script.values),
+        "same": script.same,
+        "failing": script.failing,
+        "silent": script.silent,
+        "same_silent": script.same_silent,
+    } | more
+
+
+def _spec(case: Case, task: Task) -> dict[str, Any]:
+    """The task as a tasks file says it."""
+    rewards = []
+    for r in task.rewards:
+        ends = {"low": r.low, "high": r.high} if math.isfinite(r.low) else {}
+        config = _plugin(case, task, r.name, higher_is_better=r.higher_is_better, **ends)
+        rewards.append(
+            {"plugin": "reference.scripted:Reward", "name": r.name, "weight": r.weight, "config": config}
+        )
+    constraints = []
+    for c in task.constraints:
+        spec: dict[str, Any] = {
+            "plugin": "reference.scripted:Constraint",
+            "name": c.name,
+            "mode": c.mode,
+            "config": _plugin(case, task, c.name),
+        }
+        if c.mode == "penalty":
+            spec["weight"] = c.weight
+        if c.mode == "reject":
+            spec["max_attempts"] = c.max_attempts
+        if c.mode == "lagrangian":
+            spec |= {"limit": c.limit, "multiplier": c.multiplier}
+        constraints.append(spec)
+    kl: dict[str, Any] = {"coefficient": task.kl_coefficient, "horizon": task.kl_horizon}
+    kl |= {"placement": task.kl_placement, "estimator": task.kl_estimator}
+    if task.kl_target is not None:
+        kl["target"] = task.kl_target
+    given = {
+        "type": task.type,
+        "rewards": rewards,
+        "constraints": constraints,
+        "algorithm_config": task.given,
+        "kl": kl,
+        "loss_weight": task.loss_weight,
+        "group_size": task.group_size,
+        "target": task.target,
+        "primary_metric": task.primary_metric,
+        "higher_is_better": task.higher_is_better,
+        "sampling": {
+            "max_new_tokens": task.max_new_tokens,
+            "temperature": task.temperature,
+            "top_k": task.top_k,
+            "top_p": task.top_p,
+        },
+    }
+    if task.weight != 1.0:  # as a missing one
+        given["weight"] = task.weight
+    if task.min_share is not None:
+        given["min_share"] = task.min_share
+    return given
+
+
+def _policy(settings: Settings) -> dict[str, Any]:
+    if settings.policy != "deficit_learnability":
+        return {}
+    names = ("prior_prompts", "prompts_averaged", "sharpness")
+    return {name: getattr(settings, name) for name in names}
+
+
+def delay_of(case: Case) -> Callable[[str, int], int]:
+    """For how many steps a group's rewards come late: 0 to 3."""
+
+    def delay(task: str, draw: int) -> int:
+        rng = world.stream(case.seed, "late", task, draw)
+        return rng.choice([1, 2, 3]) if rng.random() < case.late else 0
+
+    return delay
+
+
+def given_of(case: Case, product: Product) -> Given:
+    """What the reference is given: the same world, and the product's chance."""
+    streams = {
+        t.name: PromptStream(product.trainer.plan.rows[t.name][0], task=t.name, seed=case.seed)
+        for t in case.settings.tasks
+    }
+    drawn: dict[str, list[int]] = {t.name: [] for t in case.settings.tasks}
+
+    def row(task: str, draw: int) -> int:
+        while len(drawn[task]) <= draw:
+            drawn[task] += [int(r["id"]) for _, r in streams[task].next(1)]
+        return drawn[task][draw]
+
+    def sample(
+        task: str, draw: int, index: int, attempt: int, version: int, control: Sequence[int]
+    ) -> Attempt:
+        spec = case.settings[task]
+        prompt = [*control, *world.prompt_ids(case.seed, task, row(task, draw))]
+        return attempt_of(spec, prompt, draw, index, attempt, version)
+
+    def attempt_of(
+        spec: Task, prompt: list[int], draw: int, index: int, attempt: int, version: int
+    ) -> Attempt:
+        seed = derive_seed(case.seed, "rollout", spec.name, draw, index, attempt)
+        said = world.respond(prompt, seed, version, spec.max_new_tokens)
+        return Attempt(
+            task=spec.name,
+            draw=draw,
+            index=index,
+            attempt=attempt,
+            prompt=prompt,
+            ids=said.ids,
+            logprobs=said.logprobs,
+            finish=said.finish,
+            version=version,
+        )
+
+    def answer(
+        task: str, plugin: str, draw: int, index: int, attempt: int, ids: Sequence[int]
+    ) -> float | str | None:
+        said = world.answer(
+            case.seed, case.scripts[f"{task}/{plugin}"], world.Sample(task, draw, index, attempt, tuple(ids))
+        )
+        assert FAILED == world.FAILED
+        return said
+
+    def shuffle(task: str, step: int, epoch: int, number: int) -> list[int]:
+        order = list(range(number))
+        random_stream(case.seed, "minibatch", task, step, epoch).shuffle(order)
+        return order
+
+    first = case.settings.first_control_token
+
+    def replay(task: str) -> list[tuple[tuple[int, int], int]]:
+        own = [c.sample for c in product.credited if c.sample.task == task]
+        return [
+            ((s.scored.rollout.prompt.draw, s.scored.rollout.sample), s.prompt_ids[0] - first) for s in own
+        ]
+
+    return Given(
+        replay=replay,
+        sampler=sample,
+        answer=answer,
+        shuffle=shuffle,
+        ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},
+        is_late=delay_of(case),
+    )
+
+
+def temporary_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="reference-")

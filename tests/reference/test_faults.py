@@ -1,0 +1,218 @@
+"""A check that cannot fail is worthless: each fault planted in the product, or in its input, is seen."""
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multitask_rl import refill, step_metrics
+from multitask_rl.algorithms import group as group_statistics
+from multitask_rl.algorithms import grpo, policy_loss, ppo, reinforce_pp
+from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
+from multitask_rl.curriculum.multiplier import LagrangeMultiplier
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.step_report import StepReport
+from multitask_rl.training.critic import Critic
+from multitask_rl.training.learner import Learner
+from multitask_rl.training.reference import AveragedReference
+from reference import scripted
+
+from .cases import draw_case
+from .compare import compare
+
+MOST = 150
+"""Cases looked at for one in which a fault can show."""
+
+
+def has(kind=None, *, mode=None, **config):
+    """Return whether a case has a task of that type, with a constraint of that mode and those settings."""
+
+    def is_wanted(case):
+        return any(
+            (kind is None or t.type in kind)
+            and (mode is None or any(c.mode == mode for c in t.constraints))
+            and all(t.config.get(name) == value for name, value in config.items())
+            for t in case.settings.tasks
+        )
+
+    return is_wanted
+
+
+def std_of_the_batch(patch):
+    real = group_statistics.divide_by_group_std
+    patch.setattr(
+        group_statistics,
+        "divide_by_group_std",
+        lambda d, groups, **how: real(d, torch.zeros_like(groups), **how),
+    )
+
+
+def costs_are_not_seen(patch):
+    patch.setattr(step_metrics, "costs_differ", lambda run, group: False)
+
+
+def failed_counts_zero(patch):
+    patch.setattr(scripted.Reward, "typed", staticmethod(lambda v: 0.0 if v in (None, "failed") else v))
+
+
+def refused_are_left_out(patch):
+    patch.setattr(ConstrainedDecoding, "trains_rejected", False)
+
+
+def lower_is_better_is_added(patch):
+    real = scripted.Reward.__init__
+
+    def init(self, config):
+        real(self, replace(config, higher_is_better=True))
+
+    patch.setattr(scripted.Reward, "__init__", init)
+
+
+def lambda_twice(patch):
+    real = grpo.subtract_costs
+    for module in (grpo, ppo, reinforce_pp):
+        patch.setattr(
+            module,
+            "subtract_costs",
+            lambda a, batch, of, **how: real(real(a, batch, of, **how), batch, of, **how),
+        )
+
+
+def denominator_of_the_minibatch(patch):
+    real = Learner._token_weights
+    patch.setattr(
+        Learner, "_token_weights", lambda self, part, shares: [0.5 * w for w in real(self, part, shares)]
+    )
+
+
+def kl_twice(patch):
+    for module in (grpo, ppo, reinforce_pp):
+        real = module.sampled_kl
+        patch.setattr(module, "sampled_kl", lambda batch, real=real: 2.0 * real(batch))
+
+
+def kl_of_the_loss_is_another(patch):
+    real = policy_loss.estimate_kl
+    patch.setattr(policy_loss, "estimate_kl", lambda now, ref, which: real(now, ref, "k1"))
+
+
+def no_cap_on_importance(patch):
+    real = policy_loss.truncated_is_weight
+    patch.setattr(policy_loss, "truncated_is_weight", lambda old, rollout, cap: real(old, rollout, math.inf))
+
+
+def clip_bounds_swapped(patch):
+    real = policy_loss.clipped_surrogate
+
+    def swapped(ratio, advantages, *, clip_low, clip_high, dual_clip):
+        return real(ratio, advantages, clip_low=clip_high, clip_high=clip_low, dual_clip=dual_clip)
+
+    patch.setattr(policy_loss, "clipped_surrogate", swapped)
+
+
+def value_head_keeps_its_unit(patch):
+    patch.setattr(Critic, "rescale", lambda self, task, scale, shift: None)
+
+
+def bootstrap_after_the_end(patch):
+    patch.setattr(
+        ppo,
+        "compute_gae",
+        lambda rewards, values, lengths, *, gamma, gae_lambda, real=ppo.compute_gae: real(
+            rewards + 0.1 * gamma, values, lengths, gamma=gamma, gae_lambda=gae_lambda
+        ),
+    )
+
+
+def reference_stands_still(patch):
+    patch.setattr(AveragedReference, "follow", lambda self, actor: None)
+
+
+def rounding_is_forgotten(patch):
+    real = DynamicTaskWeightScheduler.quotas
+
+    def quotas(self, num_prompts, step):
+        self.load_state_dict({**self.state_dict(), "carry": {}})
+        return real(self, num_prompts, step)
+
+    patch.setattr(DynamicTaskWeightScheduler, "quotas", quotas)
+
+
+def shares_by_samples(patch):
+    patch.setattr(StepReport, "shares", lambda self, tasks: dict.fromkeys(tasks, 1.0 / len(tasks)))
+
+
+def multiplier_misses_a_step(patch):
+    real = LagrangeMultiplier.update
+    patch.setattr(LagrangeMultiplier, "update", lambda self, cost, step: real(self, 0.5 * cost, step))
+
+
+def refill_draws_one_too_many(patch):
+    real = refill.Refill._missing
+    patch.setattr(
+        refill.Refill, "_missing", lambda self, *given: {n: c + 1 for n, c in real(self, *given).items()}
+    )
+
+
+def whole_groups_are_dropped(patch):
+    real = refill.Refill.keep
+    patch.setattr(
+        refill.Refill,
+        "keep",
+        lambda self, drawn, quotas: real(self, drawn, {n: max(0, q - 1) for n, q in quotas.items()}),
+    )
+
+
+GROUPED = ("grpo", "dapo", "gspo", "cispo", "constrained_decoding")
+FAULTS = {
+    std_of_the_batch: has(GROUPED, normalisation="group"),
+    costs_are_not_seen: has(GROUPED, mode="lagrangian", entropy_coefficient=0.0),
+    failed_counts_zero: has(),
+    refused_are_left_out: has(("constrained_decoding",), mode="reject"),
+    lower_is_better_is_added: has(GROUPED),
+    lambda_twice: has(mode="lagrangian"),
+    denominator_of_the_minibatch: lambda case: case.settings.num_minibatches > 1,
+    kl_twice: lambda case: any(
+        t.kl_coefficient > 0.0 and t.kl_placement == "reward" and t.type in GROUPED
+        for t in case.settings.tasks
+    ),
+    kl_of_the_loss_is_another: lambda case: any(
+        t.kl_coefficient > 0.0 and t.kl_placement == "loss" and t.type in GROUPED for t in case.settings.tasks
+    ),
+    no_cap_on_importance: has(GROUPED, truncated_is=1.1),
+    clip_bounds_swapped: lambda case: has(GROUPED, clip_low=0.01)(case) and case.settings.num_epochs > 1,
+    value_head_keeps_its_unit: has(("ppo",), popart=True, popart_rate=0.3),
+    bootstrap_after_the_end: has(("ppo",)),
+    reference_stands_still: lambda case: (
+        case.settings.reference_decay < 1.0
+        and case.num_steps > 1
+        and any(t.kl_coefficient > 0.0 for t in case.settings.tasks)
+    ),
+    rounding_is_forgotten: lambda case: len(case.settings.tasks) > 1 and case.num_steps > 2,
+    shares_by_samples: lambda case: len(case.settings.tasks) > 1 and case.settings.max_grad_norm == 0.0,
+    multiplier_misses_a_step: has(mode="lagrangian"),
+    refill_draws_one_too_many: lambda case: (
+        case.settings.refill_rounds > 0 and case.settings.max_staleness == 0
+    ),
+    whole_groups_are_dropped: has(GROUPED),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.ERROR)
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_seen(plant, monkeypatch):
+    seeds = [seed for seed in range(1, MOST) if FAULTS[plant](draw_case(seed))][:12]
+    for seed in seeds:
+        with monkeypatch.context() as patch:
+            plant(patch)
+            found = compare(draw_case(seed)).problems
+        if found:
+            assert not compare(draw_case(seed)).problems, "without the fault both sides agree"
+            return
+    pytest.fail(f"{len(seeds)} cases were compared and none showed it")

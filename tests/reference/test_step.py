@@ -1,0 +1,56 @@
+"""Random combinations of settings: the product's step equals the reference's."""
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from .cases import draw_case
+from .compare import compare
+
+NAIVE = sorted((Path(__file__).parent / "naive").glob("*.py"))
+COMBINATIONS = 300
+AT_ONCE = 10
+
+
+@pytest.fixture(autouse=True)
+def one_thread(caplog):
+    caplog.set_level(logging.ERROR)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("first", range(1, COMBINATIONS, AT_ONCE))
+def test_the_step_equals_the_reference(first):
+    compared = 0
+    for seed in range(first, first + AT_ONCE):
+        case = draw_case(seed)
+        result = compare(case)
+        again = f"python -m tests.reference --n 1 --seed {seed}"
+        assert not result.problems, "\n".join([*result.problems[:8], again, case.describe()])
+        compared += result.compared
+    assert compared >= AT_ONCE, "too few steps were compared"
+
+
+@pytest.mark.parametrize("path", NAIVE, ids=lambda path: path.stem)
+def test_the_reference_shares_no_code_with_the_product(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level <= 1, "nothing from outside of naive/"
+            names = [node.module or ""] if node.level == 0 else []
+        for name in names:
+            assert name.split(".")[0] in (
+                "__future__",
+                "collections",
+                "dataclasses",
+                "math",
+                "torch",
+                "typing",
+            )
