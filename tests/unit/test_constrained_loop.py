@@ -27,7 +27,7 @@ from multitask_rl.training.credit import CreditAssigner, CreditedSample, Learner
 
 LIMIT = 0.1
 GROUP_SIZE = 4
-PROMPTS = 12
+PROMPTS = 8
 
 
 def build_run(algorithm: Algorithm) -> TaskRun:
@@ -85,7 +85,7 @@ def sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x))
 
 
-def train(algorithm: Algorithm, rounds: int, *, num_steps: int = 300) -> tuple[list[float], list[float]]:
+def train(algorithm: Algorithm, rounds: int, *, num_steps: int = 120) -> tuple[list[float], list[float]]:
     """Return the rate of violations and lambda after each step."""
     run, trace, policy = build_run(algorithm), TaskTrace(), Policy(seed=0)
     credit = CreditAssigner(None, {"task": run.learner}, many_updates=False)
@@ -94,7 +94,7 @@ def train(algorithm: Algorithm, rounds: int, *, num_steps: int = 300) -> tuple[l
     rates, multipliers = [], []
     for step in range(num_steps):
         drawn, kept = refill.collect({"task": PROMPTS}, policy.respond)
-        policy.learn(advantages.process(kept), rate=0.5)
+        policy.learn(advantages.process(kept), rate=1.5)
         stats = task_stats(run, by_group(drawn)["task"], advantages.metrics["task"])
         trace.observe(stats, metric_key="reward_score", smoothing=0.05, known_range=None)
         run.control(stats, step)
@@ -103,9 +103,10 @@ def train(algorithm: Algorithm, rounds: int, *, num_steps: int = 300) -> tuple[l
     return rates, multipliers
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, DAPO, ReinforcePP], ids=lambda a: a.__name__)
-@pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("algorithm", "rounds"), [(GRPO, 0), (GRPO, 1), (GRPO, 3), (DAPO, 3), (ReinforcePP, 3)]
+)
 def test_the_limit_is_held_however_many_rounds_of_refill(algorithm: type[Algorithm], rounds: int) -> None:
     rates, multipliers = train(algorithm(algorithm.Config()), rounds)
-    assert max(rates[-100:]) <= LIMIT
-    assert max(multipliers[-100:]) < 1.0, "lambda has no reason to wind up"
+    assert max(rates[-40:]) <= LIMIT
+    assert max(multipliers[-40:]) < 1.0, "lambda has no reason to wind up"
