@@ -15,8 +15,11 @@ __all__ = ["RunningMoments", "RunningScale"]
 _RATE = 0.05
 """Weight of the newest step once warmed up: a memory of about 20 steps."""
 
+_LONG_RUN = 0.02
+"""Weight of the newest step in the long-run average, as a part of its weight in the running one."""
+
 _RELATIVE_FLOOR = 0.1
-"""Lowest scale as a fraction of the highest seen; an absolute floor would tie it to the reward's units."""
+"""Lowest scale as a fraction of its long-run average; an absolute one would tie it to the reward's units."""
 
 _NOISE = 1e-7
 """A deviation below this share of the mean is float32 rounding, not signal."""
@@ -29,6 +32,54 @@ def _step_weight(num_steps: int, rate: float = _RATE) -> float:
     return rate / (1.0 - (1.0 - rate) ** num_steps)
 
 
+class RunningScale:
+    """Root mean square of a stream of batches, at least a tenth of its long-run average.
+
+    The floor keeps a scale that vanishes from blowing up what is left. The long-run average has 50 times the
+    memory (about 1,000 steps): the floor yields to a scale that stays small, and no outlier decides it.
+
+    As the scale of within-group deviations it is given groups that have any: the others carry no gradient,
+    and counting them would make the scale (and with it the step size) depend on how many were filtered before.
+
+    Args:
+        rate: weight of the newest batch once warmed up, in (0, 1].
+    """
+
+    def __init__(self, rate: float = _RATE) -> None:
+        self._rate = rate
+        self.num_steps = 0
+        self.mean_square = 0.0
+        self.long_run = 0.0
+        """Mean square with the longer memory."""
+
+    @property
+    def root(self) -> float:
+        """Root mean square with its floor; 0 before anything was seen."""
+        return max(math.sqrt(self.mean_square), _RELATIVE_FLOOR * math.sqrt(self.long_run))
+
+    @property
+    def value(self) -> float:
+        """Divisor of deviations, > 0; 1 before anything was seen."""
+        return self.root if self.num_steps else 1.0
+
+    def update(self, mean_square: float) -> None:
+        """Add one step's mean squared deviation."""
+        self.num_steps += 1
+        self.mean_square += _step_weight(self.num_steps, self._rate) * (mean_square - self.mean_square)
+        slow = _step_weight(self.num_steps, _LONG_RUN * self._rate)
+        self.long_run += slow * (mean_square - self.long_run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State, JSON-able."""
+        return {"num_steps": self.num_steps, "mean_square": self.mean_square, "long_run": self.long_run}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self.num_steps = int(state["num_steps"])
+        self.mean_square = float(state["mean_square"])
+        self.long_run = float(state["long_run"])
+
+
 class RunningMoments:
     """Mean and standard deviation of a stream of batches.
 
@@ -38,15 +89,18 @@ class RunningMoments:
 
     def __init__(self, rate: float = _RATE) -> None:
         self._rate = rate
-        self.num_steps = 0
         self.mean = 0.0
-        self.variance = 0.0
-        self.peak = 0.0
+        self._spread = RunningScale(rate)
+
+    @property
+    def num_steps(self) -> int:
+        """Batches seen."""
+        return self._spread.num_steps
 
     @property
     def std(self) -> float:
-        """Standard deviation, at least a tenth of the highest seen; 0 where it is rounding noise."""
-        std = max(math.sqrt(self.variance), _RELATIVE_FLOOR * self.peak)
+        """Standard deviation, with the floor of ``RunningScale``; 0 where it is rounding noise."""
+        std = self._spread.root
         return std if std > _NOISE * abs(self.mean) else 0.0
 
     def update(self, mean: float, variance: float) -> None:
@@ -54,61 +108,16 @@ class RunningMoments:
 
         Mixes central moments (not E[x^2] - E[x]^2), so a large common shift costs no digits.
         """
-        self.num_steps += 1
-        weight = _step_weight(self.num_steps, self._rate)
+        weight = _step_weight(self.num_steps + 1, self._rate)
         shift = mean - self.mean
-        self.variance = (1.0 - weight) * (self.variance + weight * shift * shift) + weight * variance
+        self._spread.update(variance + (1.0 - weight) * shift * shift)
         self.mean += weight * shift
-        self.peak = max(self.peak, math.sqrt(self.variance))
 
     def state_dict(self) -> dict[str, Any]:
         """State, JSON-able."""
-        return {
-            "num_steps": self.num_steps,
-            "mean": self.mean,
-            "variance": self.variance,
-            "peak": self.peak,
-        }
+        return {"mean": self.mean, "spread": self._spread.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self.num_steps = int(state["num_steps"])
         self.mean = float(state["mean"])
-        self.variance = float(state["variance"])
-        self.peak = float(state["peak"])
-
-
-class RunningScale:
-    """Root mean square of within-group deviations, of the groups that have any.
-
-    Groups without variance are left out: they carry no gradient, and counting them would make the scale (and
-    with it the step size of the others) depend on how many of them were filtered before.
-    """
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.mean_square = 0.0
-        self.peak = 0.0
-
-    @property
-    def value(self) -> float:
-        """Divisor of deviations, > 0; 1 before anything was seen."""
-        if self.num_steps == 0:
-            return 1.0
-        return max(math.sqrt(self.mean_square), _RELATIVE_FLOOR * self.peak)
-
-    def update(self, mean_square: float) -> None:
-        """Add one step's mean squared deviation, > 0."""
-        self.num_steps += 1
-        self.mean_square += _step_weight(self.num_steps) * (mean_square - self.mean_square)
-        self.peak = max(self.peak, math.sqrt(self.mean_square))
-
-    def state_dict(self) -> dict[str, Any]:
-        """State, JSON-able."""
-        return {"num_steps": self.num_steps, "mean_square": self.mean_square, "peak": self.peak}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``."""
-        self.num_steps = int(state["num_steps"])
-        self.mean_square = float(state["mean_square"])
-        self.peak = float(state["peak"])
+        self._spread.load_state_dict(state["spread"])

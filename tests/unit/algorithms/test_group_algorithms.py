@@ -228,15 +228,6 @@ def test_state_survives_json_and_continues_identically(name):
     assert (_credit(first, later, **others) == _credit(second, later, **others)).all()
 
 
-def test_task_scale_is_smooth_and_has_a_floor_relative_to_its_peak():
-    grpo = GRPO(GRPOConfig(normalisation="task"))
-    _credit(grpo, REWARDS * 10.0)
-    before = grpo.credit(credit_batch(REWARDS * 10.0, GROUPS, LENGTHS)).metrics["reward_scale"]
-    for _ in range(400):
-        after = grpo.credit(credit_batch(REWARDS * 1e-6, GROUPS, LENGTHS)).metrics["reward_scale"]
-    assert after == pytest.approx(0.1 * before)
-
-
 def test_task_scale_does_not_depend_on_how_many_groups_were_filtered():
     with_flat = GRPO(GRPOConfig()).credit(credit_batch([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2]))
     without = GRPO(GRPOConfig()).credit(credit_batch([1.0, 0.0], [0, 0]))
