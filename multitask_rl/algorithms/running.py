@@ -39,7 +39,7 @@ class RunningScale:
     memory (about 1,000 steps): the floor yields to a scale that stays small, and no outlier decides it.
 
     As the scale of within-group deviations it is given groups that have any: the others carry no gradient,
-    and counting them would make the scale (and with it the step size) depend on how many were filtered before.
+    and counting them would make the scale (and with it the step size) depend on how many were filtered.
 
     Args:
         rate: weight of the newest batch once warmed up, in (0, 1].
