@@ -92,6 +92,14 @@ def _note(names: set[str], name: str, _parameter: Tensor) -> None:
     names.add(name)
 
 
+@torch.no_grad()
+def _collect(local: nn.Parameter, sharded: Any) -> None:
+    """Add the gradient of a backward pass to that of ``local``: in float32 where the weights are in less."""
+    arrived = sharded.grad.to_local().to(local.grad_dtype)
+    sharded.grad = None  # torch would add up in the type of the weights
+    local.grad = arrived if local.grad is None else local.grad.add_(arrived)
+
+
 class Shards:
     """This rank's part of a sharded model's parameters, and how wholes are cut and put together.
 
@@ -118,6 +126,9 @@ class Shards:
             if gathered.requires_grad:
                 # the set alone: a hook that held this object would keep it and the model for ever
                 cast(Any, gathered).register_post_accumulate_grad_hook(partial(_note, self._met, name))
+        for local, sharded in zip(self.local, self._sharded, strict=True):
+            if sharded.requires_grad:
+                sharded.register_post_accumulate_grad_hook(partial(_collect, local))
 
     def is_cut(self, number: int) -> bool:
         """The peers have different parts of the parameter."""
@@ -162,17 +173,16 @@ class Shards:
             self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
 
     def take_gradients(self) -> None:
-        """Move the gradients that the backward passes left to the local parts.
+        """Settle the gradients that the backward passes added to the local parts.
 
         torch has zeros for parameters that no rank met. They get none: the optimizer leaves them alone.
         """
         met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
         self._ranks.sum(met)
         self._met.clear()
-        for local, sharded, number in zip(self.local, self._sharded, met.tolist(), strict=True):
-            if sharded.grad is not None:
-                local.grad = sharded.grad.to_local().to(local.grad_dtype) if number else None
-                sharded.grad = None
+        for local, number in zip(self.local, met.tolist(), strict=True):
+            if not number:
+                local.grad = None
         if self._ranks.tensor > 1:
             self._agree()
 
