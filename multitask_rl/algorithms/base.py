@@ -43,7 +43,8 @@ class AlgorithmConfig:
     """Weight of the entropy bonus, nats."""
     aggregation: str = "token"
     """Loss denominator of the task: ``token`` (mean over its tokens), ``sequence`` (mean over samples of
-    their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens))."""
+    their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens)). Tokens that a grammar
+    forced are in no mean, unless the task has a critic."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for a value outside its documented range."""

@@ -125,6 +125,29 @@ class Grammars:
             forced=torch.from_numpy(np.concatenate(forced)),
         )
 
+    def choices(self, grammars: Sequence[str], responses: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return where more than one token was allowed: [T] bool for each of ``responses``.
+
+        Args and errors as ``token_mask``.
+        """
+        bytes_per_token = -(-self.vocab_size // 8)
+        result: list[Tensor] = []
+        waiting: list[tuple[str, tuple[int, ...]]] = []
+        num_bytes = 0
+        for number, key in enumerate(zip(grammars, map(tuple, responses), strict=True), start=1):
+            waiting.append(key)
+            num_bytes += len(key[1]) * bytes_per_token
+            if num_bytes > _CACHE_BYTES or number == len(responses):
+                replays = self._replay([k for k in waiting if k[0]])
+                result += [
+                    torch.from_numpy(~replays[k].forced[replays[k].which])
+                    if k[0]
+                    else torch.ones(len(k[1]), dtype=torch.bool)
+                    for k in waiting
+                ]
+                waiting, num_bytes = [], 0
+        return result
+
     def _start(self, grammar: str) -> Any:
         """Return a matcher at the start of ``grammar``."""
         if grammar not in self._started:

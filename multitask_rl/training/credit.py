@@ -58,12 +58,20 @@ class CreditedSample:
     """[T]"""
     returns: Tensor | None = None
     """[T]"""
+    choices: Tensor | None = None
+    """[T] bool: the tokens that the loss is over and its denominator counts; None = all. A token that a
+    grammar forced is none: it has probability 1 whatever the weights."""
     has_gradient: bool = True
     """False: the loss does not depend on the sample; it only counts in the denominator."""
 
+    @property
+    def num_choices(self) -> int:
+        """Tokens that the loss is over."""
+        return len(self.sample.response_ids) if self.choices is None else int(self.choices.sum())
+
     def compact(self) -> CreditedSample:
         """Return it with tensors of its own: a view travels with all that it is a view of."""
-        names = ("old_logprobs", "ref_logprobs", "old_values", "returns")
+        names = ("old_logprobs", "ref_logprobs", "old_values", "returns", "choices")
         given: dict[str, Any] = {
             n: None if (found := getattr(self, n)) is None else found.clone() for n in names
         }
@@ -155,11 +163,19 @@ class CreditAssigner:
             scale, shift = credit.value_rescale
             self._runner.critic.rescale(task.spec.name, scale, shift)
             values = [scale * v + shift for v in values]
-        may_skip = task.zero_advantage_is_zero_gradient
         metrics = dict(credit.metrics)
+        choices = self._choices(samples)
+        if choices is not None:
+            metrics["grammar/forced_share"] = 1.0 - float(torch.cat(choices).float().mean())
+            if task.algorithm.needs_critic:  # which learns a value at every token
+                choices = None
         if before and before.ref_logprobs:
             gaps = [(o - r).sum() for o, r in zip(before.old_logprobs, before.ref_logprobs, strict=True)]
             metrics["kl"] = float(torch.stack(gaps).mean())
+        may_skip = task.zero_advantage_is_zero_gradient
+        has_gradient = [not may_skip or bool(own.any()) for own in advantages]
+        if choices is not None:
+            has_gradient = [h and bool(own.any()) for h, own in zip(has_gradient, choices, strict=True)]
         return [
             CreditedSample(
                 sample=sample,
@@ -168,10 +184,18 @@ class CreditAssigner:
                 ref_logprobs=ref[i] if ref else None,
                 old_values=values[i] if values else None,
                 returns=returns[i] if returns is not None else None,
-                has_gradient=not (may_skip and not bool(advantages[i].any())),
+                choices=choices[i] if choices else None,
+                has_gradient=has_gradient[i],
             )
             for i, sample in enumerate(samples)
         ], metrics
+
+    def _choices(self, samples: Sequence[TrainSample]) -> list[Tensor] | None:
+        """Return where each response had a choice; None if no grammar restricts them."""
+        grammars = [s.scored.rollout.sampling.grammar for s in samples]
+        if not any(grammars):
+            return None
+        return self._runner.actor.grammars.choices(grammars, [s.response_ids for s in samples])
 
     def _look_before(self, task: LearnerTask, samples: list[TrainSample]) -> Before | None:
         """Compute what credit needs of the weights as they are; None when it needs nothing."""

@@ -48,8 +48,6 @@ class TokenOutputs:
     """[N, V] float32, after grammar, temperature and filter; only if they were wanted."""
     hidden: Tensor | None = None
     """[N, H] last hidden state at the position before each token; only if wanted."""
-    forced: Tensor | None = None
-    """[N] bool: a grammar left a single token; None if no sample of the micro-batch has a grammar."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,9 +113,6 @@ def forward_tokens(
         mask: what grammars allowed at the response tokens that have one.
     """
     distribution = _distribution(batch, sampling, mask)
-    forced = None
-    if mask is not None:
-        forced = torch.zeros_like(batch.targets, dtype=torch.bool).index_copy(0, mask.tokens, mask.forced)
     split = split_head(model)
     if split is None:
         outputs = _run(model, batch, want_logits=True, want_hidden=want_hidden)
@@ -129,7 +124,7 @@ def forward_tokens(
     if want_logits:
         logits = distribution.apply(before if head is None else head(before))
         logprobs, entropy = _scores(logits, batch.targets, entropy_gradient)
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=logits, hidden=hidden, forced=forced)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=logits, hidden=hidden)
 
     def score(part: Tensor, own: _Distribution) -> tuple[Tensor, Tensor]:
         logits = own.apply(part if head is None else head(part))
@@ -139,7 +134,7 @@ def forward_tokens(
     size = max(1, SLICE_CELLS // width)
     if len(before) <= size:
         logprobs, entropy = score(before, distribution)
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, hidden=hidden, forced=forced)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, hidden=hidden)
     # computed again in the backward pass: what a slice keeps until then is its hidden states
     parts = [
         checkpoint(score, part, own, use_reentrant=False, preserve_rng_state=False)
@@ -149,7 +144,6 @@ def forward_tokens(
         logprobs=torch.cat([p for p, _ in parts]),
         entropy=torch.cat([e for _, e in parts]),
         hidden=hidden,
-        forced=forced,
     )
 
 

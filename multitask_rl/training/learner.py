@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -246,17 +246,17 @@ class Learner:
         counts: dict[str, tuple[int, int]] = {}
         for c in minibatch:
             num_samples, num_tokens = counts.get(c.sample.task, (0, 0))
-            counts[c.sample.task] = (num_samples + 1, num_tokens + len(c.sample.response_ids))
+            counts[c.sample.task] = (num_samples + 1, num_tokens + c.num_choices)
         weights = []
         for c in minibatch:
             task = self.tasks[c.sample.task]
             num_samples, num_tokens = counts[c.sample.task]
             denominator = {
                 "token": num_tokens,
-                "sequence": num_samples * len(c.sample.response_ids),
+                "sequence": num_samples * c.num_choices,
                 "constant": num_samples * c.sample.scored.rollout.sampling.max_new_tokens,
             }[task.algorithm.config.aggregation]
-            weights.append(shares.get(c.sample.task, 0.0) * task.spec.loss_weight / denominator)
+            weights.append(shares.get(c.sample.task, 0.0) * task.spec.loss_weight / max(denominator, 1))
         return weights
 
     def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
@@ -291,11 +291,11 @@ class Learner:
             token_batch = self._token_batch(self.tasks[name], batch, out, tokens, own, logprobs)
             # samples are numbered within the task: 0 .. len(own) - 1
             token_batch.sequence = torch.searchsorted(members, batch.sequence[tokens])
+            if (choices := _choices(own)) is not None:
+                chosen_tokens = choices.to(device)
+                token_batch, tokens = _only(token_batch, chosen_tokens), tokens[chosen_tokens]
             result = self.tasks[name].algorithm.loss(token_batch)
-            metrics = _token_metrics(token_batch, result, out.entropy[tokens])
-            if out.forced is not None and self.tasks[name].spec.grammar:
-                metrics["grammar/forced_share"] = out.forced[tokens].float()
-            means.add(name, metrics)
+            means.add(name, _token_metrics(token_batch, result, out.entropy[tokens]))
             total = total + (result.loss * weight[tokens]).sum()
         if self.runner.is_sharded and not total.requires_grad:
             total = total + 0.0 * out.logprobs.sum()  # the other ranks go backward
@@ -366,6 +366,24 @@ def _token_metrics(batch: TokenBatch, result: LossOutput, entropy: Tensor) -> di
             gap = (batch.old_logprobs - batch.rollout_logprobs).abs()
             metrics["mismatch"] = gap[~gap.isnan()]
     return metrics
+
+
+def _choices(own: Sequence[CreditedSample]) -> Tensor | None:
+    """Return the tokens [N] bool of the samples that the loss is over; None for all."""
+    if all(c.choices is None for c in own):
+        return None
+    return torch.cat([_all_tokens(c) if c.choices is None else c.choices for c in own])
+
+
+def _all_tokens(credited: CreditedSample) -> Tensor:
+    return torch.ones(len(credited.sample.response_ids), dtype=torch.bool)
+
+
+def _only(batch: TokenBatch, tokens: Tensor) -> TokenBatch:
+    """Return the chosen ``tokens`` [N] bool of a batch."""
+    found = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    chosen: dict[str, Any] = {name: v[tokens] for name, v in found.items() if isinstance(v, Tensor)}
+    return replace(batch, **chosen)
 
 
 def _exact_kl(

@@ -130,11 +130,8 @@ def forward_in_parts(
     logprobs, entropy = whole(out.logprobs), whole(out.entropy)
     if logprobs is None or entropy is None:
         raise AssertionError("log-probabilities are always computed")
-    forced = None
-    if mask is not None:  # a rank without a grammar's token has none
-        forced = torch.zeros_like(batch.targets, dtype=torch.bool).index_copy(0, mask.tokens, mask.forced)
     return TokenOutputs(
-        logprobs=logprobs, entropy=entropy, logits=whole(out.logits), hidden=whole(out.hidden), forced=forced
+        logprobs=logprobs, entropy=entropy, logits=whole(out.logits), hidden=whole(out.hidden)
     )
 
 

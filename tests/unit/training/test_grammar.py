@@ -200,8 +200,10 @@ def test_an_entropy_bonus_has_a_finite_gradient_where_tokens_have_probability_ze
 def test_a_forced_token_teaches_nothing():
     scored = sample_scored(build_actor(), "b", grammars={"b": json.dumps({"regex": "abc=;"})})
     bench = Bench()
+    bench.tasks["b"].algorithm.config.entropy_coefficient = 0.01
     bench.update(scored, {"b": 1.0})
-    assert max(float(g.abs().max()) for g in bench.gradient.values()) == 0.0
+    assert not any(c.has_gradient for c in bench.credited)
+    assert not bench.gradient
 
 
 def test_a_task_without_grammar_pays_nothing_and_learns_bitwise_the_same_beside_one():
@@ -312,3 +314,34 @@ def test_an_engine_without_grammars_refuses_them():
     engine = HFEngine(build_actor().model, eos_token_ids=[1], pad_token_id=0)
     with pytest.raises(EngineError, match="without 'grammars'"):
         engine.generate([request(NUMBER)])
+
+
+def mean_gradient(bench, over):
+    """Return the gradient of the mean of -advantage * log-probability over the tokens ``over`` keeps."""
+    model, runner = bench.actor.model, bench.learner.runner
+    samples = [c.sample for c in bench.credited]
+    (batch,) = runner.cut(samples)
+    logprobs = runner.forward(batch, samples).logprobs
+    chosen = torch.cat([over(bench.credited[i]) for i in batch.indices])
+    advantages = torch.cat([bench.credited[i].advantages for i in batch.indices])
+    loss = -(advantages * logprobs)[chosen].mean()
+    named = dict(model.named_parameters())
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def test_forced_tokens_are_left_out_of_the_token_mean():
+    scored = sample_scored(build_actor(), "b", grammars={"b": json.dumps({"regex": "abc[a-z]{2}xyz=;"})})
+    before, bench = Bench(), Bench()
+    bench.update(scored, {"b": 1.0})
+    before.credited = bench.credited  # same weights, not yet updated
+    found = {n: g for n, g in bench.gradient.items() if n in dict(bench.actor.model.named_parameters())}
+    free = torch.tensor([False] * 3 + [True] * 2 + [False] * 6)
+    expected = mean_gradient(before, lambda c: free[: len(c.sample.response_ids)])
+    assert relative_difference(found, expected) < 1e-5
+
+
+def test_with_a_critic_every_token_is_in_the_mean():
+    grammars = {"a": json.dumps({"regex": "abc[a-z]{2}xyz=;"})}
+    bench = Bench()
+    bench.update(sample_scored(build_actor(), "a", grammars=grammars), {"a": 1.0})
+    assert all(c.choices is None and c.has_gradient for c in bench.credited)
