@@ -73,7 +73,9 @@ def apportion(
     active = [task for task, share in shares.items() if share > 0.0]
     if total and not active:
         raise ValueError(f"no task has a share above 0, so {total} prompts cannot be split")
-    owed = {task: shares[task] * total + carry.get(task, 0.0) for task in active}
+    # What is owed to or by a task that is out of the step now (frozen, removed) is spread over the others.
+    lost = math.fsum(carry.get(task, 0.0) for task in active)
+    owed = {task: shares[task] * (total - lost) + carry.get(task, 0.0) for task in active}
     counts = dict.fromkeys(shares, 0)
     for task in active:
         counts[task] = max(0, math.floor(owed[task]))
