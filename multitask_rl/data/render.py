@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.task import TaskSpec
@@ -24,6 +26,9 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
     what it adds in front. Where the prompt template is one column alone and the column holds a list of chat
     messages, these are used as they are, but for ``spec.system``, which replaces a system message of theirs.
 
+    What the row holds is text: a special token written out in it (``<|im_end|>``) is encoded as ordinary
+    characters: a row opens no turn of the chat. A row whose column ``special_tokens`` is true means them.
+
     Returns:
         ``(text, prompt_ids)``; prompt_ids [P], P >= 1.
 
@@ -37,15 +42,98 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
             f"{spec.source or 'tasks'}: tasks.{spec.name}.chat is true, but the tokenizer has no chat "
             f"template; set chat: false or use a model with one"
         )
-    content = render_content(spec, row)
+    hidden = _Hidden(row, tokenizer)
+    content = render_content(spec, hidden.row)
     if has_template and spec.chat is not False:
-        text, ids = _render_chat(spec, content, tokenizer)
+        text = _render_chat(spec, content, tokenizer)
+        # the template's text holds the begin-of-sequence token; the tokenizer must not add a second one
+        ids = hidden.encode(text, tokenizer, begun=True)
     else:
         text = content if isinstance(content, str) else "\n\n".join(str(m["content"]) for m in content)
-        ids = _encode_plain(text, tokenizer)
+        ids = _encode_plain(text, tokenizer, hidden)
     if not ids:
         raise DataError(f"task {spec.name!r}: row {row_id(row)!r} renders to an empty prompt")
-    return text, ids
+    return hidden.shown(text), ids
+
+
+class _Hidden:
+    """A row whose texts hold stand-ins for special tokens, and what gives the tokens' text back.
+
+    A stand-in is a private character that the row does not hold. It goes through templates as any other.
+    """
+
+    def __init__(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._texts: dict[str, str] = {}
+        self.row = row
+        pattern = _special_tokens(tokenizer, len(tokenizer))
+        whole = str(dict(row)) if pattern is not None and row.get("special_tokens") is not True else ""
+        if pattern is None or not pattern.search(whole):
+            return
+        free = (c for c in map(chr, range(0xF0000, 0xFFFFD)) if c not in whole)
+        stand_ins: dict[str, str] = {}
+
+        def hide(value: Any) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(lambda found: stand_in(found[0]), value)
+            if isinstance(value, Mapping):
+                return {key: hide(item) for key, item in value.items()}
+            return [hide(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+        def stand_in(token: str) -> str:
+            if token not in stand_ins:
+                stand_ins[token] = next(free)
+                self._texts[stand_ins[token]] = token
+            return stand_ins[token]
+
+        self.row = hide(row)
+
+    def shown(self, text: str) -> str:
+        """Return ``text`` with the tokens' own text in the place of the stand-ins."""
+        return re.sub("[\U000f0000-\U000ffffd]", lambda found: self._texts.get(found[0], found[0]), text)
+
+    def encode(self, text: str, tokenizer: PreTrainedTokenizerBase, *, begun: bool) -> list[int]:
+        """Return the ids of ``text``: special tokens are parsed in it, not in what a stand-in stands for.
+
+        Args:
+            text: rendered from ``row``.
+            tokenizer: its tokenizer.
+            begun: the text holds the tokens it begins with; the tokenizer adds none.
+        """
+        pieces = re.split(f"([{''.join(self._texts)}])", text) if self._texts else [text]
+        ids: list[int] = []
+        for index, piece in enumerate(pieces):
+            if piece in self._texts:
+                ids += _encode_as_text(self._texts[piece], tokenizer)
+            elif piece or not index:
+                adds = not begun and not index
+                ids += tokenizer(piece, add_special_tokens=adds, verbose=False)["input_ids"]
+                ended = adds and ids and ids[-1] == tokenizer.eos_token_id
+                if ended and not piece.endswith(str(tokenizer.eos_token)):
+                    ids.pop()  # some tokenizers append their end token to every text
+        return ids
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens' texts; ``size`` is the tokenizer's: it may be given more."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return (
+        re.compile("|".join(map(re.escape, sorted(texts - {""}, key=len, reverse=True)))) if texts else None
+    )
+
+
+def _encode_as_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of a special token's text, none of which is special."""
+    special = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    whole = {"add_special_tokens": False, "verbose": False}
+    ids = list(tokenizer(text, split_special_tokens=True, **whole)["input_ids"])
+    if special.intersection(ids):  # a tokenizer that does not know the option: no character is the token
+        ids = [i for character in text for i in tokenizer(character, **whole)["input_ids"]]
+        unknown = tokenizer.unk_token_id
+        ids = [i for i in ids if i not in special or i == unknown]
+    return ids
 
 
 def render_content(spec: TaskSpec, row: Row) -> str | list[dict[str, Any]]:
@@ -109,22 +197,15 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
 
 def _render_chat(
     spec: TaskSpec, content: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[int]]:
+) -> str:
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
     if spec.system:
         if messages[0].get("role") == "system":  # models are trained with one
             del messages[0]
         messages.insert(0, {"role": "system", "content": spec.system})
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    # The template's text already holds the begin-of-sequence token; the tokenizer must not add a second one.
-    return text, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def _encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token_id
-    begun = bool(bos) and text.startswith(str(bos))
-    ids = list(tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"])
-    # Some tokenizers append their end token to every text; a prompt that has ended cannot be continued.
-    if eos is not None and ids and ids[-1] == eos and not text.endswith(str(tokenizer.eos_token)):
-        ids.pop()
-    return ids
+def _encode_plain(text: str, tokenizer: PreTrainedTokenizerBase, hidden: _Hidden) -> list[int]:
+    bos = tokenizer.bos_token
+    return hidden.encode(text, tokenizer, begun=bool(bos) and text.startswith(str(bos)))

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from multitask_rl.errors import SandboxError
+from multitask_rl.posting import open_request
 from multitask_rl.sandbox.base import Outcome, Program, ScriptTask, StdioTask, TestResult, Verdict
 from multitask_rl.sandbox.cell.verdicts import same_text
 
@@ -182,7 +183,7 @@ class HttpSandbox:
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with open_request(request, timeout=timeout_s) as response:
                 answer = json.loads(response.read(_ANSWER_LIMIT))
         except urllib.error.HTTPError as error:
             with error:

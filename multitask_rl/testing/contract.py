@@ -118,12 +118,19 @@ def check_reward(
         if not works.passed:
             return [works]
     grader, prompt_text = _grader("reward", plugin, config), str(row.get("prompt", "What is 2 + 2?"))
+    guessed = "" if gold is not None else _gold_column(row)
     gold = _gold_of(row) if gold is None else gold
     hostile = _rollouts([*NON_ANSWERS, prompt_text], row)
     findings, results = _common(grader, hostile)
     worst = [r.value for r in results if isinstance(r, Score)]
     if gold is not None:
-        findings.append(_gold(grader, _rollouts([gold], row), full, worst))
+        if guessed and full is None and not _compares(grader, gold, row, guessed):
+            name = "the gold answer earns at least as much as any non-answer"
+            findings.append(
+                Finding(name, True, f"it does not judge by {guessed!r}: no answer is the right one")
+            )
+        else:
+            findings.append(_gold(grader, _rollouts([gold], row), full, worst))
     high = grader.traits.high
     if math.isfinite(high):
         paid = [i for i, r in enumerate(results) if isinstance(r, Score) and r.value >= high]
@@ -224,6 +231,14 @@ def _gold(grader: Grader, rollouts: list[Rollout], full: float | None, worst: Se
     )
 
 
+def _compares(grader: Grader, gold: str, row: Mapping[str, Any], column: str) -> bool:
+    """Whether the reward of ``gold`` depends on the row's ``column``; one of form or length does not."""
+    if math.isfinite(grader.traits.high):
+        return True
+    other = {**row, column: f"not {row[column]}"}
+    return grader.grade(_rollouts([gold], row)) != grader.grade(_rollouts([gold], other))
+
+
 def _missing_columns(grader: Grader, row: Mapping[str, Any]) -> Finding:
     name = "a row without its columns is a data failure"
     result = grader.grade([make_rollout("4", row={})])[0]
@@ -257,7 +272,12 @@ def _pool(kind: str, plugin: str, config: Mapping[str, Any] | None, rollouts: li
 
 
 def _gold_of(row: Mapping[str, Any]) -> str | None:
-    return next((str(row[c]) for c in _GOLD_COLUMNS if isinstance(row.get(c), (str, int, float))), None)
+    column = _gold_column(row)
+    return str(row[column]) if column else None
+
+
+def _gold_column(row: Mapping[str, Any]) -> str:
+    return next((c for c in _GOLD_COLUMNS if isinstance(row.get(c), (str, int, float))), "")
 
 
 def _threads(grader: Grader, rollouts: list[Rollout], expected: list[Result]) -> Finding:

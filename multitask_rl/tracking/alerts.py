@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from multitask_rl.posting import open_request
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.lines import dump_line, event_to_dict
 
@@ -120,5 +121,5 @@ class _Webhook(threading.Thread):
         if token := os.environ.get(TOKEN_VARIABLE):
             headers["Authorization"] = f"Bearer {token}"
         request = urllib.request.Request(self._url, line.encode(), headers, method="POST")
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+        with open_request(request, timeout=_TIMEOUT_S):
             pass

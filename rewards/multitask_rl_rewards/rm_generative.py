@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
+from multitask_rl.posting import open_request
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import question_of, render, strip_thinking
 
@@ -173,7 +174,7 @@ class GenerativeJudge:
             headers=headers,
         )
         try:
-            with urllib.request.urlopen(request, timeout=self.config.timeout) as answer:
+            with open_request(request, timeout=self.config.timeout) as answer:
                 reply = json.loads(answer.read(_MAX_REPLY_BYTES))
             text = reply["choices"][0]["message"]["content"]
         except urllib.error.HTTPError as error:

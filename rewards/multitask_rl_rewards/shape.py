@@ -237,7 +237,13 @@ class JsonSchema:
             value = json.loads(fence[1] if fence else text)
         except (ValueError, RecursionError):
             return Score(value=0.0)
-        fits = _validator(schema).is_valid(value)
+        validator = _validator(schema)
+        from referencing.exceptions import Unresolvable
+
+        try:
+            fits = validator.is_valid(value)
+        except Unresolvable as error:
+            return data_failure(f"the schema refers to {error.ref!r}, which it does not hold", "json_schema")
         return Score(value=1.0 if fits else 0.5, components={"valid": float(fits)})
 
 
@@ -259,12 +265,14 @@ def _row_schema(value: Any) -> Mapping[str, Any] | Failure:
 def _validator(schema: Mapping[str, Any]) -> Any:
     try:
         from jsonschema.validators import validator_for
+        from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtraError(
             f"json_schema validates through the package `jsonschema`, which cannot be imported ({error}). "
             "Install it with: pip install 'multitask-rl[eval]'"
         ) from error
-    return validator_for(schema)(schema)
+    # with its own registry nothing is fetched: by default a remote $ref is, by http or from a local file
+    return validator_for(schema)(schema, registry=REGISTRY)
 
 
 def _schema_problem(schema: Mapping[str, Any]) -> str:
@@ -274,6 +282,28 @@ def _schema_problem(schema: Mapping[str, Any]) -> str:
 
     try:
         type(validator).check_schema(schema)
+        outside = _outside(schema)
     except SchemaError as error:
         return str(error.message)
+    except RecursionError:
+        return "it is nested too deep"
+    if outside:
+        return f"it refers to {outside!r}, which is not fetched: put that schema under $defs"
     return ""
+
+
+def _outside(schema: Any) -> str:
+    """Return the first ``$ref`` that is neither in ``schema`` nor one of JSON Schema's own; "" if none is."""
+    from jsonschema_specifications import REGISTRY
+
+    found, waiting = list[str](), [schema]
+    known = {""}
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Mapping):
+            own = {key: value for key, value in item.items() if isinstance(value, str)}
+            known.update(own[key].partition("#")[0] for key in ("$id", "id") if key in own)
+            found += [own[key] for key in ("$ref", "$dynamicRef") if key in own]
+        if isinstance(item, (Mapping, list)):
+            waiting += item.values() if isinstance(item, Mapping) else item
+    return next((r for r in found if (uri := r.partition("#")[0]) not in known and uri not in REGISTRY), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,15 @@ def test_the_check_says_what_a_plugin_that_hangs_or_exits_does(tmp_path: Path, b
     report = check_plugin(write(tmp_path, body))
     assert not report.passed
     assert said in report.text()
+
+
+def test_the_reward_of_the_readme_passes_its_own_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says that the function is enough, and names the command that checks it."""
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"`(def brevity\(.*)`, named", page)
+    assert example is not None
+    (tmp_path / "my_rewards.py").write_text(example[1] + "\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "my_rewards.py:brevity"]) == 0
