@@ -67,9 +67,22 @@ class Supervisor:
             if judged is not None and not self._conclude(*judged):
                 return False
             # saved before its evaluation when that was interrupted: once more, with the verdict
-            if evaluates if self.saved_at == step else forced or _is_due(step, config.checkpoint.every):
+            due = forced or _is_due(step, config.checkpoint.every) or (evaluates and self._lacks_target())
+            if evaluates if self.saved_at == step else due:
                 self.save()
         return True
+
+    def _lacks_target(self) -> bool:
+        """Whether these weights are good, and the newest good ones on disk are old for a rollback.
+
+        Where evaluations and checkpoints fall on different steps, none of the checkpoints would be judged.
+        """
+        step, every = self._trainer.step, self._trainer.config.checkpoint.every
+        if self._guard is None or self._known.step != step or not self._known.judged_good:
+            return False
+        newest = _newest_good(self._checkpoints())
+        reach = max(1, self._guard.rollback_steps // 2)
+        return newest is None or step - newest.step >= min(every or reach, reach)
 
     def _record(self, evaluations: dict[str, TaskEvaluation], seconds: float) -> None:
         """Record the evaluation of every task at this step."""
@@ -239,7 +252,7 @@ class Supervisor:
             for name, cursor in cursors.items():
                 stream = trainer.runs[name].stream
                 if stream is not None:
-                    stream.load_state_dict(cursor)
+                    stream.skip_to(cursor)
         trainer.store.checkpoints.forget_after(target.step)
         self.evaluated_at = self.saved_at = target.step
         self._known = trainer.store.checkpoints.entries[target.step]

@@ -205,8 +205,7 @@ def _check_number_of_grammars(spec: TaskSpec, where: Where) -> None:
 
 def _check_primary_metric(spec: TaskSpec, where: Where) -> None:
     known = ["reward", *(r.name or r.plugin for r in spec.rewards)]
-    from_plugin = spec.dataset.startswith("plugin:")
-    if spec.primary_metric.split("/", 1)[0] not in known and not from_plugin:
+    if spec.primary_metric.split("/", 1)[0] not in known:
         raise ConfigError(
             f"{where}: primary_metric {spec.primary_metric!r} is none of the task's rewards"
             f"{suggest(spec.primary_metric, known)} (allowed: {', '.join(known)}, or <reward>/<component>)"

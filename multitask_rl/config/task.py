@@ -160,8 +160,8 @@ class TaskSpec:
     eval_dataset: str = ""
     """Held-out data; empty = ``dataset`` with ``eval_split``, or a hashed 10 % held out of it."""
     eval_split: str = ""
-    """Split to evaluate on, not the one trained on; empty = first of ``test``, ``validation``, ``dev`` with
-    rows, else held out."""
+    """Split to evaluate on, not the one trained on; empty = first of ``validation``, ``dev`` with rows, else
+    held out. Guard, scheduler and best checkpoint choose by it: ``test`` is read only where it is named."""
     prompt: str = "{prompt}"
     """Template over the row's columns; with ``chat`` it becomes the user's message."""
     system: str = ""

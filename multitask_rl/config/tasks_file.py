@@ -227,7 +227,23 @@ def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> Mapping[str, 
     config = _dataset_config(raw, where)
     task = build_plugin(load_plugin(TASKS, name, expects=["settings", "rows"]), config, where=str(where))
     given = {long for short, (_, long) in _SHORT_FORMS.items() if short in raw}
-    return {**{k: v for k, v in task.settings().items() if k not in given}, **raw}
+    settings = {k: v for k, v in task.settings().items() if k not in given}
+    if {"rewards", "reward_model"} & set(raw):
+        # the plugin's primary metric is one of its own rewards, which the file has replaced
+        names = {_name_of(item) for item in [*_listed(raw.get("rewards")), raw.get("reward_model", "")]}
+        if str(settings.get("primary_metric", "")).partition("/")[0] not in names:
+            settings.pop("primary_metric", None)
+    return {**settings, **raw}
+
+
+def _listed(items: Any) -> list[Any]:
+    return items if isinstance(items, list) else []
+
+
+def _name_of(item: Any) -> str:
+    """Return the name in logs of an entry of ``rewards``; empty for one that is malformed."""
+    given = item if isinstance(item, Mapping) else {"plugin": item}
+    return str(given.get("name") or _short_name(str(given.get("plugin") or "")))
 
 
 def _dataset_config(raw: Mapping[str, Any], where: Where) -> Mapping[str, Any]:

@@ -73,6 +73,7 @@ class PooledStream(PromptStream):
         self._carry: dict[str, float] = {}
         self._pending: dict[int, tuple[int, str]] = {}
         self._missed: dict[int, int] = {}
+        self._last_draw: dict[int, int] = {}
         self._reported = self._shares()
         self._step_draws: Counter[str] = Counter()
 
@@ -96,6 +97,7 @@ class PooledStream(PromptStream):
                 index = next(iter(pool))
                 pool.move_to_end(index)
                 self._pending[self._draw] = (index, name)
+                self._last_draw[index] = self._draw
                 rows.append((self._draw, self._rows[index]))
                 self._draw += 1
         return rows
@@ -226,8 +228,27 @@ class PooledStream(PromptStream):
                 "missed": {str(draw): since for draw, since in self._missed.items()},
                 "reported": dict(self._reported),
                 "step_draws": dict(self._step_draws),
+                "last_draw": {str(index): draw for index, draw in self._last_draw.items()},
             },
         }
+
+    def skip_to(self, later: Mapping[str, Any]) -> None:
+        """Go on behind the rows given up to a later ``state_dict``; pools and estimates stay as they are.
+
+        What the rows earned in between was earned by weights that are gone. The rows given in between go to
+        the end of their pools.
+        """
+        before = self._draw
+        super().load_state_dict(later)
+        given = {
+            int(index): draw for index, draw in later["curriculum"]["last_draw"].items() if draw >= before
+        }
+        for index in sorted(given, key=given.__getitem__):
+            for pool in self._pools.values():
+                if index in pool:
+                    pool.move_to_end(index)
+        self._last_draw.update(given)
+        self._pending, self._missed = {}, {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; pools of other rows or of another curriculum start anew.
@@ -253,6 +274,7 @@ class PooledStream(PromptStream):
         self._missed = {int(draw): since for draw, since in saved.get("missed", {}).items()}
         self._reported = dict(saved["reported"])
         self._step_draws = Counter(saved["step_draws"])
+        self._last_draw = {int(index): draw for index, draw in saved.get("last_draw", {}).items()}
 
     def _makes_same_pools(self, spec: Mapping[str, Any]) -> bool:
         return (spec["by"], spec["pools"]) == (self._spec.by, self._spec.pools)

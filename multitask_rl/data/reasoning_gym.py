@@ -53,7 +53,7 @@ class _Rows:
 
 
 def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
-    """Return the rows of generator ``name`` by split: ``train`` and ``test``.
+    """Return the rows of generator ``name`` by split: ``train`` and ``validation``.
 
     Args:
         spec: its ``dataset_config`` holds the generator's own keys, ``size`` (training rows, default 1000; a
@@ -75,7 +75,7 @@ def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
     for key, value, low in (("size", size, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ConfigError(f"{where}.{key}: expected a whole number >= {low}, got {value!r}")
-    sizes = {"train": size, "test": size if spec.evaluation_only else max(1, size // 10)}
+    sizes = {"train": size, "validation": size if spec.evaluation_only else max(1, size // 10)}
     splits: dict[str, Rows] = {}
     for split, count in sizes.items():
         # numpy's generators take 32 bits, and generators add the row's number to their seed.

@@ -1,9 +1,10 @@
 """The rows of a task: which are trained on, which are held out.
 
 Held-out rows are, in this order: ``eval_dataset``; the rows of ``eval_split``; the first of the splits
-``test``, ``validation``, ``dev`` that has rows; a tenth of the training rows, chosen by a hash of the row's
-id. The hash knows no seed: a row is held out in every run, so that numbers of different runs compare and
-nothing leaks.
+``validation``, ``dev`` that has rows; a tenth of the training rows, chosen by a hash of the row's id. A split
+``test`` is read where ``eval_split`` names it, or nothing else can be held out: the guard, the scheduler and
+the best checkpoint choose by held-out rows, and what they choose by tests nothing any more. The hash knows no
+seed: a row is held out in every run, so that numbers of different runs compare and nothing leaks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ __all__ = [
     "split_rows",
 ]
 
-EVAL_SPLITS = ("test", "validation", "dev")
+EVAL_SPLITS = ("validation", "dev", "test")
+"""Splits not trained on, by preference."""
+_TEST = EVAL_SPLITS[-1]
 _HELD_OUT = 0.1
 
 
@@ -85,7 +88,7 @@ def split_rows(spec: TaskSpec, splits: Mapping[str, Rows], *, train_split: str =
     if spec.eval_split:
         return train, _take(spec, splits, spec.eval_split)
     for name in EVAL_SPLITS:
-        if name != wanted and splits.get(name):
+        if name != wanted and splits.get(name) and (name != _TEST or len(train) < 2):
             return train, splits[name]
     return _hold_out(train)
 
@@ -152,7 +155,8 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
             "evaluation_only: true"
         )
     splits: dict[str, Rows] = {}
-    for split in [spec.eval_split] if spec.eval_split else EVAL_SPLITS:
+    offered = EVAL_SPLITS if spec.evaluation_only else EVAL_SPLITS[:-1]
+    for split in [spec.eval_split] if spec.eval_split else offered:
         if split != spec.split and (rows := task.rows(split)):
             splits[split] = rows
             break

@@ -68,9 +68,9 @@ class PromptStream:
         """Return the next ``n`` rows, each with its draw number."""
         return [self._next_one() for _ in range(n)]
 
-    def skip(self, n: int) -> None:
-        """Go on by ``n`` rows without giving them."""
-        self._draw += n
+    def skip_to(self, later: Mapping[str, Any]) -> None:
+        """Go on behind the rows given up to a later ``state_dict``, and keep what was learnt about rows."""
+        self.load_state_dict(later)
 
     def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:
         """Hear what the groups of a step earned, by draw number; this order depends on nothing."""

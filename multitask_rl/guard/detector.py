@@ -38,8 +38,8 @@ class DetectorSettings:
     warmup: int = 4
     """Evaluations before the ratchet starts and an alarm is possible: the bound of few evaluations is wide
     and its running maximum would settle above the true level."""
-    min_slack: float = 0.5
-    """Least k: a drop smaller than one standard error cannot be told from noise at this sample size."""
+    min_slack: float = 1.0
+    """Least k: a fall of less than two standard errors cannot be told from noise at this sample size."""
 
     @property
     def confidence_z(self) -> float:
@@ -52,7 +52,7 @@ class RegressionDetector:
     """One-sided CUSUM against a lower-confidence-bound ratchet. Higher is better; its fields are its state.
 
     With ``m`` the reference before the evaluation, ``x`` its mean and ``s`` the standard error:
-    ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 0.5)``, alarm when ``S > h``.
+    ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 1)``, alarm when ``S > h``.
 
     Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954, with the reference level
     estimated on the way.

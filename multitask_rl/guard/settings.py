@@ -36,7 +36,7 @@ class SafetyGuardConfig:
     """Ask a paired test before acting on the screen."""
     confirm_z: float = 3.09
     """Normal quantile a fresh paired evaluation must exceed (3.09 = one in a thousand)."""
-    stored_z: float = 1.64
+    stored_z: float = 2.33
     """The same for the stored evaluations, used where no fresh one is offered: they are not independent of
     the screen, and only have to agree with it."""
     ladder: list[str] = field(default_factory=lambda: ["rollback"])

@@ -63,7 +63,7 @@ class LongContextKV(SourcedTask):
     def _raw(self, split: str) -> Iterator[Mapping[str, Any]]:
         if self.config.source:
             yield from super()._raw(split)
-        elif split in ("train", "test"):
+        elif split in ("train", "validation", "test"):
             for index in range(self.config.num_rows):
                 yield self._make(split, index)
 

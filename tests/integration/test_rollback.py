@@ -118,3 +118,18 @@ def test_checkpoints_that_are_gone_or_damaged_are_done_without(learnt, how_many)
     to = [e.data["to"] for e in events if e.kind == "rolled_back"]
     assert to == ([good[-3]] if how_many == "the newest" else [])
     assert trainer.step == 43
+
+
+def test_evaluations_that_miss_the_checkpoints_still_leave_the_guard_a_target(tmp_path):
+    write_run(tmp_path, ONE_TASK, num_rows=40)
+    settings = {
+        **SETTINGS,
+        "batch": BatchConfig(prompts_per_step=2, group_size=2),
+        "optimizer": OptimizerConfig(learning_rate=1e-9),
+        "eval": EvalConfig(every=2, num_prompts=4),
+        "checkpoint": CheckpointConfig(every=3, keep=9),
+    }
+    with Trainer.from_config(run_config(tmp_path, "run", 5, **settings)) as trainer:
+        trainer.train()
+        good = [step for step, entry in trainer.store.checkpoints.entries.items() if entry.judged_good]
+    assert good == [0, 4, 5]

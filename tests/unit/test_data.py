@@ -81,15 +81,28 @@ def test_splits_of_the_file_are_respected(tmp_path: Path) -> None:
     parts = ["train", "train", "validation", "test", "prompt"]
     path = write_jsonl(tmp_path / "d.jsonl", [{"id": p + str(i), "split": p} for i, p in enumerate(parts)])
     assert ids(load_rows(spec(path), "train")) == ["train0", "train1"]
-    assert ids(load_rows(spec(path), "eval")) == ["test3"]
-    assert ids(load_rows(spec(path, eval_split="validation"), "eval")) == ["validation2"]
+    assert ids(load_rows(spec(path), "eval")) == ["validation2"]
+    assert ids(load_rows(spec(path, eval_split="test"), "eval")) == ["test3"]
     assert ids(load_rows(spec(path, split="prompt"), "train")) == ["prompt4"]
     with pytest.raises(DataError, match=r"split 'dev' .*train: 2 rows"):
         load_rows(spec(path, eval_split="dev"), "eval")
 
 
+def test_a_test_split_is_held_out_only_where_it_is_named_or_all_there_is(tmp_path: Path) -> None:
+    """Guard, scheduler and best checkpoint choose by held-out rows: a test split must stay unseen."""
+    rows = [{"id": f"{split}{i}", "split": split} for split in ("train", "test") for i in range(50)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    train, held_out = load_rows(spec(path), "train"), load_rows(spec(path), "eval")
+    assert sorted([*ids(train), *ids(held_out)]) == sorted(f"train{i}" for i in range(50))
+    assert 1 <= len(held_out) <= 10
+    assert len(load_rows(spec(path, eval_split="test"), "eval")) == 50
+    assert ids(load_rows(spec(path, evaluation_only=True), "eval"))[0] == "test0"
+    single = write_jsonl(tmp_path / "one.jsonl", [rows[0], *rows[50:]])
+    assert len(load_rows(spec(single), "eval")) == 50
+
+
 def test_rows_without_a_split_are_trained_on_beside_held_out_rows_that_have_one(tmp_path: Path) -> None:
-    rows = [{"id": "a"}, {"id": "b"}, {"id": "t", "split": "test"}]
+    rows = [{"id": "a"}, {"id": "b"}, {"id": "t", "split": "dev"}]
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     assert ids(load_rows(spec(path), "train")) == ["a", "b"]
     assert ids(load_rows(spec(path), "eval")) == ["t"]
@@ -192,13 +205,13 @@ def test_hugging_face_loader_is_used_and_its_failure_is_one_paragraph(
 
 
 class Squares:
-    """A task plugin: fifty rows to train on, five to test on."""
+    """A task plugin: fifty rows to train on, five held out."""
 
     def settings(self) -> dict[str, Any]:
         return {"prompt": "{n}^2=", "rewards": ["exact_match"], "group_size": 3}
 
     def rows(self, split: str) -> list[dict[str, Any]]:
-        numbers = {"train": range(50), "test": range(50, 55)}.get(split, range(0))
+        numbers = {"train": range(50), "validation": range(50, 55)}.get(split, range(0))
         return [{"id": str(n), "n": n, "reference": str(n * n)} for n in numbers]
 
 
@@ -253,7 +266,7 @@ def test_stream_continues_where_it_was() -> None:
     resumed.load_state_dict(state)
     assert resumed.next(130) == whole[130:]
     skipped = PromptStream(ROWS, task="math", seed=3)
-    skipped.skip(130)
+    skipped.skip_to(state)
     assert skipped.next(130) == whole[130:]
 
 

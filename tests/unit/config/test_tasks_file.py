@@ -277,3 +277,25 @@ def test_missing_weight_is_the_mean_of_those_given() -> None:
         fill_weights(["a"], {"a": 0.0})
     with pytest.raises(ConfigError, match="finite"):
         fill_weights(["a"], {"a": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("keys", "metric"),
+    [
+        ({}, "math_answer"),
+        ({"rewards": ["exact_match"]}, "reward"),
+        ({"rewards": [{"plugin": "exact_match", "name": "em"}], "primary_metric": "em"}, "em"),
+        ({"rewards": ["exact_match", {"plugin": "math_answer", "weight": 0}]}, "math_answer"),
+        ({"rewards": [{"plugin": "exact_match", "name": "math_answer"}]}, "math_answer"),
+        ({"reward_model": "exact_match"}, "reward"),
+    ],
+)
+def test_a_task_plugins_primary_metric_goes_with_its_rewards(keys: dict[str, Any], metric: str) -> None:
+    task = parse_tasks({"tasks": {"t": {"dataset": "plugin:math_easy", **keys}}})["t"]
+    assert task.primary_metric == metric
+
+
+def test_a_primary_metric_that_is_none_of_the_rewards_is_refused_for_task_plugins_too() -> None:
+    task = {"dataset": "plugin:math_easy", "rewards": ["exact_match"], "primary_metric": "math_answer"}
+    with pytest.raises(ConfigError, match="primary_metric 'math_answer' is none of the task's rewards"):
+        parse_tasks({"tasks": {"t": task}})

@@ -134,6 +134,27 @@ def test_draws_continue_exactly_where_they_were(spec) -> None:
     assert play(stream(spec, seed=1), 60)[0] != expected
 
 
+@pytest.mark.parametrize("spec", [BY_LEVEL, BY_RATE], ids=["column", "rate"])
+def test_data_skipped_after_a_rollback_leave_no_pass_rates_of_the_weights_that_are_gone(spec) -> None:
+    gone = stream(spec)
+    play(gone, 4)
+    good = json.loads(json.dumps(gone.state_dict()))
+    window = []
+    for step in range(4, 8):  # weights that fail everything
+        part = gone.next(8)
+        window += [row["id"] for _, row in part]
+        gone.observe({draw: [0.0] * 8 for draw, _ in part}, step)
+    restored = stream(spec)
+    restored.load_state_dict(good)
+    restored.skip_to(json.loads(json.dumps(gone.state_dict())))
+    state = restored.state_dict()["curriculum"]
+    for name in ("estimates", "rates", "scale"):
+        assert state[name] == good["curriculum"][name]
+    assert restored.draw == gone.draw
+    for rows in state["pools"].values():  # next are those not given in the window
+        assert [row in window for row in rows] == sorted(row in window for row in rows)
+
+
 def test_state_between_drawing_and_hearing_survives() -> None:
     whole, before = stream(BY_RATE), stream(BY_RATE)
     part = whole.next(8)

@@ -51,12 +51,12 @@ def test_clean_runs_of_256_prompts_hardly_ever_alarm(level: float, rising: bool)
     assert sum(a < NUM_EVALUATIONS for a in alarms) <= 2
 
 
-def test_clean_runs_of_64_prompts_alarm_about_once_in_ten() -> None:
-    """c.1: .104 flat, .012 rising."""
+def test_clean_runs_of_64_prompts_seldom_alarm() -> None:
+    """0.025 flat, 0.0025 rising: falls of less than two standard errors are left to larger evaluations."""
     flat = sum(a < NUM_EVALUATIONS for a in _alarms(_rates(0.6), 64)) / REPLICAS
     rising = sum(a < NUM_EVALUATIONS for a in _alarms(_rates(0.6, rising=True), 64)) / REPLICAS
-    assert 0.05 < flat < 0.16
-    assert rising < 0.04
+    assert flat < 0.05
+    assert rising < 0.015
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ def test_without_good_weights_to_compare_with_an_alarm_is_answered_as_without_a_
         guard, never_good = _guard(warmup=3), _guard(warmup=3)
         _run(guard, [0.6] * 10)
         decision = guard.observe(100, _constant({"a": 0.3, "b": 0.7}, 100), confirm)
-        assert (decision.action, decision.statistics["z_limit"]) == (GuardAction.rollback, 1.64)
+        assert (decision.action, decision.statistics["z_limit"]) == (GuardAction.rollback, 2.33)
         for step in range(10):  # b is lost when a comes: no weights are good in both
             level = {"b": 0.7} if step == 0 else {"a": 0.6 if step < 9 else 0.3}
             decision = never_good.observe(step, _constant(level, step), confirm)
