@@ -239,7 +239,9 @@ class MLflowTracker:
         lacking = []
         for row in rows:
             step = int(row.pop("step"))
-            for metric in self._metrics({k: v for k, v in row.items() if v is not None}, step):
+            finite = {name: value for name, value in row.items() if value is not None}
+            self.num_dropped += len(row) - len(finite)
+            for metric in self._metrics(finite, step):
                 if self._thinning.keeps(metric.key, step):
                     if has[metric.key, step] > 0:
                         has[metric.key, step] -= 1

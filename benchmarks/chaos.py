@@ -1,0 +1,449 @@
+"""Kills and damages tiny runs at random and compares what they become with an undisturbed run.
+
+    python benchmarks/chaos.py --executor local --kills 50 --seed 1 --json kills.json
+    python benchmarks/chaos.py --damage 1000 --seed 1 --json damage.json
+
+Kills: SIGKILL, SIGTERM or SIGINT for the trainer, SIGKILL for one of its children (reward workers, ranks), at
+a random moment of a random part of a run (see ``PARTS``). The same command is started again until it ends
+with 0. Then weights, every record and the MLflow store must equal those of the undisturbed run, each point
+once, and no process or temporary file may be left. This process imports everything once and forks an attempt
+from itself, so an attempt takes about as long as its run.
+
+Damage: a file below ``checkpoints/`` or ``reference/`` gets a byte flipped, is cut off, deleted or filled
+with zeros. What a run then reads must be a whole checkpoint and the true reference, or a refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, TrackingConfig
+from multitask_rl.config.task import KLSpec
+from multitask_rl.errors import CheckpointError, MultitaskRLError
+from multitask_rl.evaluation import Evaluator
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.interrupts import Terminated, stopping_on_signals
+from multitask_rl.run_store import RunStore
+from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.trainer import Trainer
+from multitask_rl.training.checkpoint import CheckpointStore
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+
+from run_builders import build_actor, lines, run_config, write_run
+
+STEPS = 4
+PARTS: dict[str, tuple[type, str, float]] = {
+    "start": (RewardPool, "start", 2.0),
+    "tracker": (Trackers, "start", 1.5),
+    "resume": (RunStore, "resume", 0.05),
+    "step": (Trainer, "train_step", 0.3),
+    "save": (CheckpointStore, "save", 0.05),
+    "evaluation": (Evaluator, "evaluate", 0.2),
+    "judging": (SafetyGuard, "observe", 0.02),
+    "end": (Trackers, "finish", 0.3),
+}
+"""Part of a run -> the method it begins with, and the seconds after its beginning in which a signal comes."""
+REPEATED = ("step", "save", "evaluation", "judging")
+CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "memory")
+RECORDS = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", "rollouts.jsonl")
+MARK = "MULTITASK_RL_CHAOS"
+LITTER = (".writing_*", ".making_*", ".removed_*", ".replaced_*", "previous-*", "*.tmp", "*-journal")
+TASKS = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right], kl: {coefficient: 0.01}}
+  clean:
+    type: ppo
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 2}]
+"""
+
+
+def tiny_config(directory: Path, output: str, executor: str = "local", *, mlflow: bool = True) -> RunConfig:
+    """Return a run of ``STEPS`` steps that is evaluated and saved after every second one."""
+    changes: dict[str, Any] = {"executor": "ray"} if executor == "ray" else {}
+    if executor == "ranks":
+        changes = {"device_map": {"actor": ["cpu", "cpu"]}}
+    return run_config(
+        directory,
+        output,
+        STEPS,
+        batch=BatchConfig(prompts_per_step=4, group_size=2),
+        eval=EvalConfig(every=2, num_prompts=4),
+        tracking=TrackingConfig(trackers=["jsonl", "mlflow"] if mlflow else ["jsonl"], store_rollouts=-1),
+        **changes,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- one attempt
+
+
+def attempt(config: RunConfig, log: Path, part: str = "", nth: int = 0) -> tuple[int, int]:
+    """Fork a process that trains; return its id and a pipe that says when the ``nth`` ``part`` begins."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    code = 70
+    try:
+        os.close(reader)
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if part:
+            _tell(part, nth, writer)
+        code = _train(config)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+    raise AssertionError
+
+
+def _train(config: RunConfig) -> int:
+    try:
+        with stopping_on_signals():
+            Trainer.from_config(config).train()
+    except Terminated as error:
+        return error.exit_code
+    except MultitaskRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BaseException:  # noqa: BLE001 - a traceback is a finding
+        traceback.print_exc()
+        return 70
+    return 0
+
+
+def _tell(part: str, nth: int, writer: int) -> None:
+    owner, name, _ = PARTS[part]
+    method: Callable[..., Any] = getattr(owner, name)
+    left = [nth]
+
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.write(writer, b"x")
+        return method(*args, **kwargs)
+
+    setattr(owner, name, telling)
+
+
+def disturb(child: int, pipe: int, after_s: float, kind: str) -> str:
+    """Send ``kind`` ``after_s`` seconds after ``pipe`` says so; return what was done."""
+    ready, _, _ = select.select([pipe], [], [], 120.0)
+    if not ready or os.read(pipe, 1) == b"":
+        return "ended before"
+    time.sleep(after_s)
+    victim, number = child, getattr(signal, kind, signal.SIGKILL)
+    if kind == "child":
+        below = [pid for pid in _marked() if pid != child]
+        if not below:
+            return "no child"
+        victim = random.choice(below)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, number)
+    return kind
+
+
+def _marked() -> list[int]:
+    """Return the processes of the attempts, wherever they hang."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                environment = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()
+                is_ours = f"{MARK}={os.environ[MARK]}".encode() in environment or _is_below(int(state[1]))
+                if is_ours and state[0] != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+def _is_below(parent: int) -> bool:
+    return parent == os.getpid()
+
+
+def left_over() -> list[int]:
+    """Return processes that outlive their trainer by ten seconds."""
+    until = time.monotonic() + 10.0
+    while (left := _marked()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
+
+
+# ---------------------------------------------------------------------------------------------- comparing
+
+
+def contents(output: Path, *, mlflow: bool) -> dict[str, Any]:
+    """Return all that two runs of a seed have in common."""
+    last = output / "checkpoints" / f"step_{STEPS:08d}"
+    found: dict[str, Any] = {
+        "weights": (last / "actor" / "model.safetensors").read_bytes(),
+        "tensors": (last / "tensors.safetensors").read_bytes(),
+    }
+    found.update({name: lines(output, name, without=CLOCKED) for name in RECORDS if (output / name).exists()})
+    spans = [json.loads(line) for line in (output / "timeline.jsonl").read_text().splitlines()]
+    found["timeline.jsonl"] = [span["step"] for span in spans if span["stage"] == "step"]
+    found["litter"] = sorted(str(p.relative_to(output)) for name in LITTER for p in output.rglob(name))
+    if mlflow:
+        found.update(_mlflow(output))
+    return found
+
+
+def _mlflow(output: Path) -> dict[str, Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{(output / 'mlflow.db').resolve()}")
+    experiments = [e.experiment_id for e in client.search_experiments() if e.name != "Default"]
+    runs = client.search_runs(experiments)
+    if len(runs) != 1:
+        return {"mlflow runs": [run.info.status for run in runs]}
+    (run,) = runs
+    points: Counter[tuple[str, int, float]] = Counter()
+    for name in run.data.metrics:
+        for point in client.get_metric_history(run.info.run_id, name):
+            is_clocked = any(word in name for word in CLOCKED)
+            points[name, point.step, 0.0 if is_clocked else point.value] += 1
+    parameters = {k: v for k, v in run.data.params.items() if "output_dir" not in k}
+    tags = {k: v for k, v in run.data.tags.items() if not k.startswith(("mlflow.", "multitask_rl."))}
+    return {
+        "mlflow runs": [run.info.status],
+        "mlflow parameters": parameters,
+        "mlflow points": points,
+        "mlflow tags": tags,
+        "mlflow artifacts": sorted(entry.path for entry in client.list_artifacts(run.info.run_id)),
+    }
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return a line per thing that differs, with the first difference of it."""
+    said = []
+    for name in sorted({*found, *expected}):
+        one, other = found.get(name), expected.get(name)
+        if one == other:
+            continue
+        detail = ""
+        if isinstance(one, Counter) and isinstance(other, Counter):
+            detail = f": more {list((one - other).items())[:3]}, fewer {list((other - one).items())[:3]}"
+        elif isinstance(one, list) and isinstance(other, list):
+            pairs = [(a, b) for a, b in zip(one, other, strict=False) if a != b]
+            detail = f": {len(one)} and {len(other)} lines, first {str(pairs[:1])[:600]}"
+        elif not isinstance(one, bytes):
+            detail = f": {str(one)[:300]} and {str(other)[:300]}"
+        said.append(f"{name}{detail}")
+    return said
+
+
+# ---------------------------------------------------------------------------------------------- campaigns
+
+
+def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str, Any]:
+    """Disturb runs until ``kills`` signals were sent; return what was found."""
+    rng = random.Random(seed)
+    random.seed(seed)
+    temporary = directory / "tmp"
+    temporary.mkdir()
+    os.environ.update({MARK: str(os.getpid()), "TMPDIR": str(temporary)})
+    tempfile.tempdir = None
+    write_run(directory, TASKS, num_rows=24)
+    mlflow = executor == "local"
+    shared = set(os.listdir("/dev/shm"))
+    began = time.monotonic()
+    child, pipe = attempt(tiny_config(directory, "whole", executor, mlflow=mlflow), directory / "whole.log")
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise SystemExit(f"the undisturbed run ended with {code}: {(directory / 'whole.log').read_text()}")
+    os.close(pipe)
+    expected = contents(directory / "whole", mlflow=mlflow)
+    done: Counter[str] = Counter()
+    wrong: list[str] = []
+    codes: Counter[int] = Counter()
+    number = 0
+    while sum(done.values()) < kills:
+        number += 1
+        name, log = f"run_{number}", directory / f"run_{number}.log"
+        config = tiny_config(directory, name, executor, mlflow=mlflow)
+        story = []
+        for turn in range(100):
+            part, nth, after = "", 0, 0.0
+            if turn < 6 and sum(done.values()) < kills:
+                part = rng.choice(list(PARTS))
+                nth = rng.randint(1, 2) if part in REPEATED else 1
+                after = rng.uniform(0.0, PARTS[part][2])
+            kind = rng.choice(["SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "child"])
+            child, pipe = attempt(config, log, part, nth)
+            if part:
+                what = disturb(child, pipe, after, kind)
+                story.append(f"{what} {after:.2f} s into {part} {nth}")
+                if what == kind:
+                    done[f"{kind} in {part}"] += 1
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os.close(pipe)
+            codes[code] += 1
+            if left := left_over():
+                wrong.append(f"{name}: processes {left} outlive their trainer ({story})")
+                break
+            if code not in (0, -9, -2, -15, 130, 143):
+                wrong.append(f"{name}: exit {code} ({story}): {log.read_text()[-1500:]}")
+            if code == 0:
+                break
+        else:
+            wrong.append(f"{name}: never ended ({story})")
+            continue
+        try:
+            said = differences(contents(directory / name, mlflow=mlflow), expected)
+        except (OSError, ValueError) as error:
+            said = [repr(error)]
+        wrong += [f"{name}: {line} ({story})" for line in said]
+        if not said:
+            shutil.rmtree(directory / name)
+        print(f"{name}: {story} {said or 'equal'}", flush=True)
+    return {
+        "executor": executor,
+        "kills": sum(done.values()),
+        "runs": number,
+        "seed": seed,
+        "by": dict(sorted(done.items())),
+        "exit codes": {str(code): n for code, n in sorted(codes.items())},
+        "wrong": wrong,
+        "temporary files left": sorted(os.listdir(temporary)),
+        "shared memory left": sorted(set(os.listdir("/dev/shm")) - shared),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def damage_runs(directory: Path, count: int, seed: int) -> dict[str, Any]:
+    """Damage copies of a run ``count`` times; return what became of them."""
+    rng = random.Random(seed)
+    write_run(directory, TASKS, num_rows=24)
+    Trainer.from_config(tiny_config(directory, "whole", mlflow=False)).train()
+    whole = directory / "whole"
+    files = sorted(p for place in ("checkpoints", "reference") for p in (whole / place).rglob("*"))
+    files = [p for p in files if p.is_file()]
+    pristine = CheckpointStore(whole / "checkpoints", 4, is_writer=False)
+    weights = {step: pristine.load(pristine.path(step)) for step in pristine.entries}
+    outcomes: Counter[str] = Counter()
+    wrong = []
+    began = time.monotonic()
+    for _ in range(count):
+        file = rng.choice(files).relative_to(whole)
+        for place in ("checkpoints", "reference"):
+            shutil.rmtree(directory / "damaged" / place, ignore_errors=True)
+            shutil.copytree(whole / place, directory / "damaged" / place)
+        said = f"{file}: {_damage(directory / 'damaged' / file, rng)}"
+        try:
+            outcome = _read(directory / "damaged", weights, pristine)
+        except CheckpointError:
+            outcome = "refused"
+        except Exception as error:  # noqa: BLE001 - a traceback is a finding
+            outcome = f"traceback {type(error).__name__}"
+        if outcome.startswith(("silent", "traceback")):
+            wrong.append(f"{said}: {outcome}")
+        outcomes[outcome] += 1
+    return {
+        "damages": count,
+        "seed": seed,
+        "outcomes": dict(outcomes),
+        "wrong": wrong,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _damage(file: Path, rng: random.Random) -> str:
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(["flip", "flip", "cut", "zero", "delete"])
+    place = rng.randrange(len(data))
+    if kind == "delete":
+        file.unlink()
+        return "deleted"
+    if kind == "flip":
+        data[place] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del data[place:]
+    else:
+        data[place : place + 64] = bytes(len(data[place : place + 64]))
+    file.write_bytes(data)
+    return f"{kind} at {place}"
+
+
+def _read(output: Path, weights: dict[int, Any], pristine: CheckpointStore) -> str:
+    """Return what a run goes on from: ``newest``, ``previous``; ``silent...`` if it is not what was saved."""
+    store = RunStore(output, CheckpointConfig())
+    try:
+        task = SimpleNamespace(spec=SimpleNamespace(kl=KLSpec(coefficient=0.1)))
+        actor = build_actor(3)  # other weights than the run began with: they would be seen
+        reference: Any = store.reference(actor, {"task": task})  # type: ignore[dict-item]
+        found = store.checkpoints.newest()
+        if found is None:
+            return "a new run"
+        step = int(found.state["counters"]["step"])
+        good = weights[step]
+        for path in pristine.path(step).rglob("*"):
+            is_manifest = path.name == "manifest.json"  # one that says the same
+            other = store.checkpoints.path(step) / path.relative_to(pristine.path(step))
+            if path.is_file() and not is_manifest and path.read_bytes() != other.read_bytes():
+                return f"silent use of {path.name}"
+        if found.state != good.state or store.checkpoints.entries[step] != pristine.entries[step]:
+            return "silent change of state"
+        for one, other in zip(reference.parameters(), build_actor().model.parameters(), strict=True):
+            if not torch.equal(one, other):
+                return "silent change of the reference"
+        return "newest" if step == max(weights) else "previous"
+    finally:
+        store.close()
+
+
+def main() -> None:
+    """Run what the arguments say; exit 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--executor", choices=["local", "ray", "ranks"], default="local")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--damage", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="chaos_") as place:
+        results = []
+        for number, name, campaign in (
+            (options.damage, "damaged", partial(damage_runs, count=options.damage)),
+            (options.kills, "killed", partial(kill_runs, executor=options.executor, kills=options.kills)),
+        ):
+            if number:
+                (Path(place) / name).mkdir()
+                results.append(campaign(Path(place) / name, seed=options.seed))
+    text = json.dumps(results[0] if len(results) == 1 else results, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    is_clean = all(not result["wrong"] and not result.get("temporary files left") for result in results)
+    raise SystemExit(0 if is_clean else 1)
+
+
+if __name__ == "__main__":
+    main()
