@@ -431,8 +431,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos_") as place:
         results = []
         for number, name, campaign in (
-            (options.damage, "damaged", partial(damage_runs, count=options.damage)),
+            # before this process has a trainer of its own: an attempt is forked from it
             (options.kills, "killed", partial(kill_runs, executor=options.executor, kills=options.kills)),
+            (options.damage, "damaged", partial(damage_runs, count=options.damage)),
         ):
             if number:
                 (Path(place) / name).mkdir()

@@ -17,6 +17,7 @@ ALONE = (
     "unit/test_cli",
     # several processes of their own, or all cores
     "gpu/",
+    "integration/test_chaos",
     "integration/test_learner_ranks",
     "integration/test_ray_",
     "integration/test_vllm_",
