@@ -7,12 +7,14 @@ for: the cost in memory is one offset per row. Parquet and Hugging Face data sta
 from __future__ import annotations
 
 import gzip
+import io
 import json
-import mmap
+import os
 import re
+import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -74,9 +76,11 @@ def read_file(path: str | Path) -> Rows:
     name = place.name
     try:
         if name.endswith(".jsonl.gz"):
-            rows = _read_lines(_expand(place), place)
+            text = _expand(place)
+            rows = _read_lines(io.BytesIO(text), lambda start, end: text[start:end], place)
         elif name.endswith(".jsonl"):
-            rows = _read_lines(_map_file(place), place)
+            data = _OpenFile(place)
+            rows = _read_lines(data.lines(), data.read, place)
         elif name.endswith(".json"):
             rows = _read_json(place)
         elif name.endswith(".parquet"):
@@ -116,11 +120,43 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
     }
 
 
-def _map_file(path: Path) -> bytes | mmap.mmap:
-    with path.open("rb") as file:
-        if path.stat().st_size == 0:
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+class _OpenFile:
+    """A file that is read in parts for as long as the run lasts; never mapped.
+
+    A mapped file that is cut ends the process without a word (SIGBUS). A file that is replaced under its name
+    is read on as it was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._version = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines with their ends."""
+        with open(os.dup(self._descriptor), "rb") as file:
+            file.seek(0)
+            yield from file
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return a part of the file.
+
+        Raises:
+            DataError: it was changed since it was opened.
+        """
+        data = os.pread(self._descriptor, end - start, start)
+        if self._now() != self._version:
+            raise DataError(
+                f"data set {str(self._path)!r} was changed while the run reads it: its rows are not those "
+                "that were checked. Write a new file and rename it over the old one, which runs go on reading, "
+                "or start the run again"
+            )
+        return data
 
 
 def _expand(path: Path) -> bytes:
@@ -144,20 +180,24 @@ def _bomb(path: Path, allowed: int) -> DataError:
     )
 
 
-def _read_lines(data: bytes | mmap.mmap, path: Path) -> Rows:
+def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path: Path) -> Rows:
+    """Return the rows of JSON lines.
+
+    Args:
+        lines: all of them, once, with their ends.
+        read: returns the bytes from one place to another.
+        path: for messages.
+    """
     starts, ends = array("Q"), array("Q")
-    start, number, size = 0, 0, len(data)
-    while start < size:
-        number += 1
-        end = data.find(b"\n", start)
-        end = size if end < 0 else end
-        line = data[start:end]
+    start = 0
+    for number, line in enumerate(lines, 1):
+        end = start + len(line)
         if line.strip():
             _parse_line(line, path, number)
             starts.append(start)
             ends.append(end)
-        start = end + 1
-    return _Lazy(len(starts), lambda i: _as_row(_parse_json(data[starts[i] : ends[i]])))
+        start = end
+    return _Lazy(len(starts), lambda i: _as_row(_parse_json(read(starts[i], ends[i]))))
 
 
 def _parse_line(line: bytes, path: Path, number: int) -> None:
@@ -204,11 +244,12 @@ def _read_parquet(path: Path) -> Rows:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path, memory_map=True) as file:
+        # not mapped: a mapped file that is cut ends the process without a word
+        with pq.ParquetFile(path) as file:
             _check_size(file.metadata, path)
             texts = [field.name for field in file.schema_arrow if _is_text(field.type)]
         # dictionaries stay dictionaries: a value that is repeated a million times is held once
-        table = pq.read_table(path, memory_map=True, read_dictionary=texts)
+        table = pq.read_table(path, read_dictionary=texts)
         table.validate(full=True)
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a Parquet file: {error}") from error

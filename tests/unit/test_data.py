@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
+from multitask_rl.data.readers import read_file
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
 
 ROWS = [{"id": f"r{i}", "prompt": f"{i}+{i}=", "reference": str(2 * i)} for i in range(100)]
@@ -473,3 +475,46 @@ def test_special_tokens_in_a_row_are_text_unless_the_row_says_otherwise(
     assert meant.count(end) == (2 if chat else 1)
     plain, same = render_prompt(spec(), {"prompt": "a b"}, tokenizer)
     assert same == list(tokenizer(plain, add_special_tokens=not chat)["input_ids"])[: len(same)]
+
+
+def _many_rows(path: Path, word: str) -> str:
+    text = "".join(json.dumps({"prompt": f"{word} {i}", "pad": "x" * 2000}) + "\n" for i in range(50))
+    path.write_text(text)
+    return text
+
+
+@pytest.mark.parametrize("change", ["cut", "emptied", "rewritten", "longer"])
+def test_a_file_that_changes_under_a_run_is_one_paragraph(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "d.jsonl"
+    text = _many_rows(path, "old")
+    os.utime(path, ns=(1, 1))
+    rows = read_file(path)
+    assert change != "cut" or path.write_text(text[:100])
+    if change == "emptied":
+        path.write_text("")
+    elif change == "rewritten":
+        path.write_text(text.replace("old", "new"))
+    elif change == "longer":
+        path.write_text(text + '{"prompt": "more"}\n')
+    with pytest.raises(DataError, match="was changed while the run reads it"):
+        rows[49]
+
+
+def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(tmp_path: Path) -> None:
+    path, other = tmp_path / "d.jsonl", tmp_path / "new.jsonl"
+    _many_rows(path, "old")
+    rows = read_file(path)
+    _many_rows(other, "new")
+    other.rename(path)
+    assert rows[49]["prompt"] == "old 49"
+    path.unlink()
+    assert rows[0]["prompt"] == "old 0"
+
+
+def test_no_data_file_is_mapped(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    _many_rows(tmp_path / "d.jsonl", "a")
+    parquet.write_table(arrow.table({"prompt": ["a"] * 50}), tmp_path / "d.parquet", compression="none")
+    rows = [read_file(tmp_path / name) for name in ("d.jsonl", "d.parquet")]
+    assert [len(r) for r in rows] == [50, 50]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
