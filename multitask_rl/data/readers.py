@@ -153,8 +153,8 @@ class _OpenFile:
         if self._now() != self._version:
             raise DataError(
                 f"data set {str(self._path)!r} was changed while the run reads it: its rows are not those "
-                "that were checked. Write a new file and rename it over the old one, which runs go on reading, "
-                "or start the run again"
+                "that were checked. Write a new file and rename it over the old one, which runs go on "
+                "reading, or start the run again"
             )
         return data
 

@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from multitask_rl.channel import Channel
 from multitask_rl.errors import MultitaskRLError, TrainingError
@@ -18,6 +19,8 @@ from multitask_rl.errors import MultitaskRLError, TrainingError
 __all__ = ["Helper", "Launch", "RankLines"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 START_LIMIT_S = 180.0
 REPORT_EVERY_S = 30.0
@@ -212,6 +215,30 @@ class RankLines:
         return TrainingError(
             f"learner rank {rank} failed during {what}; the last checkpoint is intact\n{text}"
         )
+
+    def meet(self, make: Callable[[], T], what: str) -> T:
+        """Return what ``make`` returns, which waits for all ranks; the loss of one ends the waiting.
+
+        A library that meets other processes hears of a dead one by its own time limit alone; it is left in its
+        thread then.
+
+        Raises:
+            RuntimeError: what ``make`` raised.
+            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+        """
+        meeting: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                meeting.set_result(make())
+            except RuntimeError as error:
+                meeting.set_exception(error)
+            self._inbox.put((0, "met", None, time.monotonic()))
+
+        threading.Thread(target=run, name="learner-ranks-meet", daemon=True).start()
+        while not meeting.done():
+            self.receive(what, range(1, self._size))
+        return meeting.result()
 
     def give_up(self, why: str) -> None:
         """Let every later call fail: the ranks are no longer where this process believes them to be."""

@@ -144,14 +144,16 @@ class LearnerTeam:
             self._lines.send(rank, setup)
         self._lines.collect("thawed", "start")
         device = runner.actor.device
+
+        def join() -> Ranks:
+            return Ranks(0, self._size, self._context, self._tensor, address=host, store=store, device=device)
+
         try:
-            ranks = Ranks(
-                0, self._size, self._context, self._tensor, address=host, store=store, device=device
-            )
+            # on a GPU nothing waits yet, and the thread's current device is set
+            return join() if device.type == "cuda" else self._lines.meet(join, "the start")
         except RuntimeError:
             self._lines.collect("done", "the start", until=time.monotonic() + 5.0)
             raise
-        return ranks
 
     def _shard(self) -> None:
         """Cut the models; who reads whole weights goes on reading this process's actor."""

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from model_builders import build_actor, build_model, sample_scored
 from test_learner import Bench, relative_difference
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
+from multitask_rl.channel import Channel
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.executor.ranks import LocalRank
 from multitask_rl.executor.spread import SpreadEngine
@@ -246,6 +250,34 @@ def test_a_rank_that_does_not_start_is_named():
         LearnerTeam(bench.learner, bench.config, launch, devices=[("cpu", "cpu")] * 3)
     assert [helper.is_dead for helper in started] == [True, True]
     assert bench.learner.team is None
+
+
+def test_a_rank_that_dies_while_all_meet_is_named_at_once():
+    class Dying:
+        """A rank that takes its models and hangs up where it should join the others."""
+
+        def __init__(self, where):
+            self._thread = threading.Thread(target=self._live, args=(where,))
+            self._thread.start()
+
+        def _live(self, where):
+            with socket.create_connection((where["host"], where["port"])) as sock:
+                sock.sendall(f"{where['token']} {where['rank']:08d}".encode())
+                channel = Channel(sock)
+                channel.receive()
+                channel.send(("thawed", None))
+
+        def ended(self):
+            return "was killed by SIGKILL" if not self._thread.is_alive() else ""
+
+        def kill(self):
+            self._thread.join()
+
+    bench = Bench()
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match="learner rank 1 was killed by SIGKILL during the start"):
+        LearnerTeam(bench.learner, bench.config, Dying, devices=[("cpu", "cpu")] * 2)
+    assert time.monotonic() - began < 60  # the library's own limit is three minutes
 
 
 def test_shares_are_about_equal_and_keep_the_samples_of_a_prompt_together():
