@@ -219,8 +219,8 @@ class RankLines:
     def meet(self, make: Callable[[], T], what: str) -> T:
         """Return what ``make`` returns, which waits for all ranks; the loss of one ends the waiting.
 
-        A library that meets other processes hears of a dead one by its own time limit alone; it is left in its
-        thread then.
+        A library that meets other processes hears of a dead one by its own time limit alone, and is left in
+        its thread then.
 
         Raises:
             RuntimeError: what ``make`` raised.
