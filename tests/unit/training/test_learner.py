@@ -11,6 +11,7 @@ from multitask_rl.errors import TrainingError
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
+from multitask_rl.training.optimizer import schedule_factor
 from multitask_rl.training.runner import ModelRunner
 
 
@@ -246,3 +247,15 @@ def test_a_zero_length_response_is_left_out_of_the_loss_only():
     report = bench.update(scored, {"b": 1.0})
     assert report.num_skipped_updates == 0
     assert report.metrics["grad_norm"] > 0
+
+
+def test_the_schedule_counts_training_steps_however_many_updates_they_make():
+    config = OptimizerConfig(warmup_steps=4, schedule="linear")
+    factors = [schedule_factor(config, step, 12) for step in range(12)]
+    assert factors == pytest.approx([0.25, 0.5, 0.75, 1.0, *(1.0 - k / 8 for k in range(8))])
+    bench, rates = Bench(num_epochs=2, num_minibatches=2), []
+    bench.update(sample_scored(build_actor(), "b", groups=2), {"b": 1.0})
+    step = bench.learner.optimizer.step
+    bench.learner.optimizer.step = lambda factor: rates.append(factor) or step(factor)
+    bench.learner.update(bench.credited, shares={"b": 1.0}, step=1, learning_rate_factor=0.25)
+    assert rates == [0.25] * 4

@@ -1,6 +1,8 @@
 """PopArt: the value head's unit follows the targets, what it says in the reward's unit does not move."""
 
 import json
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -24,14 +26,14 @@ SCORED = sample_scored(build_actor(), "ab", size=4)
 class Bench:
     """Two PPO tasks (``a`` with PopArt, ``b`` without) and a GRPO task on one actor."""
 
-    def __init__(self, *, popart=True, rate=0.3, num_minibatches=1, kl=0.0):
+    def __init__(self, *, popart=True, rate=0.3, num_minibatches=1, kl=0.0, value_clip=0.2):
         self.actor = build_actor()
         config = RunConfig(
             batch=BatchConfig(num_minibatches=num_minibatches),
             optimizer=OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.0),
         )
         self.algorithms = {
-            "a": PPO(PPOConfig(popart=popart, popart_rate=rate)),
+            "a": PPO(PPOConfig(popart=popart, popart_rate=rate, value_clip=value_clip)),
             "b": PPO(PPOConfig()),
             "c": GRPO(GRPO.Config()),
         }
@@ -150,3 +152,29 @@ def test_equal_rewards_and_an_empty_batch_are_no_trouble() -> None:
     assert all(torch.isfinite(c.returns).all() for c in credited)
     with pytest.raises(ConfigError, match=r"popart_rate must be in \(0, 1\], got 0"):
         PPOConfig(popart_rate=0.0)
+
+
+@pytest.mark.parametrize("popart", [True, False])
+def test_the_value_clip_acts_alike_whatever_the_rewards_scale(popart) -> None:
+    plain, scaled = (Bench(popart=popart, num_minibatches=2, value_clip=1e-3) for _ in range(2))
+    for update in range(2):
+        _, first = plain.step(drift=0.2 * update)
+        _, second = scaled.step(scale=100.0, shift=7.0, drift=0.2 * update)
+    assert first["value_clip_fraction"] > 0.1
+    assert second["value_clip_fraction"] == first["value_clip_fraction"]
+    assert second["value_loss"] == pytest.approx(first["value_loss"], rel=1e-3)
+
+
+def test_a_head_that_is_rescaled_many_times_does_not_drift() -> None:
+    bench = Bench()
+    with torch.no_grad():
+        for parameter in bench.critic.heads.parameters():
+            parameter.fill_(0.3)
+    start, moments, stream = bench.values(), RunningMoments(0.01), random.Random(0)
+    moments.update(0.0, 1.0)
+    for step in range(5_000):
+        mean, std = moments.mean, moments.std
+        moments.update(math.sin(step / 200) + stream.gauss(), math.exp(stream.gauss()))
+        bench.critic.rescale("a", std / moments.std, (mean - moments.mean) / moments.std)
+    said = bench.values() * moments.std + moments.mean
+    torch.testing.assert_close(said, start, rtol=1e-4, atol=1e-4)
