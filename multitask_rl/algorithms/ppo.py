@@ -44,7 +44,7 @@ class PPOConfig(AlgorithmConfig):
     """Weight of the value loss beside the policy loss; it also shapes the shared trunk."""
     value_clip: float = 0.2
     """How far a value may move from the step's start, in the unit of the value head: standard deviations of
-    the reward, with ``popart`` of the value targets. Either way the reward's scale changes nothing. 0 = off."""
+    the reward, with ``popart`` of the value targets; the reward's scale changes nothing. 0 = off."""
     popart: bool = False
     """Let the value head speak in units of its targets' moments, compensated for every change of them."""
     popart_rate: float = 3e-4

@@ -194,8 +194,8 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 = off."""
     warmup_steps: int = 0
-    """Training steps, as ``max_steps`` counts them, over which the learning rate rises from 0; all updates of a
-    step (``batch.num_epochs``, ``batch.num_minibatches``) have one rate."""
+    """Training steps, as ``max_steps`` counts them, over which the learning rate rises from 0; all updates of
+    a step (``batch.num_epochs``, ``batch.num_minibatches``) have one rate."""
     schedule: str = "constant"
     """After the warm-up: ``constant``, ``linear`` or ``cosine`` (to 0 at ``max_steps``)."""
 
