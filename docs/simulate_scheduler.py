@@ -46,7 +46,8 @@ def learn(policy: str, seed: int, steps: int = 1500) -> tuple[float, float, floa
     for step in range(steps):
         if step % 25 == 0:
             held_out = {t: mean(stream.random() < p for _ in range(256)) for t, p in levels.items()}
-            scheduler.calibrate(held_out, step)
+            errors = {t: math.sqrt(level * (1.0 - level) / 256) for t, level in held_out.items()}
+            scheduler.calibrate(held_out, step, errors)
         quotas = scheduler.quotas(PROMPTS, step)
         stats = {t: sample(t, levels[t], n, stream) for t, n in quotas.items() if n}
         scheduler.update(stats, step)

@@ -159,8 +159,10 @@ class Supervisor:
         self._record(evaluations, seconds)
         # the last step of a run that goes on later is not due
         if _is_due(step, trainer.config.eval.every):
-            means = {n: e.metrics[REWARD].mean for n, e in evaluations.items() if REWARD in e.metrics}
-            trainer.scheduler.calibrate(means, step)
+            rewards = {n: e.metrics[REWARD] for n, e in evaluations.items() if REWARD in e.metrics}
+            means = {n: reward.mean for n, reward in rewards.items()}
+            errors = {n: reward.error for n, reward in rewards.items()}
+            trainer.scheduler.calibrate(means, step, errors)
         if decision is None or self._guard is None:
             return True
         self._known.judged_good = decision.judged_good

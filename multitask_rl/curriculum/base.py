@@ -103,12 +103,12 @@ class SchedulerPolicy:
         if signals:
             self._learn(signals, step)
 
-    def calibrate(self, held_out: Mapping[str, float]) -> None:
+    def calibrate(self, held_out: Mapping[str, float], errors: Mapping[str, float] | None = None) -> None:
         """Correct the levels by the mean rewards on held-out prompts, if rewards are what is watched."""
         if self.config.metric_key == REWARD_SCORE:
             for task in self.tasks:
                 if task in held_out:
-                    self.traces[task].calibrate(held_out[task])
+                    self.traces[task].calibrate(held_out[task], (errors or {}).get(task, 0.0))
 
     def weights(self) -> dict[str, float]:
         """Return the share per task, sum 1: from the prior towards the preferences, as far as is known.

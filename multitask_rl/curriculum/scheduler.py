@@ -151,16 +151,19 @@ class DynamicTaskWeightScheduler:
         events += self._report_change(step)
         return events
 
-    def calibrate(self, held_out: Mapping[str, float], step: int) -> None:
+    def calibrate(
+        self, held_out: Mapping[str, float], step: int, errors: Mapping[str, float] | None = None
+    ) -> None:
         """Correct the levels the policy sees by an evaluation; see ``signal.py``.
 
         Args:
             held_out: mean reward on held-out prompts by task, on the scale of the training reward.
             step: the step it was made at. The same one again, after a resume, changes nothing.
+            errors: standard errors of those means; missing = 0.
         """
         if step > self._calibrated_at:
             self._calibrated_at = step
-            self._bound().calibrate(held_out)
+            self._bound().calibrate(held_out, errors or {})
 
     def weights(self) -> dict[str, float]:
         """Return the share of every bound task, sum 1; 0 for a task that is not trained."""

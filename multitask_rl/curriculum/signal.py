@@ -99,6 +99,8 @@ class TaskTrace:
     """The share of groups with a gradient."""
     offset: float = 0.0
     """Held-out value less the training's, smoothed; below 0 when prompts were learnt by heart."""
+    offset_variance: float = 0.0
+    """Its variance, of the held-out prompts alone."""
     evaluations: int = 0
     """Held-out values that made it."""
     lowest: list[float] = field(default_factory=list)
@@ -147,21 +149,23 @@ class TaskTrace:
             else 0.0,
         )
 
-    def calibrate(self, held_out: float) -> None:
-        """Note what the held-out prompts say at this time; nothing before the first step."""
+    def calibrate(self, held_out: float, error: float = 0.0) -> None:
+        """Note what the held-out prompts say at this time, and its standard error; before a step nothing."""
         if self.steps and math.isfinite(held_out):
             self.evaluations += 1
             gain = max(_OFFSET_GAIN, 1.0 / self.evaluations)
             self.offset += gain * (held_out - self.raw.value - self.offset)
+            known = error if math.isfinite(error) else 0.0
+            self.offset_variance = (1.0 - gain) ** 2 * self.offset_variance + (gain * known) ** 2
 
     def level(self, known_range: tuple[float, float] | None) -> float:
         """Return the smoothed value, corrected by the evaluations, on the scale of levels, in [0, 1]."""
         return _place(self.raw.value + self.offset, *self._scale(known_range))
 
     def level_error(self, known_range: tuple[float, float] | None) -> float:
-        """Return the standard error of ``level``, of the training prompts alone."""
+        """Return the standard error of ``level``: of the training prompts and of the evaluations."""
         low, high = self._scale(known_range)
-        return self.raw.error(high - low) / (high - low)
+        return math.hypot(self.raw.error(high - low), math.sqrt(self.offset_variance)) / (high - low)
 
     def spread(self, known_range: tuple[float, float] | None) -> tuple[float, float]:
         """Return the smoothed spread of the reward within groups on the scale of levels, and its error."""

@@ -88,6 +88,21 @@ def test_noise_at_equal_levels_moves_shares_little(policy: str) -> None:
     assert sum(off) / len(off) < 0.02
 
 
+def test_noise_of_small_evaluations_moves_shares_little() -> None:
+    off = []
+    for seed in range(4):
+        scheduler, stream = (
+            _bound(dict.fromkeys("abc", 1.0), policy="deficit_learnability"),
+            random.Random(seed),
+        )
+        for step in range(0, 300, 10):
+            _drive(scheduler, dict.fromkeys("abc", 0.4), 10, seed=1000 * seed + step)
+            held_out = {t: sum(stream.random() < 0.4 for _ in range(24)) / 24 for t in "abc"}
+            scheduler.calibrate(held_out, step, errors=dict.fromkeys("abc", 0.1))
+            off.append(max(abs(share - 1 / 3) for share in scheduler.weights().values()))
+    assert sum(off) / len(off) < 0.02
+
+
 @pytest.mark.parametrize("policy", ADAPTIVE)
 def test_few_prompts_move_shares_no_further_than_they_are_certain(policy: str) -> None:
     scheduler = _bound(dict.fromkeys("abc", 1.0), policy=policy)

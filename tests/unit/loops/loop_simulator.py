@@ -159,7 +159,8 @@ class Loop:
     def _judge(self) -> GuardAction:
         evaluations = self.evaluate()
         means = {name: evaluation.primary.mean for name, evaluation in evaluations.items()}
-        self.scheduler.calibrate(means, self.step)
+        errors = {name: evaluation.primary.error for name, evaluation in evaluations.items()}
+        self.scheduler.calibrate(means, self.step, errors)
         decision = self.guard.observe(self.step, evaluations)
         self.actions.append((self.step, decision.action))
         self.events += decision.events
