@@ -164,7 +164,8 @@ def _resume(case: Case, run: Path | None) -> None:
     if case.mutated == "manifest.json":
         (here / "manifest.json").write_bytes(case.files["manifest.json"])
     else:
-        write_manifest(here, json.loads(case.files["facts.json"]))
+        facts = json.loads(case.files["facts.json"])
+        write_manifest(here, facts if isinstance(facts, dict) else {"entry": facts})
     # one checkpoint by its name, as a user gives it, or the newest of the run, as a restart takes it
     resume = str(here) if len(case.files[case.mutated]) % 2 else "auto"
     store = RunStore(Path.cwd(), CheckpointConfig(resume=resume), track=False)

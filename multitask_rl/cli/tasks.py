@@ -11,7 +11,7 @@ from typing import Any
 
 from multitask_rl.config.build import build_dataclass
 from multitask_rl.config.located_yaml import Where, parse_yaml
-from multitask_rl.config.run import EvalConfig
+from multitask_rl.config.run import EvalConfig, ScoringConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights, load_tasks
 from multitask_rl.contracts import PluginTraits
@@ -20,8 +20,11 @@ from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.errors import ConfigError
 from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
+from multitask_rl.records import Failure
 from multitask_rl.satisfaction import constraint_warnings
 from multitask_rl.scoring.adapt import find_plugin
+from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.testing import make_rollout
 
 __all__ = ["main"]
 
@@ -38,7 +41,7 @@ def main(arguments: list[str]) -> int:
         command.add_argument("file", help="the tasks file")
         command.add_argument("overrides", nargs="*", help="tasks.NAME.KEY=VALUE ...")
         if name == "validate":
-            command.add_argument("--quick", action="store_true", help="build no plugin")
+            command.add_argument("--quick", action="store_true", help="build no plugin and score no row")
         if name == "show":
             command.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)
@@ -48,6 +51,8 @@ def main(arguments: list[str]) -> int:
         return 0
     warnings: list[str] = []
     notes = {name: _check(spec, warnings) for name, spec in specs.items()}
+    if not options.quick:
+        _try(specs)
     print(f"{options.file}: {len(specs)} tasks are valid")
     for name, note in notes.items():
         print(f"  {name}: {note}")
@@ -102,6 +107,32 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     if not counts:
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
     return f"{spec.type}; {counts['train']} training rows, {counts['eval']} held-out rows"
+
+
+def _try(specs: Mapping[str, TaskSpec]) -> None:
+    """Build every reward and constraint where training builds them, and score a row of each task.
+
+    Raises:
+        ConfigError, PluginError, MissingExtraError: the first that cannot be built, or fails on the row.
+    """
+    rollouts = []
+    for name, spec in specs.items():
+        if spec.dataset:
+            row = load_rows(spec, "eval" if spec.evaluation_only else "train")[0]
+            answer = row.get("reference")
+            rollouts.append(make_rollout(answer if isinstance(answer, str) else "4", task=name, row=row))
+    scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
+    with RewardPool(specs, scoring, seed=0, devices={}) as pool:
+        found: list[tuple[str, Mapping[str, object]]]
+        found = [(s.rollout.prompt.task, s.breakdown) for s in pool.score(rollouts)]
+        found += [(r.prompt.task, v) for r, v in zip(rollouts, pool.judge(rollouts), strict=True)]
+    for name, results in found:
+        for plugin, result in results.items():
+            if isinstance(result, Failure):
+                raise ConfigError(
+                    f"{specs[name].source}: tasks.{name}: {plugin!r} fails on the first row "
+                    f"({result.kind.value}: {result.message}); --quick validates without calling it"
+                )
 
 
 def _scale_warning(place: str, plugin: str, traits: PluginTraits) -> list[str]:

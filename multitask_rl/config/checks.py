@@ -26,6 +26,7 @@ __all__ = [
     "check_task",
     "check_tasks",
     "is_data_path",
+    "is_file",
 ]
 
 RESERVED_NAMES = ("all", "macro", "worst", "global")
@@ -45,6 +46,14 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def is_data_path(dataset: str) -> bool:
     """Whether ``dataset`` names a file rather than a hub id or a plugin."""
     return dataset.endswith(DATA_SUFFIXES) or dataset.startswith(("/", "./", "../", "~"))
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file; a name that no file can have is none."""
+    try:
+        return path.is_file()
+    except OSError:  # too long
+        return False
 
 
 def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
@@ -290,7 +299,7 @@ def _check_dataset(where: Where, dataset: str) -> None:
                 "pip install 'multitask-rl[reasoning-gym]'"
             )
     elif is_data_path(dataset):
-        if not Path(dataset).expanduser().is_file():
+        if not is_file(Path(dataset).expanduser()):
             beside = Path(where.file).parent if where.line > 0 else Path()
             raise ConfigError(
                 f"{where}: the data set {dataset!r} does not exist (looked in {str(beside)!r} and the "

@@ -24,6 +24,7 @@ from multitask_rl.config.checks import (
     check_entry_point,
     check_task,
     check_tasks,
+    is_file,
 )
 from multitask_rl.config.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
@@ -309,7 +310,7 @@ def _beside(text: str, where: Where) -> str:
     if not text or not where.file or ":" in text:
         return text
     path = (Path(where.file).parent / Path(text).expanduser()).resolve()
-    return str(path) if path.is_file() else text
+    return str(path) if is_file(path) else text
 
 
 def _resolve_plugin(plugin: str, where: Where) -> str:

@@ -102,7 +102,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_reference_file_validates_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tasks", "validate", REFERENCE]) == 0
+    assert main(["tasks", "validate", "--quick", REFERENCE]) == 0
     told = capsys.readouterr().out
     assert "3 tasks are valid" in told
     assert "fact_checking: constrained_decoding; no data set here" in told
@@ -174,7 +174,7 @@ def test_validate_knows_what_a_function_is_given_and_what_it_reads(here: Path) -
         "[{plugin: 'good.py:one', config: {scale: 2}}, 'good.py:many', "
         "{plugin: 'trl:good.py:trl', config: {arguments: {k: 1}}}]"
     )
-    assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
+    assert main(["tasks", "validate", "--quick", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
 
 
 def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,3 +378,31 @@ def test_rescore_of_a_directory_without_rollouts_is_told(
     assert "--tasks" in capsys.readouterr().err
     assert main(["rescore", ".", "--tasks", "tasks.yaml"]) == 2
     assert "stored no rollouts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rewards", "part"),
+    [
+        ("rewards: [rm_hf]", "model_name"),
+        ("rewards: [{plugin: rm_hf, config: {model_name: nowhere/no-such-model}}]", "no-such-model"),
+        ("rewards: [broken.py:Broken]", "no such card"),
+        ("rewards: [broken.py:raises]", "cannot read"),
+    ],
+)
+def test_validate_refuses_what_train_refuses(tmp_path, capsys, rewards, part):
+    """It builds the plugins as a run does and scores a row; ``--quick`` does not."""
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n    def __init__(self):\n        raise RuntimeError('no such card')\n"
+        "    def score(self, rollouts):\n        return []\n\n\n"
+        "def raises(response):\n    raise ValueError('cannot read')\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "reference": "b"}\n{"prompt": "c", "reference": "d"}\n'
+    )
+    (tmp_path / "tasks.yaml").write_text(f"tasks:\n  a: {{dataset: rows.jsonl, {rewards}}}\n")
+    assert main(["tasks", "validate", str(tmp_path / "tasks.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert part in told
+    assert "not foreseen" not in told
+    if "model_name:" in rewards or "broken" in rewards:
+        assert main(["tasks", "validate", "--quick", str(tmp_path / "tasks.yaml")]) == 0

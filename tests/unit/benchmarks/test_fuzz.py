@@ -76,6 +76,8 @@ def test_what_is_valid_is_valid(tmp_path: Path) -> None:
         (task(prompt="{prompt:>999999999}"), "format"),
         (task(prompt="{prompt:d}"), "cannot be written"),
         (task(prompt="{prompt!x}"), "conversion"),
+        (task(dataset="a" * 300), "Hugging Face"),
+        (task(dataset="a" * 300 + ".jsonl"), "does not exist"),
     ],
     ids=lambda value: ascii(value)[:30],
 )
