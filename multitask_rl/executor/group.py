@@ -94,6 +94,19 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
     )
 
 
+def _check_node() -> None:
+    """Raise an EngineError when the Ray node of this process is dead: what is started there never starts."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    if any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes()):
+        raise EngineError(
+            "the Ray node of this machine is dead: its raylet ended, for want of memory as a rule, and "
+            "nothing can be started there any more. The last checkpoint is intact; start the cluster again "
+            "(ray stop, ray start; nothing where the run starts its own), then the run"
+        )
+
+
 class _Host:
     """The Ray actor: holds one object and calls its methods."""
 
@@ -152,6 +165,7 @@ class ActorGroup:
 
         Raises:
             MultitaskRLError: what the method raised, with its type.
+            EngineError: the Ray node of this process is dead.
         """
         import ray
 
@@ -170,9 +184,12 @@ class ActorGroup:
                 except ray.exceptions.RayTaskError as error:
                     raise _original(error) from error
             if pending:
+                _check_node()
                 waiting = ", ".join(str(refs[ref]) for ref in pending)
                 seconds = time.monotonic() - began
                 _LOG.warning("waiting for %s %s in %s for %.0f s", self.name, waiting, method, seconds)
+        if dead:
+            _check_node()
         return results, sorted(dead)
 
     def submit(self, index: int, method: str, *arguments: Any) -> Any:
@@ -187,17 +204,20 @@ class ActorGroup:
 
         Raises:
             MultitaskRLError: what the method raised, with its type.
+            EngineError: the Ray node of this process is dead.
         """
         import ray
 
         began = time.monotonic()
         while not (done := ray.wait(list(calls), num_returns=1, timeout=_REPORT_EVERY_S)[0]):
+            _check_node()
             waiting = ", ".join(str(index) for index in sorted(calls.values()))
             _LOG.warning("waiting for %s %s for %.0f s", self.name, waiting, time.monotonic() - began)
         try:
             return done[0], ray.get(done[0])
         except ray.exceptions.RayActorError as error:
             _LOG.warning("%s %d died: %s", self.name, calls[done[0]], error)
+            _check_node()
             return done[0], None
         except ray.exceptions.RayTaskError as error:
             raise _original(error) from error

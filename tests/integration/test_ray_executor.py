@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -385,3 +386,46 @@ def test_more_actors_than_the_cluster_holds_are_refused_not_awaited(
     monkeypatch.setattr(group, "_ROOM_WITHIN_S", 3.0)
     with pytest.raises(ConfigError, match=r"no room for 3 x reward pool: 3 CPU asked for, 2 free of 2"):
         RayScorer(partial(LengthPool, ""), num_pools=3)
+
+
+def test_a_dead_raylet_ends_the_run_with_words(tmp_path: Path) -> None:
+    code = """
+import os, signal, subprocess, time
+from multitask_rl.errors import EngineError
+from multitask_rl.executor import group
+
+class Sleeper:
+    def nap(self, seconds):
+        time.sleep(seconds)
+        return os.getpid()
+
+if __name__ == "__main__":
+    group._REPORT_EVERY_S = 1.0
+    sleepers = group.ActorGroup("sleeper", lambda index: Sleeper(), 1, num_cpus=0.1, num_gpus=0.0)
+    sleepers.call("nap", {0: (0,)})
+    below = subprocess.run(
+        ["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    ).stdout
+    raylet = next(int(line.split()[0]) for line in below.splitlines() if "raylet" in line)
+    os.kill(raylet, signal.SIGKILL)
+    try:
+        for _ in range(20):
+            _, dead = sleepers.call("nap", {0: (1,)})
+            if dead:
+                sleepers.replace(0)
+    except EngineError as error:
+        print("ended:", error)
+    os._exit(0)
+"""
+    script = tmp_path / "driver.py"
+    script.write_text(code)
+    quick = {"RAY_health_check_period_ms": "300", "RAY_health_check_failure_threshold": "3"}
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**environment, **quick, "RAY_health_check_initial_delay_ms": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "ended: the Ray node of this machine is dead" in done.stdout, done.stderr[-2000:]
