@@ -189,6 +189,8 @@ class RunStore:
         """Return the keys whose values the run had otherwise: key -> (before, now)."""
         old = dict(_flat(self.read_config()))
         new = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
+        if not (old.get("tasks_file") and new.get("tasks_file")):
+            new.pop("tasks_file", None)  # a run that goes on as recorded has its tasks from ``config.yaml``
         model = "model.name_or_path"
         if old.get(model) and Path(str(old[model])).name != Path(str(new[model])).name:
             raise ConfigError(

@@ -11,6 +11,9 @@ from multitask_rl.task_run import TaskRun
 
 __all__ = ["StepReport", "collect_stats", "observe_groups", "some_of_each", "step_numbers"]
 
+_LEAST_S = 1e-3
+"""A shorter stage is no rate: the rewards were there when it began, or there were none."""
+
 
 @dataclass(kw_only=True, slots=True)
 class StepReport:
@@ -114,7 +117,8 @@ def step_numbers(
     num_tokens = sum(len(s.rollout.response_ids) for s in report.drawn)
     numbers["time/samples_per_s"] = len(report.drawn) / seconds
     numbers["time/tokens_per_s"] = num_tokens / seconds
-    numbers["time/rewards_per_s"] = len(report.drawn) / max(report.seconds.get("rewards", 0.0), 1e-9)
+    if (waited := report.seconds.get("rewards", 0.0)) > _LEAST_S:
+        numbers["time/rewards_per_s"] = len(report.drawn) / waited
     return numbers
 
 

@@ -42,7 +42,7 @@ usage: multitask-rl {command} [--config-dir DIR] [--multirun] [key=value ...]
   multitask-rl {command} tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=runs/first
   multitask-rl {command} --config-dir configs +experiment=NAME tasks.math.weight=2
   multitask-rl {command} output_dir=runs/first       an earlier run as it was configured; more keys on top
-  multitask-rl train --multirun seed=0,1,2 ...      one run per value, under multirun/
+  multitask-rl train --multirun seed=0,1,2 ...      one run per value, under multirun/ or output_dir/
   multitask-rl {command} --cfg job ...               print the configuration and stop
 
 Every key with its meaning, range and default: docs/configuration.md. Hydra's own options: --hydra-help."""
@@ -113,6 +113,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     # Hydra takes the module of the function for the name of the log file.
     job.__module__ = f"multitask_rl.cli.{command}"
     defaults = _OF_A_RUN if command == "train" else _OF_A_LOOK
+    if {"-m", "--multirun"} & set(arguments):
+        defaults = (*defaults, *_sweep_directory(arguments))
     with _hydra_environment(_hydra_arguments(arguments, defaults)):
         try:
             hydra.main(version_base="1.3", config_path=None, config_name="run")(job)()
@@ -126,6 +128,23 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     if failures:
         raise failures[0]
     return 0
+
+
+def _sweep_directory(arguments: list[str]) -> list[str]:
+    """Return the override that puts the runs of a sweep below the ``output_dir`` that is given.
+
+    Raises:
+        ConfigError: ``output_dir`` is swept over itself.
+    """
+    given = [value for key, _, value in (a.partition("=") for a in arguments) if key == "output_dir"]
+    if not given:
+        return []
+    if re.search(r"[,(]", given[-1]) and given[-1][:1] not in "\"'":
+        raise ConfigError(
+            f"output_dir={given[-1]}: with --multirun every run has a directory below output_dir, numbered "
+            "from 0; name one"
+        )
+    return [f"hydra.sweep.dir={given[-1]}"]
 
 
 def config_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 
 from multitask_rl.config.checks import GENERATOR_PREFIX, is_data_path
@@ -31,6 +32,8 @@ __all__ = [
     "row_id",
     "split_rows",
 ]
+
+logger = logging.getLogger(__name__)
 
 EVAL_SPLITS = ("validation", "dev", "test")
 """Splits not trained on, by preference."""
@@ -170,6 +173,15 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
 def _of_task(spec: TaskSpec, grouped: Mapping[str, dict[str, Rows]], source: str) -> dict[str, Rows]:
     """Keep the rows tagged with the task; rows that all carry one tag belong to whoever names the file."""
     if spec.name in grouped:
+        sizes = {tag or "(none)": sum(map(len, splits.values())) for tag, splits in grouped.items()}
+        if others := {tag: size for tag, size in sizes.items() if tag != spec.name}:
+            logger.info(
+                "task %s: of %s only the rows are taken whose column `task` says %r; left out: %s",
+                spec.name,
+                source,
+                spec.name,
+                ", ".join(f"{number} of {tag}" for tag, number in sorted(others.items())),
+            )
         return grouped[spec.name]
     if len(grouped) == 1:
         return next(iter(grouped.values()))

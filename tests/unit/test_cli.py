@@ -15,7 +15,7 @@ from multitask_rl.cli import main
 from multitask_rl.cli.train import compose_and_run, config_keys
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import load_tasks
-from multitask_rl.errors import GuardStop, TrainingError
+from multitask_rl.errors import ConfigError, GuardStop, TrainingError
 from multitask_rl.plan import load_specs
 from multitask_rl.records import Prompt, Rollout, Score, Scored
 from multitask_rl.run_store import RunStore
@@ -268,6 +268,14 @@ def test_a_run_goes_on_from_what_it_recorded_and_overrides_come_on_top(here: Pat
     assert after == before
     assert compose(["output_dir=run", "tasks_file=tasks.yaml"]).rollout.max_new_tokens != 5
     assert compose(["output_dir=gone"]).rollout.max_new_tokens != 5
+
+
+def test_a_sweep_writes_below_the_output_directory_that_is_given(here: Path) -> None:
+    configs: list[RunConfig] = []
+    compose_and_run(["--multirun", "seed=0,1", f"output_dir={here}/mine"], "train", configs.append)
+    assert [Path(c.output_dir) for c in configs] == [here / "mine/0", here / "mine/1"]
+    with pytest.raises(ConfigError, match="has a directory below output_dir"):
+        compose_and_run(["--multirun", "seed=0,1", "output_dir=a,b"], "train", configs.append)
 
 
 def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Path) -> None:

@@ -518,3 +518,13 @@ def test_no_data_file_is_mapped(tmp_path: Path) -> None:
     rows = [read_file(tmp_path / name) for name in ("d.jsonl", "d.parquet")]
     assert [len(r) for r in rows] == [50, 50]
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_rows_that_are_left_out_for_their_task_column_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"{i}", "task": "math" if i % 3 else "code"} for i in range(30)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    with caplog.at_level("INFO"):
+        load_rows(spec(path), "train")
+    assert "only the rows are taken whose column `task` says 'math'; left out: 10 of code" in caplog.text
