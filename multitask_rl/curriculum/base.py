@@ -26,7 +26,8 @@ class SchedulerPolicyConfig:
     """Settings that every policy has; a policy's ``Config`` extends it."""
 
     metric_key: str = REWARD_SCORE
-    """``reward_score`` (mean training reward) or a key of ``TaskStats.metrics``; higher is better."""
+    """``reward_score`` (mean training reward) or a key of ``TaskStats.metrics``, turned such that higher is
+    better where it has a direction."""
     smoothing: float = 0.1
     """Gain of the moving averages per step, in (0, 1]."""
     prompts_averaged: int = 1

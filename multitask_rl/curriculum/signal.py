@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from multitask_rl.records import NUM_EXTREMES, TaskStats
+from multitask_rl.records import NUM_EXTREMES, Direction, TaskStats
 
 __all__ = ["REWARD_SCORE", "Average", "TaskSignal", "TaskTrace"]
 
@@ -123,7 +123,7 @@ class TaskTrace:
         prompts of the task; a plain mean over the prompts at first.
         """
         watches_reward = metric_key == REWARD_SCORE
-        value = stats.reward_mean + stats.shift if watches_reward else stats.metrics.get(metric_key, math.nan)
+        value = stats.reward_mean + stats.shift if watches_reward else _oriented(stats, metric_key)
         if stats.num_prompts <= 0 or not math.isfinite(value):
             return None
         std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
@@ -201,6 +201,15 @@ class TaskTrace:
         """Return the trace that ``state_dict`` described."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
         return cls(**{**state, **averages})
+
+
+def _oriented(stats: TaskStats, metric: str) -> float:
+    """Return a metric turned such that higher is better (``1 - x`` of a bad rate); NaN if there is none."""
+    value, statistic = stats.metrics.get(metric, math.nan), stats.statistics.get(metric)
+    if statistic is None or statistic.direction is not Direction.lower:
+        return value
+    ends = statistic.low + statistic.high
+    return ends - value if math.isfinite(ends) else -value
 
 
 def _place(value: float, low: float, high: float) -> float:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.records import TaskStats
+from multitask_rl.intervals import summarise
+from multitask_rl.records import Direction, TaskStats
 
 ADAPTIVE = ("patience", "deficit_learnability", "straggler", "mt_grpo", "learnability", "bandit")
 BY_LEVEL = tuple(policy for policy in ADAPTIVE if policy != "patience")
@@ -177,3 +178,13 @@ def test_the_range_of_the_reward_is_not_that_of_another_metric() -> None:
     stats = TaskStats(task="a", num_prompts=8, num_informative=8, reward_mean=-1.0, metrics={"accuracy": 0.5})
     scheduler.update({"a": stats}, 0)
     assert scheduler.metrics()["task/a/level"] == 0.5
+
+
+def test_a_metric_that_should_fall_is_turned() -> None:
+    scheduler = DynamicTaskWeightScheduler(metric_key="violation_rate")
+    scheduler.bind(["a"])
+    rate = summarise([0.0, 0.0, 0.0, 1.0], direction=Direction.lower, low=0.0, high=1.0)
+    numbers = {"metrics": {"violation_rate": 0.25}, "statistics": {"violation_rate": rate}}
+    stats = TaskStats(task="a", num_prompts=4, num_informative=4, reward_mean=0.0, **numbers)
+    scheduler.update({"a": stats}, 0)
+    assert scheduler.metrics()["task/a/level"] == 0.75
