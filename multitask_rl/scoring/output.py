@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
+
+from multitask_rl.printable import printable
 
 __all__ = ["PluginOutput"]
 
 BURST_BYTES = 256 << 10
 BYTES_PER_S = 1 << 10
-_CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
 class PluginOutput:
@@ -45,7 +45,7 @@ class PluginOutput:
             now = time.monotonic()
             self._left = min(BURST_BYTES, self._left + (now - self._since) * BYTES_PER_S)
             self._since = now
-            data = _CONTROL.sub(lambda match: b"\\x%02x" % match[0][-1], data)
+            data = printable(data.decode(errors="replace")).encode()
             kept = data[: int(self._left)]
             self._left -= len(kept)
             if len(kept) < len(data) and not self._is_dropping:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-__all__ = ["hostile_texts", "near_misses", "same_answers"]
+__all__ = ["hostile_texts", "near_misses", "numbers", "same_answers"]
 
 _UNITS = (
     *"([{<*_`#.,!?-+\"'\\|/$^&~=:;%@ \n\t0a",
@@ -150,3 +150,21 @@ def same_answers(kind: str) -> Iterator[tuple[str, str]]:
     """Yield right answer and another spelling of it; ``kind``: ``number`` or ``name``."""
     for right, spellings in _SAME[kind].items():
         yield from ((right, text) for text in spellings)
+
+
+def numbers(count: int, seed: int = 0) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield ``count`` numbers with wrong answers that look like them and with other spellings of them."""
+    stream = random.Random(seed)
+    for _ in range(count):
+        digits = stream.randint(1, 6)
+        whole = str(stream.randint(10 ** (digits - 1), 10**digits - 1))
+        part = stream.choice(["", "", f".{stream.randint(1, 9)}", f".{stream.randint(10, 98)}1"])
+        sign = stream.choice(["", "", "-"])
+        right = f"{sign}{whole}{part}"
+        other = "" if sign else "-"
+        wrong = [f"{other}{whole}{part}", f"{right}1" if part else f"{right}0", f"{sign}1{whole}{part}"]
+        wrong += [f"{right}%", f"{sign}{whole[:-1] or 0}{(int(whole[-1]) + 1) % 10}{part}", f"{right} or 77"]
+        wrong += [f"{sign}{whole}{part[1:]}"] if part else [f"{right}/7", f"{right}.5"]
+        same = [right, f" {right}. ", f"**{right}**", f"{right}0" if part else f"{right}.0"]
+        same += [f"{sign}{int(whole):,}{part}", f"\u2212{whole}{part}" if sign else f"+{right}"]
+        yield right, wrong, same

@@ -58,8 +58,7 @@ class CodeEvaluator:
         evaluator: str = "tests"
         """``tests``, ``codebleu`` or ``mixed``."""
         timeout: float = 10.0
-        """CPU seconds of one run of a program (a stdio test is one run); wall-clock limit 2 x + 1, of more
-        than 9 tests together 9 times that."""
+        """CPU seconds of one run of a program (a stdio test is one run); wall-clock limit 2 x + 1."""
         memory_mb: int = 512
         """Address space of a program, MiB."""
         tests_weight: float = 0.8
@@ -83,7 +82,7 @@ class CodeEvaluator:
         self._runs, self._compares = config.evaluator != "codebleu", config.evaluator != "tests"
         self._limits = Limits(cpu_s=config.timeout, wall_s=2 * config.timeout + 1, mem_mb=config.memory_mb)
         needs = ("tests",) * self._runs + ("reference",) * self._compares
-        # A backstop behind the sandbox's own limits: ten runs that all hang (see _limits_of).
+        # A backstop behind the sandbox's own limits: ten runs that all hang.
         self.traits = replace(type(self).traits, needs=needs, timeout_s=10 * self._limits.wall_s)  # type: ignore[misc]
         if self._compares:
             _codebleu(config.language)
@@ -124,17 +123,12 @@ class CodeEvaluator:
             if isinstance(task, Failure):
                 results[i] = task
             elif source:
-                programs[i] = Program(source=source, task=task, limits=self._limits_of(task))
+                programs[i] = Program(source=source, task=task, limits=self._limits)
         if programs:
             outcomes = _sandbox().map(programs.values())
             for i, outcome in zip(programs, outcomes, strict=True):
                 results[i] = self._fraction(outcome)
         return results
-
-    def _limits_of(self, task: AssertsTask | StdioTask) -> Limits:
-        """Return the limits of one run: nine runs' time is shared by all tests of a program."""
-        runs = len(task.tests) if isinstance(task, StdioTask) else 1
-        return self._limits if runs <= 9 else replace(self._limits, wall_s=9 * self._limits.wall_s / runs)
 
     def _fraction(self, outcome: Outcome) -> float | Failure:
         fraction = outcome.pass_fraction

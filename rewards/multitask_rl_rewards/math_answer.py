@@ -85,7 +85,8 @@ class MathAnswer:
         gold = _parse_reference(reference)
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
-        answer = self._final_answer(without_question(strip_thinking(rollout.response), rollout))
+        response = strip_thinking(rollout.response).replace("\u2212", "-")
+        answer = self._final_answer(without_question(response, rollout))
         if not answer:
             return Score(value=0.0)
         if _bare(answer) == _bare(reference):
@@ -122,7 +123,7 @@ def last_boxed(text: str) -> str | None:
 def _bare(text: str) -> str:
     """Text without box, dollar signs, spaces and final full stop: what needs no algebra to compare."""
     inner = last_boxed(text)
-    return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".")
+    return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".").removeprefix("+")
 
 
 @lru_cache(maxsize=4096)

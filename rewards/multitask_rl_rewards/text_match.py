@@ -141,7 +141,7 @@ class ExactMatch(_ReferenceReward):
                 return float(answer == reference.strip())
             left, right = metrics.normalise(answer), metrics.normalise(reference)
             # A text of articles and punctuation alone (``"!"``) would equal any other such text.
-            return float(metrics.same_answer(left, right)) if right else float(answer == reference.strip())
+            return float(left == right) if right else float(answer == reference.strip())
 
         values: list[float] = metrics.per_prediction(self.name, same, answers, references)
         return values

@@ -1,0 +1,66 @@
+"""Every bundled check of text through the pool, honest and hostile responses mixed.
+
+Held: typed results, unharmed neighbours, bounded time and memory of this process. ``benchmarks/hostile.py``
+does the same with more of both, with algebra and patterns that never end, and with programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "hostile.py"
+MODELS = {
+    "fact_checker",
+    "llama_guard",
+    "pairwise_rm",
+    "rm_generative",
+    "rm_hf",
+    "safety_classifier",
+}
+"""They read what their model reads: see the tests of each."""
+SLOW = {"math_answer", "code_evaluator", "regex"}
+"""A response of their own takes a time limit of seconds: without those here."""
+
+
+def benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("hostile_benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+HOSTILE = benchmark()
+CHECKS = HOSTILE.checks()
+
+
+def test_every_bundled_check_is_walked() -> None:
+    own = {"multitask-rl"}
+    bundled = {
+        info.name
+        for group in (REWARDS, CONSTRAINTS)
+        for info in list_plugins(group)
+        if info.distribution in own
+    }
+    assert {check.plugin for check in CHECKS} == bundled - MODELS
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.plugin + "-constraint" * c.is_constraint)
+def test_hostile_responses_harm_no_neighbour(check: Any) -> None:
+    if check.plugin in SLOW:
+        check = dataclasses.replace(check, own=())
+    seen = HOSTILE.run(check, 6, random.Random(check.plugin))
+    assert (seen["honest_changed"], seen["failures"], seen["untyped"]) == (0, 0, 0), seen
+    assert seen["with_one_hostile_s"] < 15.0, seen
+    assert seen["grown_mib"] < HOSTILE.LIMIT_MIB, seen
