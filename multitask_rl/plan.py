@@ -127,6 +127,8 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
     if warning:
         logger.warning("%s", warning)
+    if warning := reach_warning(config):
+        logger.warning("%s", warning)
     check_overlap(plan)
     _check_output_dir(plan.output_dir)
     return plan
@@ -292,6 +294,20 @@ def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
         f"aggregation constant) and weigh less in the shared gradient than "
         f"{', '.join(sorted(set(algorithms) - unscaled))}; give them algorithm_config {{normalisation: task, "
         "aggregation: token}, a loss_weight, or the same type"
+    )
+
+
+def reach_warning(config: RunConfig) -> str:
+    """Return what to know when the guard can never roll back; "" if it can.
+
+    A rollback goes to weights that an evaluation judged good, at most ``guard.rollback_steps`` back.
+    """
+    every, reach = config.eval.every, config.guard.rollback_steps
+    if not config.guard.enabled or 0 < every <= reach:
+        return ""
+    return (
+        f"guard: eval.every={every} and guard.rollback_steps={reach}: no weights judged good are within "
+        f"reach of a rollback; set eval.every to 1 to {reach}, raise guard.rollback_steps, or turn it off"
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from multitask_rl.config.run import RolloutConfig, RunConfig
+from multitask_rl.config.run import EvalConfig, GuardConfig, RolloutConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError
 from multitask_rl.learnable import check_learnable
-from multitask_rl.plan import plan_run, scale_warning
+from multitask_rl.plan import plan_run, reach_warning, scale_warning
 from multitask_rl.task_run import build_algorithms
 
 
@@ -113,3 +114,14 @@ def test_a_device_that_nothing_would_use_is_refused(tmp_path, monkeypatch, role,
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         plan_run(config)
+
+
+@pytest.mark.parametrize(
+    ("every", "reach", "words"), [(20, 100, ""), (0, 100, "eval.every=0"), (20, 10, "1 to 10")]
+)
+def test_a_guard_that_can_never_roll_back_is_told(every, reach, words) -> None:
+    config = RunConfig(eval=EvalConfig(every=every), guard=GuardConfig(rollback_steps=reach))
+    told = reach_warning(config)
+    assert words in told
+    assert bool(told) == bool(words)
+    assert reach_warning(replace(config, guard=GuardConfig(enabled=False))) == ""
