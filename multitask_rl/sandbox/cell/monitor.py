@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -52,6 +53,8 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     if os.getppid() != parent:
         os._exit(1)
     prefer_as_victim(os.getpid(), _MONITOR_SCORE)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a reward worker's limit is not the programs'
     connection = socket.socket(fileno=connection_fd)
     trainer = Trainer(connection, cancel_fd)
     config, _ = trainer.receive()

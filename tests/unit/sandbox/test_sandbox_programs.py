@@ -1,5 +1,8 @@
 """What may be asked of a sandbox, and what its records say."""
 
+import subprocess
+import sys
+
 import pytest
 
 from multitask_rl.errors import SandboxError
@@ -77,3 +80,21 @@ def test_levels_are_only_weakened_down_to_the_minimum():
     assert acceptable_levels("landlock", "namespaces") == ["landlock"]
     with pytest.raises(SandboxError, match="unknown isolation level 'docker'"):
         acceptable_levels("docker", "namespaces")
+
+
+def test_a_limit_of_the_process_that_opens_the_sandbox_is_not_the_programs() -> None:
+    """Reward workers have a limit of data memory; a program has its own."""
+    script = """
+import resource
+resource.setrlimit(resource.RLIMIT_DATA, (400 << 20, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+from multitask_rl.sandbox import AssertsTask, Program, open_sandbox
+from multitask_rl.sandbox.base import Limits
+task = AssertsTask(entry_point="f", asserts=["assert f(2) == 700000000"])
+source = "def f(x): return len(bytearray(700000000))"
+with open_sandbox("namespaces", workers=1) as sandbox:
+    print(sandbox.run(Program(source=source, task=task, limits=Limits(mem_mb=1500))).verdict)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.strip() == "passed"
