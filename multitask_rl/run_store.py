@@ -15,7 +15,7 @@ import yaml
 
 from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.directory_lock import DirectoryLock
-from multitask_rl.errors import CheckpointError, ConfigError, disk_errors
+from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.records import Event
 from multitask_rl.run_state import collect_state, collect_tensors, reading_state, renamed_tasks, restore
 from multitask_rl.tracking.record_files import RECORDS, cut_records, record_lengths, set_records_aside
@@ -222,15 +222,18 @@ class RunStore:
         """Write ``config.yaml`` (the resolved configuration, tasks included) and return it.
 
         A run that already made its steps keeps the one it was made with.
+
+        Raises:
+            TrainingError: it made them with other settings.
         """
         if self.resumed_at is not None and trainer.step >= trainer.config.max_steps:
-            logger.info(
-                "the run in %s already made its %d steps; raise max_steps to go on, or choose another "
-                "output_dir for a new run",
-                self._output_dir,
-                trainer.step,
+            said = (
+                f"the run in {self._output_dir} already made its {trainer.step} steps; raise max_steps to go "
+                "on, or choose another output_dir for a new run"
             )
-            self.events.clear()
+            if self.events:
+                raise TrainingError(f"{said}. {self.events[0].reason}: nothing would be made with them")
+            logger.info("%s", said)
             return self.read_config()
         resolved = dataclasses.asdict(trainer.config)
         resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in trainer.plan.specs.items()}

@@ -181,7 +181,7 @@ class Trainer:
 
         Raises:
             GuardStop: the guard ended the run.
-            TrainingError: gradients stayed non-finite.
+            TrainingError: it made them with other settings, or gradients stayed non-finite.
             RewardError: a task's rewards fail beyond its error budget, or not one sample was scored.
             CheckpointError: checkpoints or records cannot be written.
         """

@@ -13,7 +13,6 @@ import torch
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.config.run import (
-    BatchConfig,
     CheckpointConfig,
     CriticConfig,
     EvalConfig,
@@ -95,7 +94,7 @@ def test_a_complete_run_makes_no_step_more_and_is_left_as_it_is(finished, caplog
     shutil.copytree(directory / "whole", directory / "complete")
     before = {p: p.read_bytes() for p in (directory / "complete").rglob("*.*") if p.is_file()}
     caplog.set_level("INFO")
-    again = Trainer.from_config(run_config(directory, "complete", 6, batch=BatchConfig(prompts_per_step=8)))
+    again = Trainer.from_config(run_config(directory, "complete", 6))
     evaluations = again.train()
     assert {n: e.values for n, e in evaluations.items()} == {
         n: e.values for n, e in trainer.history[-1][1].items()
