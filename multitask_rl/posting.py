@@ -1,12 +1,18 @@
-"""Requests to servers that a configuration names: redirects are refused.
+"""Requests to servers that a configuration names: redirects are refused, and answers have an end.
 
 ``urllib`` follows a redirect with the headers of the first request, the bearer token among them, to any host
-that the answer names.
+that the answer names. Its time limit is of each read: a server that sends a byte now and then has none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import socket
+import threading
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from http.client import HTTPResponse
 from typing import Any, cast
 
@@ -20,18 +26,68 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Return no request: ``urllib`` then raises ``HTTPError``."""
 
 
-_OPENER = urllib.request.build_opener(_NoRedirect)
-
-
-def open_request(request: urllib.request.Request, *, timeout: float) -> HTTPResponse:
-    """Send ``request`` and return the answer.
+@contextlib.contextmanager
+def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator[HTTPResponse]:
+    """Send ``request``; the context is the answer, to be read within it.
 
     Args:
         request: as for ``urllib.request.urlopen``.
-        timeout: in seconds, of every wait.
+        timeout: in seconds, of the whole exchange.
 
     Raises:
         urllib.error.HTTPError: the server answers an error, or a redirect (3xx).
         OSError: refused, reset, timed out.
     """
-    return cast("HTTPResponse", _OPENER.open(request, timeout=timeout))
+    sockets: list[socket.socket] = []
+    is_over = threading.Event()
+
+    def hang_up() -> None:
+        is_over.set()
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(timeout, hang_up)
+    timer.daemon = True
+    timer.start()
+    opener = urllib.request.build_opener(_NoRedirect, _Http(sockets), _Https(sockets))
+    try:
+        with cast("HTTPResponse", opener.open(request, timeout=timeout)) as response:
+            yield response
+    except urllib.error.HTTPError:
+        raise
+    except Exception as error:
+        if is_over.is_set():
+            raise TimeoutError(f"no whole answer within {timeout:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+
+
+def _remembering(kind: type[http.client.HTTPConnection], sockets: list[socket.socket]) -> Any:
+    """Return a class of connections that note their socket in ``sockets``."""
+
+    class Connection(kind):  # type: ignore[misc, valid-type]
+        def connect(self) -> None:
+            super().connect()
+            sockets.append(self.sock)
+
+    return Connection
+
+
+class _Http(urllib.request.HTTPHandler):
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        super().__init__()
+        self._kind = _remembering(http.client.HTTPConnection, sockets)
+
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(self._kind, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        super().__init__()
+        self._kind = _remembering(http.client.HTTPSConnection, sockets)
+
+    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(self._kind, req)

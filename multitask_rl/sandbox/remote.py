@@ -173,7 +173,7 @@ class HttpSandbox:
             except _PermanentError as error:
                 problem = str(error)
                 break
-            except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+            except (OSError, ValueError, KeyError, RecursionError, http.client.HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
             _log.warning("sandbox server %s: %s (attempt %d)", self._url, problem, attempt + 1)
         return Outcome(verdict=Verdict.infrastructure_error, message=problem, retries=attempt)
@@ -204,18 +204,35 @@ def _text(data: str | bytes) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def _bytes_of(result: dict[str, Any], key: str) -> bytes:
+    text = result.get(key) or ""
+    if not isinstance(text, str):
+        raise ValueError(f"{key} is {type(text).__name__}, not text")
+    return text.encode("utf-8", "replace")
+
+
 def _outcome(answer: dict[str, Any], program: Program) -> Outcome:
-    result = answer["run_result"] or answer.get("compile_result") or {}
-    stdout = str(result.get("stdout") or "").encode("utf-8", "replace")
-    stderr = str(result.get("stderr") or "").encode("utf-8", "replace")
-    code = result.get("return_code")
+    """Return the outcome in a server's answer.
+
+    Raises:
+        ValueError: it is not of the form that servers of this kind give.
+    """
+    result = answer.get("run_result") or answer.get("compile_result") or {}
+    if not isinstance(result, dict):
+        raise ValueError(f"run_result is {type(result).__name__}, not an object")
+    stdout, stderr = (_bytes_of(result, key) for key in ("stdout", "stderr"))
+    code, wall_s = result.get("return_code"), result.get("execution_time") or 0.0
+    if code is not None and (type(code) is not int or abs(code) > 1 << 31):
+        raise ValueError(f"return_code is {code!r:.40}, not a status")
+    if type(wall_s) not in (int, float) or not 0 <= wall_s < 1 << 31:
+        raise ValueError(f"execution_time is {wall_s!r:.40}, not a number of seconds")
     last = stderr.decode("utf-8", "replace").rstrip().rpartition("\n")[2][:500]
     limits = program.limits
     if result.get("status") == "TimeLimitExceeded":
         verdict, message = Verdict.timeout, f"wall-clock limit of {limits.wall_s:g} s"
     elif len(stdout) > limits.stdout_bytes:
         verdict, message = Verdict.output_limit, f"more than {limits.stdout_bytes} bytes of output"
-    elif code == 0 and answer["status"] == "Success":
+    elif code == 0 and answer.get("status") == "Success":
         verdict, message = Verdict.completed, ""
     elif last.startswith("MemoryError"):
         verdict, message = Verdict.memory_limit, last
@@ -226,9 +243,9 @@ def _outcome(answer: dict[str, Any], program: Program) -> Outcome:
     return Outcome(
         verdict=verdict,
         message=message,
-        wall_s=float(result.get("execution_time") or 0.0),
-        exit_code=code if isinstance(code, int) and code >= 0 else None,
-        signal=-code if isinstance(code, int) and code < 0 else None,
+        wall_s=float(wall_s),
+        exit_code=code if code is not None and code >= 0 else None,
+        signal=-code if code is not None and code < 0 else None,
         stdout=stdout[: limits.stdout_bytes],
         stderr=stderr[: limits.stderr_bytes],
         stdout_length=len(stdout),

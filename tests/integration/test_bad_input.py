@@ -15,6 +15,7 @@ import pytest
 from run_builders import run_config, write_run
 
 from multitask_rl.cli import main
+from multitask_rl.config.recorded import recorded_config
 from multitask_rl.config.run import CheckpointConfig
 from multitask_rl.directory_lock import DirectoryLock
 from multitask_rl.trainer import Trainer
@@ -329,6 +330,9 @@ def test_another_runs_checkpoint_is_gone_on_from_but_not_its_records(space):
         assert "run 7" in own.run_id
         (changed,) = [event for event in own.events if event.kind == "changed"]
         assert changed.reason.endswith("optimizer.learning_rate: 0.001 -> 0.002")
+    with Trainer.from_config(replace(recorded_config(space / "original"), max_steps=4)) as plain:
+        plain.train_step()
+        assert [event.reason for event in plain.events if event.kind == "changed"] == []
     path = str(space / "original/checkpoints/step_00000002")
     forked = replace(config, output_dir=str(space / "fork"), checkpoint=CheckpointConfig(resume=path))
     with Trainer.from_config(replace(forked, max_steps=3)) as fork:

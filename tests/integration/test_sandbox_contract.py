@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox import Program, StdioTask, StdioTest, Verdict, open_sandbox, shared_sandbox
+from multitask_rl.sandbox import (
+    Limits,
+    Program,
+    StdioTask,
+    StdioTest,
+    Verdict,
+    open_sandbox,
+    shared_sandbox,
+)
 from multitask_rl.sandbox.doctor import report
 from multitask_rl.sandbox.pool import NamespaceSandbox
 from multitask_rl.sandbox.remote import HttpSandbox
@@ -66,10 +76,28 @@ class RunCodeHandler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
+class OddHandler(RunCodeHandler):
+    """Answers with what it is told to, or drips."""
+
+    body: ClassVar[bytes] = b""
+    drips = False
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while type(self).drips:
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+            self.wfile.write(type(self).body)
+
+
 @pytest.fixture
-def server():
+def server(request):
+    handler = getattr(request, "param", RunCodeHandler)
     RunCodeHandler.failures, RunCodeHandler.requests = [], 0
-    with ThreadingHTTPServer(("127.0.0.1", 0), RunCodeHandler) as running:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{running.server_address[1]}"
@@ -111,6 +139,46 @@ def test_the_http_client_does_not_repeat_a_refused_request(server):
         outcome = sandbox.run(Program(source="print(1)"))
     assert outcome.verdict is Verdict.infrastructure_error
     assert RunCodeHandler.requests == 1
+
+
+@pytest.mark.parametrize("server", [OddHandler], indirect=True)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}}",
+        b'{"run_result": "done"}',
+        b'{"run_result": [1]}',
+        b'{"status": "Success", "run_result": {"return_code": "0"}}',
+        b'{"status": "Success", "run_result": {"return_code": true}}',
+        b'{"status": "Success", "run_result": {"return_code": 0, "execution_time": Infinity}}',
+        b'{"status": "Success", "run_result": {"return_code": 0, "execution_time": "1"}}',
+        b'{"status": "Success", "run_result": {"return_code": 0, "stdout": {"a": 1}}}',
+        b'{"a": ' + b"[" * 100_000,
+        b"\xff\xfe",
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_the_http_client_gives_no_score_for_an_odd_answer(server, body):
+    OddHandler.body = body
+    with HttpSandbox(server, retries=1, backoff_s=0.01, check=False) as sandbox:
+        outcome = sandbox.run(Program(source="print(1)"))
+    assert (outcome.verdict, outcome.retries) == (Verdict.infrastructure_error, 1)
+
+
+@pytest.mark.parametrize("server", [OddHandler], indirect=True)
+def test_the_http_client_does_not_wait_for_an_answer_that_drips(server):
+    OddHandler.drips = True
+    began = time.monotonic()
+    try:
+        with HttpSandbox(server, retries=0, overhead_s=0.3, check=False) as sandbox:
+            outcome = sandbox.run(Program(source="print(1)", limits=Limits(wall_s=0.2)))
+    finally:
+        OddHandler.drips = False
+    assert outcome.verdict is Verdict.infrastructure_error
+    assert "no whole answer within 0.5 s" in outcome.message
+    assert time.monotonic() - began < 10
 
 
 def test_the_http_client_refuses_to_open_without_a_server():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 
 import pytest
 
-from multitask_rl.sandbox.corpus import load_manifest, main, run_corpus
+from multitask_rl.sandbox.corpus import Finding, load_manifest, main, repeat_noise, run_corpus
+from multitask_rl.sandbox.host_processes import descendants
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "tests/fixtures/sandbox_corpus/manifest.json"
@@ -45,6 +49,55 @@ def test_a_difference_is_printed_and_exits_with_1(tmp_path, capsys):
 def test_a_missing_manifest_exits_with_2(tmp_path, capsys):
     assert main([str(tmp_path / "none.json")]) == 2
     assert "is not a corpus manifest" in capsys.readouterr().err
+
+
+MUCH = "host_mem_delta_mb:200: 300 MiB"
+
+
+@pytest.mark.parametrize(
+    ("tries", "problems", "note"),
+    [
+        ([[]], (), ""),
+        ([[MUCH], [], []], (), f"once in 3 tries: {MUCH}"),
+        ([[MUCH], [], [MUCH]], (MUCH,), ""),
+        ([[MUCH], [MUCH], []], (MUCH,), ""),
+        ([[MUCH], ["stdout holds 'ESCAPED'"], [MUCH]], ("stdout holds 'ESCAPED'",), ""),
+        ([["stdout holds 'ESCAPED'"]], ("stdout holds 'ESCAPED'",), ""),
+    ],
+)
+def test_a_finding_that_others_may_have_caused_counts_when_it_is_found_again(tries, problems, note):
+    left = [Finding(name="p", verdict="", pass_fraction=0, wall_s=0, problems=tuple(t)) for t in tries]
+    finding = repeat_noise(lambda: left.pop(0))
+    assert (finding.problems, finding.note, left) == (problems, note, [])
+
+
+def test_the_cell_of_a_new_worker_is_no_leftover(tmp_path):
+    sources = {"nap": "import time\ntime.sleep(2)", "numpy": "import numpy", "last": "print(1)"}
+    programs = []
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        wanted = {"verdict_any_of": ["completed", "killed"], "host_checks": ["no_leftover_procs"]}
+        programs.append({"name": name, "file": f"{name}.py", "task": {"type": "script"}, "expect": wanted})
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"default_limits": {}, "programs": programs}))
+    done = threading.Event()
+
+    def kill_the_napper_s_monitor():
+        while not done.wait(0.05):
+            for child in descendants(os.getpid()):
+                with contextlib.suppress(OSError, ValueError):  # one that sleeps below no monitor is a bait
+                    if "nanosleep" in Path(f"/proc/{child}/wchan").read_text():
+                        os.kill(min(p for p in descendants(os.getpid()) if child in descendants(p)), 9)
+                        return
+
+    killer = threading.Thread(target=kill_the_napper_s_monitor)
+    killer.start()
+    try:
+        findings = run_corpus(load_manifest(manifest))
+    finally:
+        done.set()
+        killer.join()
+    assert different(findings) == {"nap": ("worker_alive: the worker had to be replaced",)}
 
 
 @pytest.mark.parametrize("level", ["bwrap", "landlock"])
