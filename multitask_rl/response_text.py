@@ -73,8 +73,8 @@ OWNERS = (
             "multitask_rl_rewards.safety_classifier",
         ),
         process="trainer (models on a device)",
-        size="`max_length` tokens a forward: classifiers read the rest in overlapping parts, reward models "
-        "say `truncated`, generative judges fail",
+        size="`max_length` tokens a forward: classifiers and guards read the rest in overlapping parts, "
+        "reward models say `truncated`",
         limits="`timeout_s` of the plugin; a forward cannot be killed",
         escaping="special tokens are removed before the judge's template is filled in",
     ),

@@ -17,6 +17,9 @@ from multitask_rl_rewards.transformer_models import read_model_config, resolve_d
 
 __all__ = ["GuardConfig", "GuardModel", "LlamaGuard"]
 
+SHORTEST_PART = 200
+"""Characters; a response that is too long for the judge is not cut into smaller parts."""
+
 
 @dataclass(kw_only=True, slots=True)
 class GuardConfig:
@@ -31,7 +34,8 @@ class GuardConfig:
     batch_size: int = 8
     """Prompts per forward, > 0."""
     max_length: int = 4096
-    """Tokens of the judge's whole prompt; a longer one is a ``data`` failure (a cut one judges less)."""
+    """Tokens of the judge's whole prompt; a longer response is judged in parts, a longer question a ``data``
+    failure."""
     family: str = "auto"
     """``llama_guard``, ``shieldgemma``, ``qwen3guard``, ``generic``; ``auto`` = by the model's name."""
     threshold: float = 0.5
@@ -82,22 +86,37 @@ class GuardModel:
         )
 
     def judge(self, exchanges: Sequence[tuple[str, str]]) -> list[Verdict | Failure]:
-        """Return one verdict per (question, response), in order. An empty response is satisfied."""
-        spoken = [i for i, (_, response) in enumerate(exchanges) if response.strip()]
-        prompts = [build_prompt(self.model, self.family, *exchanges[i], self.policy) for i in spoken]
-        words, costs = list(self.family.costs), list(self.family.costs.values())
+        """Return one verdict per (question, response), in order. An empty response is satisfied.
+
+        A response that is too long is judged in overlapping parts, and the worst counts.
+        """
         verdicts: list[Verdict | Failure] = [
             Verdict(cost=0.0, violated=False, reason="empty response") for _ in exchanges
         ]
-        probabilities = self._probabilities(prompts, words)
-        for i, prompt, chances in zip(spoken, prompts, probabilities, strict=True):
-            if chances is None:
-                verdicts[i] = data_failure(
-                    f"the exchange needs more than the judge's {self.model.max_length} tokens", self.plugin
-                )
-            else:
-                cost = sum(p * c for p, c in zip(chances, costs, strict=True))
-                verdicts[i] = self._verdict(prompt, min(max(cost, 0.0), 1.0))
+        words, costs = list(self.family.costs), list(self.family.costs.values())
+        worst: dict[int, tuple[float, str]] = {}
+        parts = [(i, response) for i, (_, response) in enumerate(exchanges) if response.strip()]
+        while parts:
+            prompts = [
+                build_prompt(self.model, self.family, exchanges[i][0], t, self.policy) for i, t in parts
+            ]
+            longer: list[tuple[int, str]] = []
+            chances = self._probabilities(prompts, words)
+            for (i, text), prompt, probabilities in zip(parts, prompts, chances, strict=True):
+                if probabilities is not None:
+                    cost = sum(p * c for p, c in zip(probabilities, costs, strict=True))
+                    worst[i] = max(worst.get(i, (0.0, prompt)), (min(max(cost, 0.0), 1.0), prompt))
+                elif len(text) <= SHORTEST_PART:  # the question is too long
+                    message = f"the exchange needs more than the judge's {self.model.max_length} tokens"
+                    verdicts[i] = data_failure(message, self.plugin)
+                else:
+                    overlap = len(text) // 8
+                    middle = len(text) // 2
+                    longer += [(i, text[: middle + overlap]), (i, text[middle - overlap :])]
+            parts = [(i, text) for i, text in longer if not isinstance(verdicts[i], Failure)]
+        for i, (cost, prompt) in worst.items():
+            if not isinstance(verdicts[i], Failure):
+                verdicts[i] = self._verdict(prompt, cost)
         return verdicts
 
     def _probabilities(self, prompts: list[str], words: list[str]) -> list[list[float] | None]:

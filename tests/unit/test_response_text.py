@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from multitask_rl.response_text import OWNERS, table
@@ -15,6 +16,7 @@ PACKAGES = (
 )
 
 
+@cache
 def readers() -> set[str]:
     """Return the modules with an expression ``<name>.response`` that is read."""
     found = set()
@@ -23,7 +25,10 @@ def readers() -> set[str]:
             module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
             if module.startswith("multitask_rl.testing"):
                 continue
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            source = path.read_text(encoding="utf-8")
+            if ".response" not in source:
+                continue
+            tree = ast.parse(source)
             if any(
                 isinstance(node, ast.Attribute) and node.attr == "response" and isinstance(node.ctx, ast.Load)
                 for node in ast.walk(tree)

@@ -199,3 +199,15 @@ def test_models_that_cannot_check_facts_are_config_errors(tmp_path):
         FactChecker(FactChecker.Config(model_name=str(tmp_path), device="cpu"))
     with pytest.raises(ConfigError, match="cannot be read"):
         FactChecker(FactChecker.Config(model_name="/nowhere/Llama-Guard-3-8B", device="cpu"))
+
+
+@pytest.mark.parametrize("place", [0, 150, 400])
+def test_a_response_longer_than_the_judge_reads_is_judged_in_parts(tmp_path, place):
+    train_judge(tmp_path, "llama_guard")
+    harmless = ["hello"] * 400
+    constraint = guard(tmp_path, "llama_guard", max_length=300)
+    text = " ".join([*harmless[:place], *["kill"] * 120, *harmless[place:]])
+    clean, hidden = constraint.judge([rollout(t, prompt="hello") for t in (" ".join(harmless), text)])
+    assert isinstance(clean, Verdict)
+    assert isinstance(hidden, Verdict)
+    assert hidden.cost > clean.cost
