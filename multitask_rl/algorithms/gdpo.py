@@ -15,6 +15,9 @@ from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
 __all__ = ["GDPO", "GDPOConfig", "decoupled_advantages"]
 
+_SUM_FLOOR = 0.01
+"""Smallest divisor of the sums, as a part of the sum of the weights."""
+
 
 @dataclass(kw_only=True, slots=True)
 class GDPOConfig(GRPOConfig):
@@ -60,6 +63,9 @@ class GDPO(GRPO):
     reward as given, whatever the reward's own spread. With one reward it is GRPO with per-task whitening. A
     constraint of mode ``penalty`` is one reward more, its cost with a negative weight.
 
+    Rewards may cancel: of two responses to each prompt, one earns more and costs more. What is left of the
+    sums is rounding then. The divisor of the whitening is at least 0.01 of the sum of the weights.
+
     Source: GDPO (arXiv:2601.05242); whitening per task, not over the mixed batch.
     """
 
@@ -74,4 +80,6 @@ class GDPO(GRPO):
         components, weights = batch.component_rewards, batch.component_weights
         if components is None or weights is None:
             components, weights = batch.rewards.unsqueeze(1), batch.rewards.new_ones(1)
-        return group.whiten(decoupled_advantages(components, weights, batch.groups))
+        most = float(weights.abs().sum())
+        decoupled = decoupled_advantages(components, weights, batch.groups)
+        return group.whiten(decoupled, floor=_SUM_FLOOR * most)

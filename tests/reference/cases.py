@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .naive.settings import DEFAULTS, ConstraintRule, RewardRule, Settings, Task
@@ -31,8 +31,6 @@ class Case:
     tied: bool = False
     late: float = 0.0
     """Chance that a group's rewards come late."""
-    evaluations: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
         """All of it in one line, to be read."""
@@ -65,21 +63,37 @@ def draw_case(seed: int) -> Case:
         schedule=rng.choice(["constant", "linear", "cosine"]),
         reference_decay=rng.choice([1.0, 1.0, 0.7]),
         critic_trunk=rng.choice(["actor", "actor", "separate"]),
+        eval_every=rng.choice([0, 0, 0, 1, 2]),
         policy=rng.choice(["deficit_learnability", "deficit_learnability", "static", "uniform"]),
         prior_prompts=rng.choice([100, 100, 3, 0]),
         prompts_averaged=rng.choice([100, 5]),
         sharpness=rng.choice([8.0, 1.0]),
         min_weight=rng.choice([None, None, 0.0, 0.05]),
     )
+    num_steps = rng.choice([1, 2, 3])
+    if settings.eval_every:
+        settings.watched = _watched(rng, tasks)
+    if settings.eval_every == 1 and rng.random() < 0.25:  # past the guard's warm-up
+        num_steps, settings.prompts_per_step = 9, number
     return Case(
         seed=seed,
         settings=settings,
         scripts=scripts,
-        num_steps=rng.choice([1, 2, 3]),
+        num_steps=num_steps,
         layout=rng.choice(["auto", "shared", "bucketed", "packed"]),
         tokens_per_microbatch=rng.choice([16384, 16384, 40, 90]),
         late=rng.choice([0.2, 0.6]) if quorum < 1.0 else 0.0,
     )
+
+
+def _watched(rng: random.Random, tasks: Sequence[Task]) -> list[str]:
+    found = [f"{t.name}/reward/{r.name}" for t in tasks for r in t.rewards]
+    found += [f"{t.name}/{m}" for t in tasks for m in ("truncated_rate", "failure_rate", "reward_mean")]
+    for t in tasks:
+        if t.constraints:
+            names = ("violation_rate", "served_violation_rate", "rejection_rate", "cost")
+            found += [f"{t.name}/{name}" for name in names]
+    return rng.sample(found, rng.randint(0, 2))
 
 
 def _some(rng: random.Random, chance: float, options: Sequence[Any], otherwise: Any) -> Any:

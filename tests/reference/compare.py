@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitask_rl.guard.decision import GuardAction
 from multitask_rl.records import Failure, NotApplicable, Score, Scored, Statistic, Verdict
 from multitask_rl.training.credit import CreditedSample
 
@@ -82,7 +83,13 @@ def compare(case: Case) -> Comparison:
 
 def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     run = Run(case.settings, given_of(case, product), product.weights())
+    every = case.settings.eval_every
     for number in range(case.num_steps):
+        if every and number and number % every == 0:
+            problems = [f"evaluation {number}: {text}" for text in _compare_evaluation(run, product)]
+            yield from problems
+            if problems or product.guard.decision.action is GuardAction.rollback:
+                return
         found = product.step()
         found.updates = [u for u in found.updates if u[0]]
         before = run.weights
@@ -101,6 +108,36 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
 
 
+def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
+    product.evaluate()
+    numbers, alarms, is_good = run.evaluate()
+    for task in run.settings.tasks:
+        evaluation = product.guard.evaluations[task.name]
+        own = {
+            k.removeprefix(f"{task.name}/"): v for k, v in numbers.items() if k.startswith(f"{task.name}/")
+        }
+        yield from _compare_statistics(task.name, evaluation.metrics, own)
+        main = {"primary": numbers[task.name]} if task.name in numbers else {}
+        yield from _compare_statistics(task.name, {"primary": evaluation.primary}, main)
+    decision = product.guard.decision
+    if (decision.action is GuardAction.rollback) != alarms:
+        yield f"guard decides {decision.action}, reference: alarm {alarms}"
+    if decision.judged_good != is_good:
+        yield f"judged good {decision.judged_good}, reference {is_good}"
+    metrics = product.guard.metrics()
+    for key, detector in run.guard.detectors.items():
+        if detector.count:
+            reference = detector.value if detector.reference is None else detector.reference
+            known = {"value": detector.value, "reference": reference, "cusum": detector.cusum}
+            for name, value in (known | {"cusum_limit": detector.limit}).items():
+                found = metrics.get(f"guard/{key}/{name}")
+                yield from _compare_number(f"guard/{key}/{name}", found, value)
+    for task in run.settings.tasks:
+        level = product.trainer.scheduler.metrics().get(f"task/{task.name}/level")
+        if level is not None:
+            yield from _compare_number(f"level of {task.name}", level, run.scheduler.level(task.name))
+
+
 def _compare_step(
     run: Run, before: Mapping[str, Tensor], result: Result, found: ProductStep
 ) -> Iterator[str]:
@@ -111,7 +148,8 @@ def _compare_step(
     yield from _compare_records("kept", found.report.kept, result.kept)
     yield from _compare_samples(found, result.samples)
     yield from _compare_updates(found, result, before)
-    rounded = {c.sample.task for c in found.credited if c.has_gradient and _is_rounding(c)}
+    rounded = {c.sample.task for c in found.credited if _is_tiny(c.advantages)}
+    rounded |= {s.task for s in result.samples if s.advantages is not None and _is_tiny(s.advantages)}
     for task in run.settings.tasks:
         own = {**result.metrics[task.name], **{n: x.mean for n, x in result.numbers[task.name].items()}}
         tokens = () if task.name in rounded else TOKEN_METRICS
@@ -223,6 +261,11 @@ def _compare_samples(found: ProductStep, expected: Sequence[Sample]) -> Iterator
         yield from _compare_tensor(f"{name} ref_logprobs", c.ref_logprobs, s.reference_logprobs)
         if c.has_gradient != s.is_active and not _is_rounding(c):
             yield f"{name}: trained on {c.has_gradient}, reference {s.is_active}"
+
+
+def _is_tiny(advantages: Tensor) -> bool:
+    """Whether the sign of an advantage is a matter of its last bit."""
+    return bool(((advantages != 0.0) & (advantages.abs() < 1e-6)).any())
 
 
 def _is_rounding(c: CreditedSample) -> bool:

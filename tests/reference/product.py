@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +34,9 @@ from multitask_rl.config.run import (
 from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.data.stream import PromptStream
 from multitask_rl.flow import FunctionStage
+from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.records import Rollout, Scored, Statistic, TaskStats
+from multitask_rl.records import Rollout, Scored, Statistic, TaskEvaluation, TaskStats
 from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.scoring.pending import Pending
 from multitask_rl.seeding import derive_seed, random_stream
@@ -108,6 +109,8 @@ class Held:
         held = sorted(
             {(r.prompt.position, r.group_id) for i, r in enumerate(self._rollouts) if not self.is_done(i)}
         )
+        if is_enough is None:  # an evaluation waits for everything
+            self._open |= {name for _, name in held}
         while is_enough is not None and not is_enough():
             self._open.add(held.pop(0)[1])
         return waited
@@ -123,9 +126,16 @@ class Held:
 
 
 class RecordingGuard(SafetyGuard):
-    """The guard; keeps the statistics of the last step."""
+    """The guard; keeps the statistics of the last step, and what it said of the last evaluation."""
 
     stats: Mapping[str, TaskStats] = {}
+    evaluations: Mapping[str, TaskEvaluation] = {}
+    decision = GuardDecision()
+
+    def observe(self, step: int, evaluations: Any, confirm: Any = None) -> GuardDecision:
+        self.evaluations = evaluations
+        self.decision = super().observe(step, evaluations)
+        return GuardDecision(judged_good=self.decision.judged_good)
 
     def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:
         self.stats = stats
@@ -201,19 +211,27 @@ class Product:
                 policy=settings.policy, min_weight=settings.min_weight, policy_config=_policy(settings)
             ),
             scoring=ScoringConfig(max_failure_rate=1.0),
-            eval=EvalConfig(every=0),
+            eval=EvalConfig(every=settings.eval_every, num_prompts=world.NUM_HELD_OUT),
             checkpoint=CheckpointConfig(every=0),
             tracking=TrackingConfig(trackers=["jsonl"], store_rollouts=0),
         )
         actor = Actor(_model(case), _tokenizer(), ModelConfig(reference_decay=settings.reference_decay))
         loader = TaskDataLoader(
-            splits={t.name: {"": rows(case, t.name)} for t in settings.tasks},
+            splits={
+                t.name: {
+                    "train": rows(case, t.name, range(world.NUM_ROWS)),
+                    "validation": rows(case, t.name, range(100, 100 + world.NUM_HELD_OUT)),
+                }
+                for t in settings.tasks
+            },
             weights={t.name: 1.0 for t in settings.tasks},
             batch_size=settings.prompts_per_step,
         )
         self.trainer = Trainer(actor, None, loader, config=config)
         self.trainer.plan.engine_class = ScriptedEngine
-        self.guard = RecordingGuard()
+        names = [t.name for t in settings.tasks]
+        watched = [*names, *settings.watched]
+        self.guard = RecordingGuard(monitor_metrics=watched, confirm=False, act_on_hacking=False)
         self.trainer.add_guard(self.guard)
         self.scorer = HoldingScorer(self.trainer.scorer, delay_of(case))
         self.trainer.scorer = self.scorer  # type: ignore[assignment]
@@ -239,6 +257,9 @@ class Product:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().double().clone() for name, p in self.named().items()}
+
+    def evaluate(self) -> None:
+        self.trainer.supervisor.inspect()
 
     def step(self) -> ProductStep:
         self.credited.clear()
@@ -321,10 +342,10 @@ def _model(case: Case) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double()
 
 
-def rows(case: Case, task: str) -> list[dict[str, Any]]:
+def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
     return [
         {"id": i, "prompt": "".join(world.VOCABULARY[x] for x in world.prompt_ids(case.seed, task, i))}
-        for i in range(world.NUM_ROWS)
+        for i in numbers
     ]
 
 
@@ -429,12 +450,19 @@ def given_of(case: Case, product: Product) -> Given:
     ) -> Attempt:
         spec = case.settings[task]
         prompt = [*control, *world.prompt_ids(case.seed, task, row(task, draw))]
-        return attempt_of(spec, prompt, draw, index, attempt, version)
+        return attempt_of(spec, prompt, "rollout", draw, index, attempt, version)
+
+    def held_out(
+        task: str, draw: int, index: int, attempt: int, version: int, control: Sequence[int]
+    ) -> Attempt:
+        number = int(product.trainer.runs[task].eval_rows[draw]["id"])
+        prompt = [*control, *world.prompt_ids(case.seed, task, number)]
+        return attempt_of(case.settings[task], prompt, "evaluation", draw, index, attempt, version)
 
     def attempt_of(
-        spec: Task, prompt: list[int], draw: int, index: int, attempt: int, version: int
+        spec: Task, prompt: list[int], purpose: str, draw: int, index: int, attempt: int, version: int
     ) -> Attempt:
-        seed = derive_seed(case.seed, "rollout", spec.name, draw, index, attempt)
+        seed = derive_seed(case.seed, purpose, spec.name, draw, index, attempt)
         said = world.respond(prompt, seed, version, spec.max_new_tokens)
         return Attempt(
             task=spec.name,
@@ -473,6 +501,8 @@ def given_of(case: Case, product: Product) -> Given:
     return Given(
         replay=replay,
         sampler=sample,
+        held_out_sampler=held_out,
+        held_out={n: len(run.eval_rows) for n, run in product.trainer.runs.items()},
         answer=answer,
         shuffle=shuffle,
         ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},

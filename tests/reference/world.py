@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 VOCABULARY = ["<pad>", "<eos>", *"0123456789abcdefghijklmnopqrst"]
 PAD, EOS = 0, 1
 NUM_ROWS = 40
-NUM_HELD_OUT = 8
+NUM_HELD_OUT = 12
 
 
 def stream(*name: object) -> random.Random:

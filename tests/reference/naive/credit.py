@@ -185,7 +185,9 @@ def _decoupled(task: Task, samples: Sequence[Sample], groups: Sequence[object]) 
         deviations = centred(task, [terms[i][k][1] for i in applies], own, [1] * len(applies))
         for i, a in zip(applies, over_group_std(deviations, own), strict=True):
             total[i] += terms[i][k][0] * a
-    return whitened(total)
+    # rewards may cancel: what is left then is no signal to blow up
+    most = max(math.fsum(abs(w) for w, _ in t) for t in terms)
+    return whitened(total, floor=0.01 * most)
 
 
 def _reinforce_pp(

@@ -67,12 +67,18 @@ def overall_cost(rules: Sequence[object], attempt: Attempt) -> float:
 
 
 def run_prompt(
-    task: Task, draw: int, version: int, sampler: Sampler, answer: Answer, control: Sequence[int] = ()
+    task: Task,
+    draw: int,
+    version: int,
+    sampler: Sampler,
+    answer: Answer,
+    control: Sequence[int] = (),
+    group_size: int | None = None,
 ) -> list[Attempt]:
     """All attempts of all samples of one prompt."""
     most = max((r.max_attempts for r in task.constraints if r.mode == "reject"), default=1)
     found = []
-    for index in range(task.group_size):
+    for index in range(group_size or task.group_size):
         for number in range(most):
             attempt = sampler(task.name, draw, index, number, version, control)
             judge(task, attempt, answer)

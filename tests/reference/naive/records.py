@@ -83,6 +83,7 @@ class Number:
     n: int
     error: float
     direction: str
+    by_prompt: tuple[float, ...] = ()
 
 
 def number(
@@ -115,4 +116,5 @@ def number(
         rate = (events + 2) / (n + 4)
         least = (high - low) * math.sqrt(rate * (1.0 - rate) / (n + 4))
         error = least if math.isnan(error) else max(error, least)
-    return Number(mean=mean, n=n, error=error, direction=direction)
+    means = {p: math.fsum(v for v, q in known if q == p) / sum(q == p for _, q in known) for _, p in known}
+    return Number(mean=mean, n=n, error=error, direction=direction, by_prompt=tuple(means.values()))

@@ -142,6 +142,9 @@ class Settings:
     warmup_steps: int = 0
     schedule: str = "constant"
     reference_decay: float = 1.0
+    eval_every: int = 0
+    watched: list[str] = field(default_factory=list)
+    """Metrics of tasks, beside their primary ones: ``task/metric``."""
     critic_trunk: str = "actor"
     policy: str = "deficit_learnability"
     min_weight: float | None = None

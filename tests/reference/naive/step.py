@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from torch import Tensor
 from .controllers import KL, Multiplier, Scheduler
 from .credit import CreditState, credit
 from .experience import Sampler, groups_of, is_informative, keep, missing, outcome, run_prompt
+from .guard import Guard
 from .loss import TokenSums, can_matter, minibatches, outputs, token_losses, token_weights, values_of
 from .model import scores_of
 from .optimizer import AdamW, clipped, schedule
 from .quantiles import check_draws
 from .records import Attempt, Number, Sample
 from .settings import Answer, Settings, Task
-from .statistics import Refused, shown_rewards, step_statistics
+from .statistics import Refused, describe, primary, shown_rewards, step_statistics
 
 
 class Teacher:
@@ -43,6 +44,9 @@ class Given:
     ranks: Mapping[str, int]
     is_late: Callable[[str, int], int] = lambda task, draw: 0
     """How many steps after its sampling a group is scored."""
+    held_out: Mapping[str, int] = field(default_factory=dict)
+    """Number of held-out prompts of each task."""
+    held_out_sampler: Sampler | None = None
     replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
     """task -> what chance drew from its pool in this step: draw and sample, quantile."""
 
@@ -106,6 +110,7 @@ class Run:
         self.pools: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
         self.reference = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
         self.margins: list[float] = []
+        self.guard = Guard([t.name for t in self.settings.tasks] + self.settings.watched)
 
     @property
     def lag(self) -> int:
@@ -148,7 +153,10 @@ class Run:
     def experience(self) -> tuple[Batch, list[Attempt], list[Attempt]]:
         """Return quotas, everything drawn, and what is kept."""
         settings = self.settings
-        last = min(self.step_number + self.lag, settings.max_steps - 1)
+        stop = settings.max_steps
+        if settings.eval_every:  # what is sampled does not reach over an evaluation
+            stop = min(stop, (self.step_number // settings.eval_every + 1) * settings.eval_every)
+        last = min(self.step_number + self.lag, stop - 1)
         while self.step_number + len(self.ahead) <= last:
             shares = self.scheduler.shares()
             quotas = self.scheduler.quotas()
@@ -351,6 +359,39 @@ class Run:
         moved = self.optimizer.step(moved, own_critic, critic_rate)
         self.weights = teacher.weights(moved)
         return Update(gradients=gradients, weights=moved, loss=float(loss.detach()))
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self) -> tuple[dict[str, Number], bool, bool]:
+        """Return metrics by ``task`` and ``task/metric``, whether the guard alarms, whether all is good."""
+        numbers: dict[str, Number] = {}
+        ends: dict[str, tuple[float, float] | None] = {}
+        assert self.given.held_out_sampler is not None
+        for task in self.settings.tasks:
+            control = []
+            if task.type == "reward_conditioned":
+                control = [self.settings.first_control_token + task.config["quantiles"] - 1]
+            attempts = [
+                attempt
+                for i in range(self.given.held_out[task.name])
+                for attempt in run_prompt(
+                    task, i, self.version, self.given.held_out_sampler, self.given.answer, control, 1
+                )
+            ]
+            memory = self.refused[task.name]
+            own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
+            main = primary(task, attempts, memory)
+            numbers |= own | ({task.name: main} if main is not None else {})
+            ends[task.name] = task.range_of(task.primary_metric)
+            for name in own:
+                metric = name.removeprefix(f"{task.name}/")
+                is_reward = metric.startswith("reward/") or metric == "reward_mean"
+                of = "reward" if metric == "reward_mean" else metric.removeprefix("reward/")
+                ends[name] = task.range_of(of) if is_reward else (0.0, 1.0) if metric != "length" else None
+            mean = own.get(f"{task.name}/reward_mean")
+            if mean is not None and task.name in self.scheduler.traces:
+                self.scheduler.traces[task.name].calibrate(mean.mean)
+        return numbers, *self.guard.observe(numbers, ends)
 
     # ------------------------------------------------------------------ the step
 

@@ -95,6 +95,18 @@ def test_gdpo_with_one_reward_is_grpo_whitened():
     torch.testing.assert_close(advantages, group.whiten(grpo))
 
 
+def test_gdpo_makes_no_signal_of_rewards_that_cancel():
+    # of two responses the better one costs as much more: +-0.707 of the reward, -+0.707 of the penalty
+    components = torch.tensor([[0.6, 0.9], [0.35, 0.2], [0.6, 0.9], [0.1, 0.2]])
+    batch = credit_batch(
+        torch.zeros(4),
+        torch.tensor([0, 0, 1, 1]),
+        component_rewards=components,
+        component_weights=torch.tensor([1.0, -1.0]),
+    )
+    assert GDPO(GDPO.Config()).credit(batch).advantages.abs().max() < 1e-3
+
+
 def test_gdpo_refuses_components_of_the_wrong_shape():
     with pytest.raises(ValueError, match=r"\[B, R\]"):
         decoupled_advantages(torch.zeros(3, 2), torch.ones(1), torch.zeros(3, dtype=torch.int64))

@@ -1,0 +1,109 @@
+"""The guard's screen: what a metric has shown it can do, and the evidence that it has fallen since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .records import Number
+
+DROP, WARMUP, LIMIT = 0.15, 4, 5.0
+
+
+@dataclass
+class Detector:
+    """CUSUM of ``(reference - value) / error - k`` against the running maximum of a lower 95 % bound."""
+
+    number_watched: int
+    count: int = 0
+    is_unit: bool = False
+    average: float = 0.0
+    average_weight: float = 0.0
+    variance: float = 0.0
+    scale: float = 0.0
+    bounds: list[float] = field(default_factory=list)
+    value: float = 0.0
+    reference: float | None = None
+    cusum: float = 0.0
+    slack: float = 0.0
+
+    @property
+    def z(self) -> float:
+        """Quantile that the chance of 5 % over all metrics together amounts to."""
+        chance = torch.tensor(1.0 - 0.05 / self.number_watched, dtype=torch.float64)
+        return math.sqrt(2.0) * float(torch.erfinv(2.0 * chance - 1.0))
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self.variance)
+
+    @property
+    def limit(self) -> float:
+        return LIMIT + math.log(self.number_watched) / (2.0 * max(self.slack, 0.5))
+
+    def observe(self, number: Number, ends: tuple[float, float] | None) -> None:
+        """Add an evaluation; rates that should fall are watched as ``1 - x``, other metrics as ``-x``."""
+        if not self.count:
+            seen = list(number.by_prompt)
+            self.is_unit = ends == (0.0, 1.0) or all(0.0 <= v <= 1.0 for v in seen)
+        if number.direction == "higher":
+            value = number.mean
+        else:
+            value = 1.0 - number.mean if self.is_unit else -number.mean
+        error = max(number.error, math.sqrt((0.02 if self.is_unit else 1e-12) / number.n))
+        scale = 0.0 if self.is_unit else error * math.sqrt(number.n)
+        self.reference = self.demonstrated() if self.count else None
+        self.count += 1
+        gain = max(0.1, 1.0 / self.count)
+        self.variance += gain * (error**2 - self.variance)
+        self.scale += gain * (scale - self.scale)
+        self.value = value
+        if self.reference is not None:
+            drop = DROP * max(abs(self.reference), self.scale)
+            self.slack = max(0.5, 0.5 * drop / self.error)
+            self.cusum = max(0.0, self.cusum + (self.reference - value) / self.error - self.slack)
+        self.average += gain * (value - self.average)
+        self.average_weight = (1.0 - gain) ** 2 * self.average_weight + gain**2
+        self.bounds.append(self.average - self.z * self.error * math.sqrt(self.average_weight))
+
+    def demonstrated(self) -> float:
+        """Newest bound while there are few; from the fifth on the highest of the fourth and later ones."""
+        return max(self.bounds[WARMUP - 1 :]) if len(self.bounds) > WARMUP else self.bounds[-1]
+
+    @property
+    def alarms(self) -> bool:
+        if self.count <= WARMUP or self.reference is None or (self.is_unit and self.reference < 0.05):
+            return False
+        return self.cusum > self.limit
+
+    @property
+    def is_good(self) -> bool:
+        if self.reference is None:
+            return self.count > 0
+        return self.value + self.z * self.error >= self.reference and self.cusum <= 0.5 * self.limit
+
+
+@dataclass
+class Guard:
+    """Detectors by what they watch: a task (its primary metric) or ``task/metric``."""
+
+    watched: list[str]
+
+    def __post_init__(self) -> None:
+        self.detectors = {key: Detector(len(self.watched)) for key in self.watched}
+
+    def observe(
+        self, numbers: Mapping[str, Number], ends: Mapping[str, tuple[float, float] | None]
+    ) -> tuple[bool, bool]:
+        """Return whether there is an alarm, and whether the weights are judged good."""
+        seen = [key for key in self.watched if key in numbers and math.isfinite(numbers[key].error)]
+        for key in seen:
+            self.detectors[key].observe(numbers[key], ends.get(key))
+        if any(self.detectors[key].alarms for key in seen):
+            return True, False
+        had_values = [key for key, d in self.detectors.items() if d.count]
+        good = bool(seen) and len(had_values) == len(seen)
+        return False, good and all(self.detectors[key].is_good for key in seen)
