@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from multitask_rl.algorithms.group import has_variance
 from multitask_rl.definitions import REWARD
 from multitask_rl.records import NUM_EXTREMES, Direction, Scored, TaskStats, concerned_cost
 from multitask_rl.stages import is_trainable
@@ -37,7 +38,7 @@ def costs_differ(run: TaskRun, group: Sequence[Scored]) -> bool:
     """
     trainable = [s for s in group if is_trainable(run, s)]
     costs = [[c for s in trainable if (c := concerned_cost(s, name)) is not None] for name in run.multipliers]
-    return any(max(own) > min(own) for own in costs if own)
+    return any(map(has_variance, costs))
 
 
 def is_informative(run: TaskRun, group: Sequence[Scored]) -> bool:
@@ -59,7 +60,7 @@ def has_spread(run: TaskRun, group: Sequence[Scored]) -> bool:
     rewards = group_rewards(run, group)
     if len(rewards) <= 1:
         return is_informative(run, group)
-    return max(rewards) > min(rewards) or costs_differ(run, group)
+    return has_variance(rewards) or costs_differ(run, group)
 
 
 def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:

@@ -24,6 +24,9 @@ __all__ = [
     "whiten",
 ]
 
+_ROUNDING = 1e-7
+"""Relative precision of float32."""
+
 
 def _index(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Return each sample's group number [B] in 0 .. M - 1 and the group sizes [M]."""
@@ -145,6 +148,10 @@ def whiten(values: Tensor, *, floor: float = 0.0) -> Tensor:
 
 
 def has_variance(rewards: Sequence[float]) -> bool:
-    """Whether not all rewards of a group are equal: only then is there a group-relative gradient."""
+    """Whether not all rewards of a group are equal: only then is there a group-relative gradient.
+
+    A difference below 1e-7 of their size is rounding: credit takes rewards in float32, and sums of the same
+    rewards and penalties may differ in their last bit.
+    """
     values = [float(r) for r in rewards]
-    return len(values) > 1 and max(values) > min(values)
+    return len(values) > 1 and max(values) - min(values) > _ROUNDING * max(map(abs, values))

@@ -155,10 +155,14 @@ def _compare_step(
         tokens = () if task.name in rounded else TOKEN_METRICS
         names = (*tokens, *CREDIT_METRICS, *STEP_METRICS, *result.numbers[task.name])
         names += tuple(n for n in own if n.startswith("multiplier/"))
+        largest = max(
+            (float(s.advantages.abs().max()) for s in result.samples if s.task == task.name), default=0.0
+        )
         for name in names:
-            yield from _compare_number(
-                f"{task.name}/{name}", found.numbers.get(f"task/{task.name}/{name}"), own.get(name)
-            )
+            # losses are sums that nearly cancel
+            size = largest if name in tokens else 0.0
+            number = found.numbers.get(f"task/{task.name}/{name}")
+            yield from _compare_number(f"{task.name}/{name}", number, own.get(name), size)
         yield from _compare_statistics(task.name, found.statistics[task.name], result.numbers[task.name])
         known = set(result.numbers[task.name])
         for name in found.numbers:
@@ -195,7 +199,9 @@ def _compare_statistics(
         yield from _compare_number(f"error of {task}/{name}", s.error, own.error)
 
 
-def _compare_number(name: str, found: float | None, expected: float | None) -> Iterator[str]:
+def _compare_number(
+    name: str, found: float | None, expected: float | None, size: float = 0.0
+) -> Iterator[str]:
     if found is not None and not math.isfinite(found):
         found = None
     if expected is not None and not math.isfinite(expected):
@@ -203,7 +209,7 @@ def _compare_number(name: str, found: float | None, expected: float | None) -> I
     if found is None or expected is None:
         if found is not expected:
             yield f"{name} is {found}, reference {expected}"
-    elif abs(found - expected) > NUMBER * max(0.3, abs(expected)):
+    elif abs(found - expected) > NUMBER * max(0.3, size, abs(expected)):
         yield f"{name} is {found!r}, reference {expected!r}"
 
 

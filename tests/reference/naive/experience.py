@@ -116,13 +116,18 @@ def credited_rewards(task: Task, group: Sequence[Attempt]) -> list[float]:
     return [r for a in group if (r := outcome(task, a)) is not None]
 
 
+def differ(values: Sequence[float]) -> bool:
+    """Whether values are not all equal; less than 1e-7 of their size is rounding."""
+    return len(values) > 1 and max(values) - min(values) > 1e-7 * max(abs(v) for v in values)
+
+
 def costs_differ(task: Task, group: Sequence[Attempt]) -> bool:
     """Whether a lagrangian constraint tells the responses apart that it concerns."""
     trained = [a for a in group if outcome(task, a) is not None]
     for rule in task.constraints:
         if rule.mode == "lagrangian":
             costs = [c for a in trained if not math.isnan(c := a.cost(rule.name))]
-            if len(costs) > 1 and max(costs) > min(costs):
+            if differ(costs):
                 return True
     return False
 
@@ -136,14 +141,14 @@ def is_informative(task: Task, group: Sequence[Attempt]) -> bool:
         return True
     if task.type == "reinforce_pp" and not task.config["group_baseline"]:
         return True
-    return (len(rewards) > 1 and max(rewards) > min(rewards)) or costs_differ(task, group)
+    return differ(rewards) or costs_differ(task, group)
 
 
 def has_spread(task: Task, group: Sequence[Attempt]) -> bool:
     """What schedulers call learnable: rewards differ, or costs do; of one response the algorithm's word."""
     rewards = credited_rewards(task, group)
     if len(rewards) > 1:
-        return max(rewards) > min(rewards) or costs_differ(task, group)
+        return differ(rewards) or costs_differ(task, group)
     return is_informative(task, group)
 
 

@@ -196,7 +196,8 @@ def _value_loss(task: Task, s: Sample, values: Tensor, note: _Note, margins: lis
     if clip > 0.0:
         near = s.old_values + (values - s.old_values).clamp(-clip, clip)
         clipped = (near - s.returns) ** 2
-        note("value_clip_fraction", (clipped > plain).to(plain))
+        moved = (values - s.old_values).abs() > clip
+        note("value_clip_fraction", ((clipped > plain) & moved).to(plain))
         margins += ((values - s.old_values).abs() - clip).abs().tolist()
         plain = torch.maximum(plain, clipped)
     else:

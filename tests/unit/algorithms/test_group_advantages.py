@@ -145,6 +145,8 @@ def test_whitened_values_have_mean_zero_and_deviation_one():
 def test_only_a_group_with_different_rewards_is_informative():
     assert group.has_variance([0.0, 1.0])
     assert not group.has_variance([1.0, 1.0])
+    assert not group.has_variance([0.1 + 0.2, 0.3]), "the last bit of a sum is no difference"
+    assert group.has_variance([1e6, 1e6 + 1.0])
     assert not group.has_variance([1.0])
     assert not group.has_variance([])
 
