@@ -121,31 +121,50 @@ class Worker:
             raise SandboxError("the sandbox needs Linux on x86_64: run the code rewards on such a machine")
         self.stop()
         self.restarts += 1
+        try:
+            self._launch()
+        except OSError as error:
+            self.stop()
+            raise SandboxError(
+                f"the sandbox's monitor cannot be started: {error}. Where it is too many open files or "
+                "processes, raise the limit before the start (ulimit -n, ulimit -u)"
+            ) from error
+        self._greet()
+
+    def _launch(self) -> None:
+        """Start the process and connect to it."""
         ours, theirs = socket.socketpair()
+        self._connection = ours
         cancelled, cancel = os.pipe()
+        with self._cancel_lock:
+            self._cancel_fd = cancel
         os.set_blocking(cancel, False)
         starter = (
             f"import sys; sys.path.insert(0, {str(_HERE)!r}); from cell.monitor import main; "
             f"main({theirs.fileno()}, {cancelled}, {os.getpid()})"
         )
         executable = self._config["executable"]
-        self._process = subprocess.Popen(
-            [executable, "-I", "-S", "-X", "utf8", "-c", starter],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), cancelled],
-            cwd="/",
-            env=_environment(self._config["prefix"]),
-        )
-        theirs.close()
-        os.close(cancelled)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
-        self._connection = ours
-        self._inbox = Inbox(ours)
-        with self._cancel_lock:
-            self._cancel_fd = cancel
         try:
-            ours.sendall(pack_frame(self._config))
+            self._process = subprocess.Popen(
+                [executable, "-I", "-S", "-X", "utf8", "-c", starter],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), cancelled],
+                cwd="/",
+                env=_environment(self._config["prefix"]),
+            )
+        finally:
+            theirs.close()
+            os.close(cancelled)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
+
+    def _greet(self) -> None:
+        """Tell the monitor what it is to build, and wait until it has."""
+        if self._connection is None:
+            raise SandboxError("the sandbox's monitor was stopped")
+        self._inbox = Inbox(self._connection)
+        try:
+            self._connection.sendall(pack_frame(self._config))
             header, _ = self._inbox.receive(_START_TIMEOUT_S)
         except (OSError, EOFError) as error:
             self.stop()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,40 @@ def test_a_task_too_large_to_be_judged_is_refused_and_its_neighbours_run(sandbox
     with pytest.raises(ValueError, match="at most 256 MiB"):
         too_large.result(timeout=60)
     assert neighbour.result(timeout=60).stdout == b"1\n"
+
+
+@pytest.mark.parametrize("limit", [8, 16, 24, 64])
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_with_few_open_files_it_works_or_says_so(limit, is_fixed):
+    code = f"""
+import os, resource, sys
+from multitask_rl.errors import SandboxError
+from multitask_rl.sandbox import Program
+from multitask_rl.sandbox.pool import NamespaceSandbox
+if {is_fixed} and os.geteuid() == 0:
+    os.setgroups([]); os.setresgid(1001, 1001, 1001); os.setresuid(1001, 1001, 1001)
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit} if {is_fixed} else 4096))
+try:
+    with NamespaceSandbox(workers=2, packages=()) as sandbox:
+        print(*[o.stdout for o in sandbox.map([Program(source="print(1)")] * 3)])
+except SandboxError as error:
+    print("refused:", error)
+"""
+    python = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+    if is_fixed and not python.exists():
+        pytest.skip("no interpreter that any user may run")
+    done = subprocess.run(
+        [str(python) if is_fixed else sys.executable, "-c", code],
+        env={
+            "PATH": "/usr/bin",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=60,
+    )
+    works = done.stdout == "b'1\\n' b'1\\n' b'1\\n'\n"
+    assert works or ("refused:" in done.stdout and "ulimit -n" in done.stdout), done.stderr
+    assert works or is_fixed or limit < 24

@@ -29,6 +29,7 @@ __all__ = ["CellLostError", "Monitor", "main"]
 _KEPT_OUTPUT = 1 << 16
 _MONITOR_SCORE = 500
 """Of the kernel's choice when memory runs out: after the programs (1000), before the trainer (0)."""
+_DESCRIPTORS = 256
 _JUDGE_EXTRA_S = 1
 _JUDGE_MEM_MB = 512
 _NO_JUDGE = Exit(0, 0, 0.0, 0.0, 0, 0.0, False, "")
@@ -67,6 +68,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
         bwrap=config["bwrap"],
     )
     try:
+        _make_room_for_descriptors()
         zygotes = Zygotes(layout, config["variants"], config["level"], trainer)
         confine()
     except OSError as error:
@@ -84,6 +86,24 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
         os._exit(2)
     except (EOFError, OSError):
         os._exit(0)
+
+
+def _make_room_for_descriptors() -> None:
+    """Raise this process's limit on open files as far as the cell needs.
+
+    Raises:
+        OSError: it may not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= _DESCRIPTORS:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, max(hard, _DESCRIPTORS)))
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"it needs {_DESCRIPTORS} open files and the limit is {hard}; raise it before the start with "
+            f"ulimit -n {_DESCRIPTORS} or more"
+        ) from error
 
 
 class Monitor:
