@@ -156,7 +156,8 @@ class Lane:
             while not self._closed and not runner.closed:
                 self._refuse_if_open()
                 now = time.monotonic()
-                size = self._next_size(now)
+                self._queue = deque(item for item in self._queue if item.is_open)
+                size = next_size(self._queue, now, self._call_size())
                 if size and self._limiter.enter(first=not self._calls()):
                     items = [self._queue.popleft() for _ in range(size)]
                     for item in items:
@@ -310,14 +311,13 @@ class Lane:
             if runner.call is not None and not runner.call.open():
                 runner.abort()
 
-    def _next_size(self, now: float) -> int:
-        self._queue = deque(item for item in self._queue if item.is_open)
+    def _call_size(self) -> int:
         most = max(1, self.traits.batch_size)
         if self.independent and self.breaker.suspicious:
             most = 1
         elif self.independent and not self.waits:
             most = call_size(most, self._mean_s, one_by_one=self.one_by_one)
-        return next_size(self._queue, now, most)
+        return most
 
     def _hedge_stalled(self, now: float) -> None:
         queued: set[int] | None = None
