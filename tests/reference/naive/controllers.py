@@ -49,6 +49,7 @@ class Trace:
     """Smallest reward of each group, of the three smallest."""
     highest: list[float] = field(default_factory=list)
     offset: float = 0.0
+    offset_variance: float = 0.0
     evaluations: int = 0
 
     def observe(
@@ -68,12 +69,14 @@ class Trace:
     def informative_rate(self) -> float:
         return self.informative.value if self.informative.steps else 1.0
 
-    def calibrate(self, held_out: float) -> None:
+    def calibrate(self, held_out: float, error: float) -> None:
         """The smoothed difference between held-out and training reward."""
         if self.prompts and math.isfinite(held_out):
             self.evaluations += 1
             gain = max(0.3, 1.0 / self.evaluations)
             self.offset += gain * (held_out - self.mean.value - self.offset)
+            known = error if math.isfinite(error) else 0.0
+            self.offset_variance = (1.0 - gain) ** 2 * self.offset_variance + (gain * known) ** 2
 
     def ends(self, declared: tuple[float, float] | None) -> tuple[float, float]:
         """The declared range; else what three groups have reached or passed; [0, 1] until rewards differ."""
@@ -90,7 +93,7 @@ class Trace:
 
     def level_error(self, declared: tuple[float, float] | None) -> float:
         low, high = self.ends(declared)
-        return self.mean.error(high - low) / (high - low)
+        return math.hypot(self.mean.error(high - low), math.sqrt(self.offset_variance)) / (high - low)
 
 
 @dataclass

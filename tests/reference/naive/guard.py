@@ -42,7 +42,7 @@ class Detector:
 
     @property
     def limit(self) -> float:
-        return LIMIT + math.log(self.number_watched) / (2.0 * max(self.slack, 0.5))
+        return LIMIT + math.log(self.number_watched) / (2.0 * max(self.slack, 1.0))
 
     def observe(self, number: Number, ends: tuple[float, float] | None) -> None:
         """Add an evaluation; rates that should fall are watched as ``1 - x``, other metrics as ``-x``."""
@@ -63,7 +63,7 @@ class Detector:
         self.value = value
         if self.reference is not None:
             drop = DROP * max(abs(self.reference), self.scale)
-            self.slack = max(0.5, 0.5 * drop / self.error)
+            self.slack = max(1.0, 0.5 * drop / self.error)
             self.cusum = max(0.0, self.cusum + (self.reference - value) / self.error - self.slack)
         self.average += gain * (value - self.average)
         self.average_weight = (1.0 - gain) ** 2 * self.average_weight + gain**2

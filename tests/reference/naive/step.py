@@ -390,7 +390,7 @@ class Run:
                 ends[name] = task.range_of(of) if is_reward else (0.0, 1.0) if metric != "length" else None
             mean = own.get(f"{task.name}/reward_mean")
             if mean is not None and task.name in self.scheduler.traces:
-                self.scheduler.traces[task.name].calibrate(mean.mean)
+                self.scheduler.traces[task.name].calibrate(mean.mean, mean.error)
         return numbers, *self.guard.observe(numbers, ends)
 
     # ------------------------------------------------------------------ the step
