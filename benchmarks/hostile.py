@@ -39,8 +39,7 @@ PROGRAMS = (
     "import os\nos._exit(0)\n",
     "def f(x):\n    print('x' * 10**8)\n",
     "x = [0]\nfor _ in range(40): x = [x, x]\ndef f(n): return x\n",
-    "".join(f"{' ' * d}try:\n" for d in range(27))
-    + "".join(f"{' ' * d}finally: x\n" for d in range(26, -1, -1)),
+    "".join(f"{' ' * d}try: x\n{' ' * d}finally:\n" for d in range(18)) + " " * 18 + "x\n",
 )
 
 

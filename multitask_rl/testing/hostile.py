@@ -70,8 +70,7 @@ _WHOLE = {
     "huge integer": "\\boxed{" + "9" * 3900 + "}",
     "long integer": "9" * 20000,
     "huge exponent": "1e999999999",
-    "nested try": "".join(f"{' ' * d}try:\n" for d in range(27))
-    + "".join(f"{' ' * d}finally: x\n" for d in reversed(range(27))),
+    "nested try": "".join(f"{' ' * d}try: x\n{' ' * d}finally:\n" for d in range(18)) + " " * 18 + "x\n",
     "format string": "%s%n{0.__class__}${jndi:ldap://x}",
     "markup": "<script>alert(1)</script>\x1b]0;title\x07",
     "many different words": " ".join(map(str, range(6000))),
