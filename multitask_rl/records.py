@@ -122,6 +122,13 @@ class SamplingParams:
     grammar: str = field(default="", metadata={"derived": True})
     """What a response may be: JSON text of the configuration of a constraint in mode ``grammar``; empty =
     anything. A token that leads to no sentence of it has probability 0, as has an end before one."""
+    suppressed_ids: tuple[int, ...] = field(default=(), metadata={"derived": True})
+    """Tokens with probability 0 whatever the logits: the control tokens, which belong to prompts alone."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Return what ``dataclasses.asdict`` gave and JSON has made lists of."""
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _REPORTED_RATIO = math.log(1.25)
 """An adaptive coefficient moves every step; an event is made when it has moved by a quarter."""
 
-__all__ = ["TaskRun", "build_task_runs", "draw_prompts", "render_rows"]
+__all__ = ["TaskRun", "build_task_runs", "draw_prompts", "render_rows", "suppress_control_tokens"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -271,6 +271,13 @@ def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> N
     for algorithm in algorithms.values():
         if algorithm.num_control_tokens:
             algorithm.bind(ids[: algorithm.num_control_tokens])
+
+
+def suppress_control_tokens(runs: Mapping[str, TaskRun], actor: Actor) -> None:
+    """Give the control tokens of the vocabulary probability 0 in the responses of every task."""
+    if ids := actor.control_token_ids:
+        for run in runs.values():
+            run.sampling = replace(run.sampling, suppressed_ids=ids)
 
 
 def _check_grammar(spec: TaskSpec, sampling: SamplingParams, actor: Actor) -> None:

@@ -42,7 +42,7 @@ from multitask_rl.run_store import RunStore
 from multitask_rl.stages import AdvantageStage
 from multitask_rl.step_report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.supervision import Supervisor
-from multitask_rl.task_run import TaskRun, build_task_runs
+from multitask_rl.task_run import TaskRun, build_task_runs, suppress_control_tokens
 from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.actor import Actor, load_actor
 from multitask_rl.training.credit import CreditedSample
@@ -316,6 +316,7 @@ class Trainer:
         self.store = RunStore(plan.output_dir, config.checkpoint, track=track)
         self._built.append(self.store)
         self.store.settle_vocabulary(self.actor)
+        suppress_control_tokens(self.runs, self.actor)
         self.critic.build(self.actor, [n for n in plan.trained if self.runs[n].algorithm.needs_critic])
         self.timeline = Timeline(self.store.timeline if track else None)
         tracing = track and config.profile == "torch"

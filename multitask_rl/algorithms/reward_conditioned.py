@@ -106,7 +106,6 @@ class _PoolEntry:
 
     def to_scored(self) -> Scored:
         """Return the record, without texts, row and engine log-probabilities (not kept)."""
-        sampling = SamplingParams(**{**self.sampling, "stop": tuple(self.sampling["stop"])})
         prompt = Prompt(
             task=self.task,
             prompt_id=self.prompt_id,
@@ -121,7 +120,7 @@ class _PoolEntry:
             response_ids=list(self.response_ids),
             finish_reason=self.finish_reason,
             policy_version=self.policy_version,
-            sampling=sampling,
+            sampling=SamplingParams.from_json(self.sampling),
         )
         return Scored(rollout=rollout, reward=self.reward, cost=self.cost)
 

@@ -29,7 +29,7 @@ from multitask_rl.rollout.decoder import (
 )
 from multitask_rl.rollout.grammar import GrammarRows, Grammars
 from multitask_rl.rollout.modes import evaluating
-from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens
+from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens, suppress
 from multitask_rl.rollout.shared_attention import attention_over_shared_prompts
 
 if TYPE_CHECKING:
@@ -184,12 +184,13 @@ class HFEngine:
             if not row.prompt_ids:
                 raise EngineError(f"request {row.request} has an empty prompt; give it at least one token")
 
-        def key(row: _Row) -> tuple[float, int, float, int, int, int, int]:
+        def key(row: _Row) -> tuple[float, int, float, tuple[int, ...], int, int, int, int]:
             s = row.sampling
             return (
                 s.temperature,
                 s.top_k,
                 s.top_p,
+                s.suppressed_ids,
                 len(row.prompt_ids),
                 s.max_new_tokens,
                 row.request,
@@ -200,7 +201,7 @@ class HFEngine:
         room = _Room()
         for row in sorted(rows, key=key):
             grown = room.with_row(row)
-            if batch and (key(batch[0])[:3] != key(row)[:3] or not self._fits(grown)):
+            if batch and (key(batch[0])[:4] != key(row)[:4] or not self._fits(grown)):
                 yield batch
                 batch, grown = [], _Room().with_row(row)
             batch.append(row)
@@ -237,11 +238,13 @@ class HFEngine:
         active = torch.arange(len(rows), device=device)
         eos, first = self._eos.to(device), rows[0].sampling
         grammar = self._follow([row.sampling.grammar for row in rows])
+        never = torch.tensor(first.suppressed_ids, device=device) if first.suppressed_ids else None
         every = HAND_ON_EVERY if self._autocast else 1
         finished: list[Ended] = []
         for step in range(steps):
+            logits = state.logits if grammar is None else grammar.mask(state.logits, active)
             tokens, chosen = sample_tokens(
-                state.logits if grammar is None else grammar.mask(state.logits, active),
+                logits if never is None else suppress(logits, never),
                 uniforms[active, step],
                 temperature=first.temperature,
                 top_k=first.top_k,

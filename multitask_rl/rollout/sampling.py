@@ -18,6 +18,7 @@ __all__ = [
     "keep_top",
     "nearest_possible",
     "sample_tokens",
+    "suppress",
 ]
 
 
@@ -95,6 +96,16 @@ def keep_allowed(logits: Tensor, packed: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     refused = ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)[:, : logits.shape[-1]] == 0
     return logits.masked_fill(refused, float("-inf"))
+
+
+def suppress(logits: Tensor, ids: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """Return ``logits`` [B, V] with -inf for the tokens ``ids`` [S] in the rows ``chosen`` [B] bool (None: all).
+
+    Before temperature and filters: the nucleus is one of the other tokens.
+    """
+    columns = logits[:, ids]
+    rows = columns.new_ones(len(columns), dtype=torch.bool) if chosen is None else chosen
+    return logits.index_copy(1, ids, columns.masked_fill(rows.unsqueeze(-1), float("-inf")))
 
 
 def keep_top(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None = None) -> Tensor:

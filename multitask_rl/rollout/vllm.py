@@ -11,6 +11,7 @@ output head behind on a reload, and on a CPU cannot cut a prompt into chunks und
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -201,6 +202,8 @@ class VLLMEngine:
             logprobs=0,
             detokenize=bool(params.stop),
             skip_special_tokens=False,
+            # added to the logits before temperature and filters
+            logit_bias=dict.fromkeys(params.suppressed_ids, -math.inf) or None,
             structured_outputs=self._structured_outputs(params.grammar),
         )
 

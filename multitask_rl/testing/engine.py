@@ -20,7 +20,7 @@ from multitask_rl.rollout.base import (
     collect,
     stream,
 )
-from multitask_rl.rollout.sampling import keep_top
+from multitask_rl.rollout.sampling import keep_top, suppress
 
 __all__ = ["assert_engine_contract", "sampled_logprobs"]
 
@@ -40,6 +40,8 @@ def sampled_logprobs(
     ids = torch.tensor([[*prompt_ids, *response_ids]])
     logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].float()
     tokens = torch.tensor(list(response_ids))
+    if sampling.suppressed_ids:
+        logits = suppress(logits, torch.tensor(sampling.suppressed_ids))
     if sampling.temperature > 0:
         logits = keep_top(logits / sampling.temperature, sampling.top_k, sampling.top_p, keep=tokens)
     logprobs: Tensor = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -66,6 +68,7 @@ def assert_engine_contract(
     _check_logprobs(model, requests, results, tolerance)
     _check_company_does_not_matter(engine, requests, results)
     _check_greedy(model, requests[-1], results[-1])
+    _check_suppressed(engine, model, requests[0], results[0], tolerance)
     _check_stop_strings(engine, tokenizer, requests[0], results[0])
     _check_update(engine, model, requests, results, tolerance)
     assert engine.generate([]) == [], "no request, no result"
@@ -120,6 +123,22 @@ def _check_logprobs(
             expected = sampled_logprobs(model, request.prompt_ids, generation.response_ids, request.sampling)
             distance = float((expected - torch.tensor(generation.rollout_logprobs)).abs().max())
             assert distance <= tolerance, f"log-probabilities off by {distance:.3g} under {request.sampling}"
+
+
+def _check_suppressed(
+    engine: RolloutEngine,
+    model: Any,
+    request: GenerationRequest,
+    group: Sequence[Generation],
+    tolerance: float,
+) -> None:
+    never = tuple(sorted({generation.response_ids[0] for generation in group}))
+    params = (replace(request.sampling, suppressed_ids=never, temperature=t) for t in (1.0, 0.0))
+    requests = [replace(request, sampling=sampling) for sampling in params]
+    results = engine.generate(requests)
+    for generation in (g for own in results for g in own):
+        assert not set(never) & set(generation.response_ids), "suppressed_ids are never sampled"
+    _check_logprobs(model, requests[:1], results[:1], tolerance)
 
 
 def _check_company_does_not_matter(

@@ -98,7 +98,6 @@ def rollout_from_dict(line: Mapping[str, Any]) -> Rollout:
     Raises:
         KeyError: the line is not one that ``scored_to_dict`` wrote.
     """
-    sampling = {**line["sampling"], "stop": tuple(line["sampling"]["stop"])}
     prompt = Prompt(
         task=line["task"],
         prompt_id=line["prompt_id"],
@@ -115,5 +114,5 @@ def rollout_from_dict(line: Mapping[str, Any]) -> Rollout:
         response=line["response"],
         finish_reason=line["finish_reason"],
         policy_version=line["policy_version"],
-        sampling=SamplingParams(**sampling),
+        sampling=SamplingParams.from_json(line["sampling"]),
     )

@@ -127,7 +127,14 @@ class Actor:
             # a tokenizer may have had more tokens than the model rows: those begin at random otherwise
             new = {*self.tokenizer.convert_tokens_to_ids(missing), *range(num_rows, len(self.tokenizer))}
             fill_rows(self.model, sorted(new), num_known)
+        if self.model.generation_config is not None:  # of what ``save`` writes
+            self.model.generation_config.suppress_tokens = list(self.control_token_ids)
         return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
+
+    @property
+    def control_token_ids(self) -> tuple[int, ...]:
+        """Ids of all control tokens of the vocabulary, ascending; empty without one."""
+        return tuple(sorted(control_ids(self.tokenizer).values()))
 
     def keep_control_tokens(self, directory: Path) -> None:
         """Add the control tokens that ``save`` wrote with the actor, though no task uses them any more.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.modes import evaluating
-from multitask_rl.rollout.sampling import TokenMask, keep_top
+from multitask_rl.rollout.sampling import TokenMask, keep_top, suppress
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.parallel.sharded import forward_pass
 from multitask_rl.training.shared_prompt import read_shared
@@ -60,6 +60,8 @@ class _Distribution:
     """top-k, top-p and the tokens [N] bool they apply to."""
     targets: Tensor
     """[N] the sampled tokens, never filtered away."""
+    suppressed: list[tuple[Tensor, Tensor]]
+    """Ids that are never sampled [S] and the tokens [N] bool they are none of."""
     mask: TokenMask | None = None
     """What grammars allow at the tokens that have one."""
 
@@ -72,16 +74,19 @@ class _Distribution:
                 temperatures=None if self.temperatures is None else self.temperatures[i : i + size],
                 filters=[(k, p, chosen[i : i + size]) for k, p, chosen in self.filters],
                 targets=self.targets[i : i + size],
+                suppressed=[(ids, chosen[i : i + size]) for ids, chosen in self.suppressed],
                 mask=None if self.mask is None else self.mask.slice(i, i + size),
             )
             for i in starts
         ]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return ``logits`` [N, V] in float32 after grammar, temperature and filter."""
+        """Return ``logits`` [N, V] in float32 after grammar, suppressed ids, temperature and filter."""
         logits = logits.float()
         if self.mask is not None:
             logits = self.mask.apply(logits)
+        for ids, chosen in self.suppressed:
+            logits = suppress(logits, ids, chosen)
         if self.temperatures is not None:
             logits = logits / self.temperatures.unsqueeze(-1)
         for top_k, top_p, chosen in self.filters:
@@ -171,10 +176,15 @@ def _distribution(batch: MicroBatch, sampling: list[SamplingParams], mask: Token
     for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
         chosen = torch.tensor([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling], device=device)
         filters.append((top_k, top_p, chosen[batch.sequence]))
+    suppressed = []
+    for ids in {s.suppressed_ids for s in sampling if s.suppressed_ids}:
+        chosen = torch.tensor([s.suppressed_ids == ids for s in sampling], device=device)
+        suppressed.append((torch.tensor(ids, device=device), chosen[batch.sequence]))
     return _Distribution(
         temperatures=None if plain else temperatures[batch.sequence],
         filters=filters,
         targets=batch.targets,
+        suppressed=suppressed,
         mask=mask,
     )
 

@@ -248,10 +248,12 @@ def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
 def _distribution(sample: TrainSample) -> SamplingParams:
     """Return the distribution its log-probabilities are of: the sampled one; the plain one off-policy.
 
-    A grammar stays: it is no way of sampling but a part of the policy, wherever that is used.
+    Grammar and suppressed ids stay: they are no way of sampling but a part of the policy wherever it is used.
     """
     sampling = sample.scored.rollout.sampling
-    return sampling if len(sample.rollout_logprobs) else SamplingParams(grammar=sampling.grammar)
+    if len(sample.rollout_logprobs):
+        return sampling
+    return SamplingParams(grammar=sampling.grammar, suppressed_ids=sampling.suppressed_ids)
 
 
 def _reference_prompt(sample: TrainSample) -> Sequence[int]:

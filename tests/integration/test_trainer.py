@@ -220,6 +220,8 @@ def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
     ids = [control_ids(trainer.actor.tokenizer) for trainer in (first, second)]
     assert len(ids[1]) == max(before, after)
     assert ids[0].items() <= ids[1].items()
+    never = {run.sampling.suppressed_ids for run in second.runs.values()}
+    assert never == {tuple(sorted(ids[1].values()))}, "also where no task uses them any more"
     assert new.weight.shape[0] == len(second.actor.tokenizer)
 
     def check(number):

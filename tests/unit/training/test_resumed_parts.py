@@ -154,6 +154,8 @@ def test_control_tokens_start_as_the_mean_of_the_known_ones_whatever_rows_the_mo
     trained = layers[0].weight.detach().normal_().clone()
     assert actor.add_control_tokens(5) == ids
     assert torch.equal(layers[0].weight, trained), "known tokens are left as they are"
+    assert actor.control_token_ids == tuple(ids)
+    assert actor.model.generation_config.suppress_tokens == ids, "nor does a saved model write them"
 
 
 def build_run(kind: str, kl: float) -> TaskRun:
