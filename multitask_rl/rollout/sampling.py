@@ -99,9 +99,14 @@ def keep_allowed(logits: Tensor, packed: Tensor) -> Tensor:
 
 
 def suppress(logits: Tensor, ids: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """Return ``logits`` [B, V] with -inf for the tokens ``ids`` [S] in the rows ``chosen`` [B] bool (None: all).
+    """Return ``logits`` [B, V] with -inf for the tokens ``ids`` [S].
 
     Before temperature and filters: the nucleus is one of the other tokens.
+
+    Args:
+        logits: [B, V].
+        ids: tokens that are never sampled.
+        chosen: [B] bool, the rows this is true of; None = all.
     """
     columns = logits[:, ids]
     rows = columns.new_ones(len(columns), dtype=torch.bool) if chosen is None else chosen
