@@ -128,7 +128,8 @@ class SamplingParams:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Return what ``dataclasses.asdict`` gave and JSON has made lists of."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**given)
 
 
 @dataclass(kw_only=True, slots=True)
