@@ -2,6 +2,7 @@
 
 MultitaskRLError
 ├── ConfigError (ValueError)        tasks file, run configuration, command line: found before a model loads
+│   └── UnavailableError            a model or a device that this machine lacks; another one may have it
 ├── PluginError (LookupError)       unknown, broken, duplicated or wrongly shaped plugin
 ├── DataError (ValueError)          a data set that is missing, empty or has a bad row
 ├── MissingExtraError (ImportError) an optional dependency; the message names the extra
@@ -33,6 +34,7 @@ __all__ = [
     "RewardError",
     "SandboxError",
     "TrainingError",
+    "UnavailableError",
     "disk_errors",
 ]
 
@@ -47,6 +49,10 @@ class ConfigError(MultitaskRLError, ValueError):
     """The run cannot be what the configuration says."""
 
     exit_code = 2
+
+
+class UnavailableError(ConfigError):
+    """A model or a device is not on this machine; the configuration may be right for another one."""
 
 
 class PluginError(MultitaskRLError, LookupError):

@@ -17,7 +17,7 @@ from multitask_rl.config.tasks_file import fill_weights, load_tasks
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows
 from multitask_rl.data.row_check import check_rows, held_out_warning
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, UnavailableError
 from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.records import Failure
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     warnings: list[str] = []
     notes = {name: _check(spec, warnings) for name, spec in specs.items()}
     if not options.quick:
-        _try(specs)
+        warnings += _try(specs)
     print(f"{options.file}: {len(specs)} tasks are valid")
     for name, note in notes.items():
         print(f"  {name}: {note}")
@@ -109,12 +109,32 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     return f"{spec.type}; {counts['train']} training rows, {counts['eval']} held-out rows"
 
 
-def _try(specs: Mapping[str, TaskSpec]) -> None:
+def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
     """Build every reward and constraint where training builds them, and score a row of each task.
+
+    Returns:
+        A warning per plugin whose model or device is not on this machine: the file may be meant for another.
 
     Raises:
         ConfigError, PluginError, MissingExtraError: the first that cannot be built, or fails on the row.
     """
+    try:
+        _score_a_row(specs)
+    except UnavailableError:
+        warnings = []
+        for name, spec in specs.items():
+            alone = [dataclasses.replace(spec, rewards=[own], constraints=[]) for own in spec.rewards]
+            alone += [dataclasses.replace(spec, rewards=[], constraints=[own]) for own in spec.judged]
+            for part in alone:
+                try:
+                    _score_a_row({name: part})
+                except UnavailableError as error:
+                    warnings.append(f"{spec.source}: tasks.{name}: {error} train refuses it on this machine.")
+        return warnings
+    return []
+
+
+def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:
     rollouts = []
     for name, spec in specs.items():
         if spec.dataset:

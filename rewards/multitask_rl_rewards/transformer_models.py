@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,8 @@ def resolve_device(device: str, plugin: str) -> torch.device:
     """Return the torch device named ``device``; ``auto`` is the first accelerator, else the CPU.
 
     Raises:
-        ConfigError: no such device on this machine.
+        ConfigError: not the name of a device.
+        UnavailableError: no such device on this machine.
     """
     import torch
 
@@ -67,7 +68,7 @@ def resolve_device(device: str, plugin: str) -> torch.device:
     count = backend.device_count() if backend is not None and hasattr(backend, "device_count") else 0
     if (resolved.index or 0) >= count:
         there = ", ".join(f"{resolved.type}:{i}" for i in range(count)) or f"no {resolved.type} device"
-        raise ConfigError(
+        raise UnavailableError(
             f"{plugin}: device {device!r} does not exist on this machine, which has {there} and the cpu. "
             f"Set `device` in the plugin's configuration to one of them, or to 'auto'."
         )
@@ -78,7 +79,8 @@ def read_model_config(model_name: str, plugin: str) -> Any:
     """Return the ``transformers`` configuration of ``model_name`` without loading weights.
 
     Raises:
-        ConfigError: no such model directory, nor in the local cache, nor (online) on the hub.
+        ConfigError: ``model_name`` is empty.
+        UnavailableError: no such model directory, nor in the local cache, nor (online) on the hub.
     """
     from transformers import AutoConfig
 
@@ -87,7 +89,7 @@ def read_model_config(model_name: str, plugin: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
+        raise UnavailableError(
             f"{plugin}: the model {model_name!r} cannot be read. It is neither a directory with a "
             f"config.json that this version of transformers knows, nor a model in the local Hugging Face "
             f"cache, nor one that could be downloaded. Give a path, or download it first "
@@ -106,7 +108,8 @@ def load_model(auto_class: str, model_name: str, *, device: str, dtype: str, plu
         plugin: who asks, for errors.
 
     Raises:
-        ConfigError: unknown dtype, missing device or unreadable model.
+        ConfigError: unknown dtype, or a model that is none of ``auto_class``.
+        UnavailableError: missing device or unreadable model.
     """
     target = resolve_device(device, plugin)
     if dtype not in _DTYPES:
@@ -133,7 +136,9 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
         tokenizer = _load_tokenizer(model_name)
         model = loader(model_name, config=config, dtype=torch_dtype)
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        # files of weights that are absent, or files of another kind of model
+        kind = UnavailableError if isinstance(error, OSError) else ConfigError
+        raise kind(
             f"{plugin}: {model_name!r} cannot be loaded as {auto_class}: {str(error).splitlines()[0]}"
         ) from error
     if tokenizer.pad_token_id is None:

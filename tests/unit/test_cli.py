@@ -102,9 +102,12 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_reference_file_validates_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tasks", "validate", "--quick", REFERENCE]) == 0
+    assert main(["tasks", "validate", REFERENCE]) == 0
     told = capsys.readouterr().out
     assert "3 tasks are valid" in told
+    assert "warning: " in told  # its models are not on this machine
+    assert "device 'cuda:4' does not exist" in told
+    assert "Llama-Guard-3-8B' cannot be read" in told
     assert "fact_checking: constrained_decoding; no data set here" in told
 
 
@@ -392,7 +395,7 @@ def test_rescore_of_a_directory_without_rollouts_is_told(
     ("rewards", "part"),
     [
         ("rewards: [rm_hf]", "model_name"),
-        ("rewards: [{plugin: rm_hf, config: {model_name: nowhere/no-such-model}}]", "no-such-model"),
+        ("rewards: [{plugin: rm_hf, config: {model_name: nowhere/x}}, broken.py:Broken]", "no such card"),
         ("rewards: [broken.py:Broken]", "no such card"),
         ("rewards: [broken.py:raises]", "cannot read"),
     ],
@@ -412,5 +415,15 @@ def test_validate_refuses_what_train_refuses(tmp_path, capsys, rewards, part):
     told = capsys.readouterr().err
     assert part in told
     assert "not foreseen" not in told
-    if "model_name:" in rewards or "broken" in rewards:
+    if "broken" in rewards:
         assert main(["tasks", "validate", "--quick", str(tmp_path / "tasks.yaml")]) == 0
+
+
+def test_a_model_that_this_machine_lacks_is_a_warning(here, capsys):
+    """The file may be meant for another machine; training here refuses it."""
+    rewards = "[{plugin: rm_hf, config: {model_name: nowhere/no-such-model}}, math_answer]"
+    assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
+    told = capsys.readouterr().out
+    assert "2 tasks are valid" in told
+    assert "tasks.yaml:3: tasks.math: rm_hf: the model 'nowhere/no-such-model' cannot be read" in told
+    assert "train refuses it on this machine" in told

@@ -7,7 +7,7 @@ import pytest
 from multitask_rl import errors
 from multitask_rl.errors import MultitaskRLError
 
-CLASSES = [getattr(errors, name) for name in errors.__all__]
+CLASSES = [found for name in errors.__all__ if isinstance(found := getattr(errors, name), type)]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
