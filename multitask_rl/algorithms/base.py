@@ -71,6 +71,8 @@ class CreditBatch:
     """[B] int64, equal for rollouts of one draw of one prompt."""
     lengths: Tensor
     """[B] int64, response tokens per sample; sum = N."""
+    choices: Tensor | None = None
+    """[N] bool: the tokens that the loss is over; None = all. A token that a grammar forced is none."""
     old_logprobs: Tensor | None = None
     """[N] nats, trainer's, at the start of the step; None when nothing asked for them."""
     ref_logprobs: Tensor | None = None
@@ -88,6 +90,14 @@ class CreditBatch:
     """[B, R] the summands of the reward one by one (GDPO): rewards and penalties, NaN = not applicable."""
     component_weights: Tensor | None = None
     """[R] their weights; negative where lower values are better, as with penalties."""
+
+    @property
+    def num_choices(self) -> Tensor:
+        """[B] int64, the tokens of each sample that the loss is over."""
+        if self.choices is None:
+            return self.lengths
+        own = self.choices.split(self.lengths.tolist())
+        return self.lengths.new_tensor([int(part.sum()) for part in own])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,10 +40,14 @@ def subtract_costs(
     for index, (cost, multiplier) in enumerate(zip(batch.costs.unbind(1), batch.multipliers, strict=True)):
         if multiplier > 0:
             concerned = ~cost.isnan()
+            tokens = broadcast(concerned, batch.lengths)
             own = CreditBatch(
-                rewards=cost[concerned], groups=batch.groups[concerned], lengths=batch.lengths[concerned]
+                rewards=cost[concerned],
+                groups=batch.groups[concerned],
+                lengths=batch.lengths[concerned],
+                choices=None if batch.choices is None else batch.choices[tokens],
             )
-            where = broadcast(concerned, batch.lengths) if per_token else concerned
+            where = tokens if per_token else concerned
             of_all = torch.zeros_like(advantages)
             of_all[where] = of_cost(own, index).to(advantages.dtype)
             advantages = advantages - multiplier * of_all

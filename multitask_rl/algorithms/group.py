@@ -124,26 +124,28 @@ def mean_square_deviation(deviations: Tensor, groups: Tensor) -> float:
     return float(square[varied].sum() / degrees) if bool(varied.any()) else 0.0
 
 
-def whiten(values: Tensor, *, floor: float = 0.0) -> Tensor:
-    """Return ``(x - mean) / max(std, floor)`` over all values; zeros where they do not vary.
+def whiten(values: Tensor, *, floor: float = 0.0, among: Tensor | None = None) -> Tensor:
+    """Return ``(x - mean) / max(std, floor)``; zeros where the values do not vary.
 
     Called with the values of one task, so that no statistic mixes tasks.
 
     Args:
         values: any shape.
         floor: smallest divisor, in the units of ``values``.
+        among: bool, of the shape of ``values``: those whose mean and std are taken; None = all.
 
     Returns:
         Same shape and dtype.
     """
-    if values.numel() < 2:
-        return torch.zeros_like(values)
     wide = values.double()
-    deviation = wide - wide.mean()
-    std = deviation.square().mean().sqrt()
+    counted = wide if among is None else wide[among]
+    if counted.numel() < 2:
+        return torch.zeros_like(values)
+    mean = counted.mean()
+    std = (counted - mean).square().mean().sqrt()
     # Rounding of equal values must not be blown up to unit variance.
     negligible = 1e-12 * wide.abs().max()
-    scaled = deviation / std.clamp(min=max(floor, 1e-300))
+    scaled = (wide - mean) / std.clamp(min=max(floor, 1e-300))
     return torch.where(std > negligible, scaled, 0.0).to(values.dtype)
 
 

@@ -26,9 +26,10 @@ class OPOConfig(GRPOConfig):
 class OPO(GRPO):
     """Advantages ``r - sum(L r) / sum(L)`` of the group, with L the response lengths.
 
-    The baseline minimises the gradient's variance if the squared norm of a response's score is proportional
-    to its length. Advantages weighted by length sum to zero, plain ones do not. The paper makes one update
-    per batch (``num_epochs = num_minibatches = 1``): the ratio is then 1 and the clip without effect.
+    A token that a grammar forced does not count in L. The baseline minimises the gradient's variance if the
+    squared norm of a response's score is proportional to its length. Advantages weighted by length sum to
+    zero, plain ones do not. The paper makes one update per batch (``num_epochs = num_minibatches = 1``): the
+    ratio is then 1 and the clip without effect.
 
     Source: "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
     """
@@ -37,4 +38,4 @@ class OPO(GRPO):
 
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
         """Return values [B] minus the length-weighted mean of their group."""
-        return group.centre_length_weighted(values, batch.groups, batch.lengths)
+        return group.centre_length_weighted(values, batch.groups, batch.num_choices)

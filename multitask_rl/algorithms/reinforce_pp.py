@@ -31,8 +31,8 @@ class ReinforcePP(GRPO):
     """``A_t = (whiten(r) - lambda whiten(c)) / (1 + lambda) - beta (K_t - mean K)``.
 
     ``K_t = sum over t' >= t of log(old / reference)`` is the KL still to come. Whitening runs over the
-    tokens of *this task* only: over a mixed batch, the task with the widest rewards would set everybody's
-    scale.
+    tokens of *this task* only: over a mixed batch, the task with the widest rewards would set the scale of
+    all. Tokens that a grammar forced are left out.
 
     Deviation: the paper whitens reward and KL together; here they meet after it, for the reasons given at
     ``GRPO``, so beta is in units of the whitened reward.
@@ -59,18 +59,19 @@ class ReinforcePP(GRPO):
     def credit(self, batch: CreditBatch) -> Credit:
         """Return whitened advantages per token."""
         check_tokens(batch.lengths, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
-        advantages = group.whiten(broadcast(self.centre(batch.rewards, batch), batch.lengths))
+        advantages = self._whitened(batch)
         metrics: dict[str, float] = {}
-        advantages = subtract_costs(
-            advantages,
-            batch,
-            lambda own, _: group.whiten(broadcast(self.centre(own.rewards, own), own.lengths)),
-            per_token=True,
-        )
+        advantages = subtract_costs(advantages, batch, lambda own, _: self._whitened(own), per_token=True)
         if batch.kl_coefficient > 0:
             kl = sampled_kl(batch)
             to_come = discounted_suffix_sum(kl, batch.lengths, 1.0)
-            penalty = (to_come - to_come.mean()).to(advantages.dtype)
+            mean = to_come.mean() if batch.choices is None else to_come[batch.choices].mean()
+            penalty = (to_come - mean).to(advantages.dtype)
             advantages = advantages - batch.kl_coefficient * penalty
             metrics["response_kl"] = float(kl.sum() / max(len(batch.lengths), 1))
         return Credit(advantages=advantages, metrics=metrics)
+
+    def _whitened(self, batch: CreditBatch) -> Tensor:
+        """Return the batch's rewards, centred and whitened over the tokens that had a choice: [N]."""
+        values = broadcast(self.centre(batch.rewards, batch), batch.lengths)
+        return group.whiten(values, among=batch.choices)

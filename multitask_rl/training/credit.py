@@ -152,7 +152,10 @@ class CreditAssigner:
     ) -> tuple[list[CreditedSample], dict[str, float]]:
         before = self._look_before(task, samples)
         lengths = torch.tensor([len(s.response_ids) for s in samples])
-        credit = task.algorithm.credit(_credit_batch(task, samples, lengths, before))
+        known = self._choices(samples)
+        # a critic learns a value at every token
+        choices = None if task.algorithm.needs_critic else known
+        credit = task.algorithm.credit(_credit_batch(task, samples, lengths, before, choices))
         sizes = lengths.tolist()
         advantages = torch.split(credit.advantages, sizes)
         returns = torch.split(credit.returns, sizes) if credit.returns is not None else None
@@ -164,11 +167,8 @@ class CreditAssigner:
             self._runner.critic.rescale(task.spec.name, scale, shift)
             values = [scale * v + shift for v in values]
         metrics = dict(credit.metrics)
-        choices = self._choices(samples)
-        if choices is not None:
-            metrics["grammar/forced_share"] = 1.0 - float(torch.cat(choices).float().mean())
-            if task.algorithm.needs_critic:  # which learns a value at every token
-                choices = None
+        if known is not None:
+            metrics["grammar/forced_share"] = 1.0 - float(torch.cat(known).float().mean())
         if before and before.ref_logprobs:
             gaps = [(o - r).sum() for o, r in zip(before.old_logprobs, before.ref_logprobs, strict=True)]
             metrics["kl"] = float(torch.stack(gaps).mean())
@@ -247,13 +247,18 @@ def merge_before(shares: Sequence[Sequence[int]], parts: Sequence[Before]) -> Be
 
 
 def _credit_batch(
-    task: LearnerTask, samples: list[TrainSample], lengths: Tensor, before: Before | None
+    task: LearnerTask,
+    samples: list[TrainSample],
+    lengths: Tensor,
+    before: Before | None,
+    choices: list[Tensor] | None,
 ) -> CreditBatch:
     groups: dict[str, int] = {}
     return CreditBatch(
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         groups=torch.tensor([groups.setdefault(s.scored.rollout.group_id, len(groups)) for s in samples]),
         lengths=lengths,
+        choices=None if choices is None else torch.cat(choices),
         old_logprobs=torch.cat(before.old_logprobs) if before else None,
         ref_logprobs=torch.cat(before.ref_logprobs) if before and before.ref_logprobs else None,
         values=torch.cat(before.values) if before and before.values else None,

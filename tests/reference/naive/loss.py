@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,6 +50,9 @@ def outputs(
     found = []
     for s, h in zip(samples, hidden, strict=True):
         task, logits = settings[s.task], logits_of(weights, h)
+        never = torch.zeros(logits.shape[-1], dtype=torch.bool)
+        never[settings.control_tokens] = True
+        logits = logits.masked_fill(never, -math.inf)
         if s.rollout_logprobs is not None:
             logits = sampled_logits(logits, s.ids, task.temperature, task.top_k, task.top_p, margins)
         found.append((h, logits))
@@ -119,6 +123,8 @@ def token_losses(
                 assert reference is not None
                 ((_, ref_logits),) = outputs(settings, reference, [s], margins, for_reference=True)
                 policy, other = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+                possible = [v for v in range(logits.shape[-1]) if v not in settings.control_tokens]
+                policy, other = policy[:, possible], other[:, possible]
                 exact = (policy.exp() * (policy - other)).sum(-1)
                 loss = loss + betas[s.task] * exact
                 note("kl_loss", exact)

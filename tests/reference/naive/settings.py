@@ -155,5 +155,11 @@ class Settings:
     num_key_value_heads: int = 2
     first_control_token: int = 32
 
+    @property
+    def control_tokens(self) -> list[int]:
+        """Tokens that stand in prompts alone: they have probability 0 in every task's responses."""
+        number = max(t.config["quantiles"] if t.type == "reward_conditioned" else 0 for t in self.tasks)
+        return list(range(self.first_control_token, self.first_control_token + number))
+
     def __getitem__(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)

@@ -1,6 +1,7 @@
 """What every group-relative algorithm must satisfy, whichever estimator it uses."""
 
 import json
+import math
 from importlib.metadata import entry_points
 
 import pytest
@@ -250,6 +251,21 @@ def test_plain_reinforce_pp_needs_no_group():
     assert algorithm.is_informative([1.0])
     advantages = algorithm.credit(credit_batch([2.0, 0.0], groups=[0, 1], lengths=[1, 1])).advantages
     assert advantages.tolist() == pytest.approx([1.0, -1.0])
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "opo", "grpo"])
+def test_a_forced_token_is_in_no_statistic(name):
+    """Free tokens get what they would get if the forced ones had not been written."""
+    rewards, groups, lengths, free = [1.0, 0.0, 0.5, 0.0], [0, 0, 1, 1], [5, 3, 2, 4], [2, 3, 1, 0]
+    where = torch.cat([torch.arange(n) < f for n, f in zip(lengths, free, strict=True)])
+    costs = torch.tensor([[1.0], [0.0], [math.nan], [0.2]])
+    old, ref = (torch.randn(sum(lengths), generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    old[~where] = ref[~where] = 0.0
+    given = {"costs": costs, "multipliers": (0.5,), "kl_coefficient": 0.1}
+    bare = credit_batch(rewards, groups, free, old_logprobs=old[where], ref_logprobs=ref[where], **given)
+    whole = credit_batch(rewards, groups, lengths, choices=where, old_logprobs=old, ref_logprobs=ref, **given)
+    found, expected = (_build(name).credit(batch).advantages for batch in (whole, bare))
+    assert torch.allclose(found[where], expected, atol=1e-12)
 
 
 def test_unknown_normalisation_is_refused():

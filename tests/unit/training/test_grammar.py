@@ -11,6 +11,7 @@ from model_builders import VOCABULARY, build_actor, build_byte_actor, build_toke
 from test_learner import Bench, relative_difference
 from transformers import PreTrainedTokenizerFast
 
+from multitask_rl.algorithms.reinforce_pp import ReinforcePP
 from multitask_rl.config.run import ModelConfig, RolloutConfig, RunConfig
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, TrainingError
 from multitask_rl.records import SamplingParams
@@ -338,6 +339,16 @@ def test_forced_tokens_are_left_out_of_the_token_mean():
     free = torch.tensor([False] * 3 + [True] * 2 + [False] * 6)
     expected = mean_gradient(before, lambda c: free[: len(c.sample.response_ids)])
     assert relative_difference(found, expected) < 1e-5
+
+
+def test_whitening_is_over_the_tokens_that_had_a_choice():
+    bench = Bench()
+    bench.tasks["b"].algorithm = bench.algorithms["b"] = ReinforcePP(ReinforcePP.Config())
+    scored = sample_scored(build_actor(), "b", grammars={"b": json.dumps({"regex": "abc[a-z]{2}(xyz)?=;"})})
+    bench.update(scored, {"b": 1.0})
+    advantages = torch.cat([c.advantages[c.choices] for c in bench.credited]).double()
+    assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(advantages.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_with_a_critic_every_token_is_in_the_mean():
