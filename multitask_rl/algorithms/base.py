@@ -91,14 +91,6 @@ class CreditBatch:
     component_weights: Tensor | None = None
     """[R] their weights; negative where lower values are better, as with penalties."""
 
-    @property
-    def num_choices(self) -> Tensor:
-        """[B] int64, the tokens of each sample that the loss is over."""
-        if self.choices is None:
-            return self.lengths
-        own = self.choices.split(self.lengths.tolist())
-        return self.lengths.new_tensor([int(part.sum()) for part in own])
-
 
 @dataclass(kw_only=True, slots=True)
 class Credit:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import AlgorithmConfig, CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.algorithms.ragged import broadcast, segment_sum
 
 __all__ = ["OPO", "OPOConfig"]
 
@@ -38,4 +40,8 @@ class OPO(GRPO):
 
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
         """Return values [B] minus the length-weighted mean of their group."""
-        return group.centre_length_weighted(values, batch.groups, batch.num_choices)
+        lengths = batch.lengths
+        if batch.choices is not None:
+            samples = broadcast(torch.arange(len(lengths), device=lengths.device), lengths)
+            lengths = segment_sum(batch.choices.long(), samples, len(lengths))
+        return group.centre_length_weighted(values, batch.groups, lengths)
