@@ -150,7 +150,6 @@ def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> D
     return DynamicTaskWeightScheduler(
         initial_weights=weights,
         metric_key=scheduler.metric_key,
-        patience=scheduler.patience,
         min_weight=scheduler.min_weight,
         policy=scheduler.policy,
         **scheduler.policy_config,

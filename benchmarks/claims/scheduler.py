@@ -130,7 +130,7 @@ CLAIM = Claim(
         Arm(name="static_tuned", settings={"policy": "static", "weights": dict(TUNED_STATIC)}),
         Arm(
             name="patience_literal",
-            settings={"policy": "patience", "patience": 25, "policy_config": {"literal": True}},
+            settings={"policy": "patience", "policy_config": {"patience": 25, "literal": True}},
         ),
     ),
     run=run_arm,

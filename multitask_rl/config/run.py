@@ -219,13 +219,10 @@ class SchedulerConfig:
     """Entry point of ``multitask_rl.schedulers``."""
     min_weight: float | None = None
     """Floor of every task's share; None = 0.1, or 0.2 / number of tasks where that is smaller."""
-    patience: int | None = None
-    """Steps without improvement that make a plateau, for the policies that know one (``patience``: 50 if not
-    given); the others say that they do not use it."""
     metric_key: str = "reward_score"
     """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats."""
     policy_config: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the policy's ``Config``."""
+    """Further keys of the policy's ``Config``, such as ``patience`` of the policy ``patience``."""
 
 
 @dataclass(kw_only=True, slots=True)
