@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import re
 
+from multitask_rl.redaction import redact_text
+
 __all__ = ["EscapingFilter", "one_line", "printable"]
 
 _CONTROL = re.compile(
@@ -37,9 +39,9 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
 
 
 class EscapingFilter(logging.Filter):
-    """Makes the message of every record printable, where a handler has this filter."""
+    """Makes the message of every record printable and its addresses free of secrets; for handlers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Replace the record's message; every record passes."""
-        record.msg, record.args = printable(record.getMessage()), ()
+        record.msg, record.args = printable(redact_text(record.getMessage())), ()
         return True

@@ -17,6 +17,7 @@ from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.directory_lock import DirectoryLock
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.records import Event
+from multitask_rl.redaction import redact
 from multitask_rl.run_state import collect_state, collect_tensors, reading_state, renamed_tasks, restore
 from multitask_rl.tracking.record_files import RECORDS, cut_records, record_lengths, set_records_aside
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
@@ -186,9 +187,9 @@ class RunStore:
         return None if run_id is None else str(run_id)
 
     def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the keys whose values the run had otherwise: key -> (before, now)."""
-        old = dict(_flat(self.read_config()))
-        new = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
+        """Return the keys whose values the run had otherwise, without secrets: key -> (before, now)."""
+        old = dict(_flat(redact(self.read_config())))
+        new = dict(_flat(redact(json.loads(json.dumps(dataclasses.asdict(config))))))
         if not (old.get("tasks_file") and new.get("tasks_file")):
             new.pop("tasks_file", None)  # a run that goes on as recorded has its tasks from ``config.yaml``
         model = "model.name_or_path"
@@ -219,7 +220,7 @@ class RunStore:
         return value if isinstance(value, dict) else {}
 
     def settle_config(self, trainer: Trainer) -> dict[str, Any]:
-        """Write ``config.yaml`` (the resolved configuration, tasks included) and return it.
+        """Write ``config.yaml`` (the resolved configuration, tasks included, without secrets) and return it.
 
         A run that already made its steps keeps the one it was made with.
 
@@ -237,7 +238,7 @@ class RunStore:
             return self.read_config()
         resolved = dataclasses.asdict(trainer.config)
         resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in trainer.plan.specs.items()}
-        plain: dict[str, Any] = json.loads(json.dumps(resolved))
+        plain: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         with disk_errors(f"config.yaml in {self._output_dir}"):
             aside = self._output_dir / ".writing_config.yaml"

@@ -21,7 +21,7 @@ PACKAGES = {
 }
 
 LAYERS = [
-    {"errors", "records", "seeding", "channel", "posting", "printable", "python_source"},
+    {"errors", "records", "seeding", "channel", "posting", "printable", "redaction", "python_source"},
     {"config.located_yaml", "config.build", "config.ranges", "config.template", "config.run", "config.task"},
     {"contracts", "plugins", "config", "algorithms", "intervals"},
     {"data", "rollout", "scoring", "training", "tracking", "curriculum", "guard", "sandbox"},

@@ -16,6 +16,7 @@ import multitask_rl
 from multitask_rl.config.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
 from multitask_rl.printable import one_line
+from multitask_rl.redaction import redact_text
 
 __all__ = ["error_line", "main", "run_command"]
 
@@ -78,8 +79,8 @@ def run_command(arguments: list[str]) -> int:
 
 
 def error_line(text: str) -> str:
-    """Return what is told of an error: one line, safe for a terminal."""
-    return f"error: {one_line(text)}"
+    """Return what is told of an error: one line, safe for a terminal, without the secrets of addresses."""
+    return f"error: {one_line(redact_text(text))}"
 
 
 def _help() -> str:

@@ -20,9 +20,11 @@ from multitask_rl.config.located_yaml import Where, load_yaml
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
+from multitask_rl.config.trust import TRUST, refuse_code
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.printable import one_line, printable
 from multitask_rl.records import Failure, Score, Scored
+from multitask_rl.redaction import redacted_keys
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
 from multitask_rl.tracking.reading import read_lines
@@ -44,6 +46,13 @@ def main(arguments: list[str]) -> int:
     specs = load_tasks(options.tasks) if options.tasks else _tasks_of(options.run, config)
     lines = list(_stored(options.run / "rollouts.jsonl"))
     specs = _selected(specs, lines, options)
+    if not options.trust:
+        refuse_code(options.tasks or options.run / "config.yaml", _named(specs, options.reward))
+    if missing := [*redacted_keys({name: [r.config for r in spec.rewards] for name, spec in specs.items()})]:
+        raise ConfigError(
+            f"{options.run}: tasks.{missing[0]}: the run recorded it without its secret; give the tasks file "
+            "with --tasks, or the configuration with --reward NAME --config JSON"
+        )
     kept = [line for line in lines if line["task"] in specs]
     _check_against(kept, options.against)
     scored = _score(specs, kept, config, str(options.run))
@@ -69,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", action="append", help="only this task; may be given several times")
     parser.add_argument("--threshold", type=float, help="from which value on a response counts as high")
     parser.add_argument("--tasks", help="tasks file to score with (default: the run's tasks)")
+    parser.add_argument(
+        TRUST, action="store_true", help="run code that a run outside the working directory names"
+    )
     parser.add_argument("--output", type=Path, help="write the new records here, as JSON lines")
     return parser
 
@@ -95,6 +107,12 @@ def _selected(
             f"(stored: {', '.join(sorted(stored)) or 'none'})"
         )
     return {name: replace(spec, constraints=[]) for name, spec in chosen.items()}
+
+
+def _named(specs: Mapping[str, TaskSpec], given: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the rewards that the run's file names; the one of ``--reward`` is the user's."""
+    for name, spec in specs.items():
+        yield from ((f"tasks.{name}.rewards", r.plugin) for r in spec.rewards if r.plugin != given)
 
 
 def _with_reward(spec: TaskSpec, reward: str | None, config: Mapping[str, Any] | None) -> TaskSpec:

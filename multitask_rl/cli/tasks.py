@@ -14,6 +14,7 @@ from multitask_rl.config.located_yaml import Where, parse_yaml
 from multitask_rl.config.run import EvalConfig, ScoringConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights, load_tasks
+from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows
 from multitask_rl.data.row_check import check_rows, held_out_warning
@@ -42,9 +43,14 @@ def main(arguments: list[str]) -> int:
         command.add_argument("overrides", nargs="*", help="tasks.NAME.KEY=VALUE ...")
         if name == "validate":
             command.add_argument("--quick", action="store_true", help="build no plugin and score no row")
+            command.add_argument(
+                TRUST, action="store_true", help="run code that a file outside the working directory names"
+            )
         if name == "show":
             command.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)
+    if options.command == "validate" and not options.trust:
+        refuse_code_in(options.file)
     specs = load_tasks(options.file, _overrides(options.overrides))
     if options.command == "show":
         print(_as_json(specs) if options.json else _table(specs))

@@ -28,22 +28,25 @@ from multitask_rl.config.build import suggest
 from multitask_rl.config.located_yaml import Where, check_plain
 from multitask_rl.config.recorded import RECORD, recorded_config
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
 from multitask_rl.interrupts import stopping_on_signals
 from multitask_rl.printable import EscapingFilter
+from multitask_rl.redaction import redacted_keys
 
 __all__ = ["compose_and_run", "config_keys", "evaluate", "train"]
 
 logger = logging.getLogger(__name__)
 
 _USAGE = """\
-usage: multitask-rl {command} [--config-dir DIR] [--multirun] [key=value ...]
+usage: multitask-rl {command} [--config-dir DIR] [--multirun] [--trust] [key=value ...]
 
   multitask-rl {command} tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=runs/first
   multitask-rl {command} --config-dir configs +experiment=NAME tasks.math.weight=2
   multitask-rl {command} output_dir=runs/first       an earlier run as it was configured; more keys on top
   multitask-rl train --multirun seed=0,1,2 ...      one run per value, under multirun/ or output_dir/
   multitask-rl {command} --cfg job ...               print the configuration and stop
+  multitask-rl {command} --trust ...                 run code that a file outside the working directory names
 
 Every key with its meaning, range and default: docs/configuration.md. Hydra's own options: --hydra-help."""
 
@@ -64,9 +67,11 @@ _OPTIONS_WITH_VALUE = {
 }
 _OTHER_SOURCES = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--multirun", "-m")
 _SWEEP_DIR = "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-_OF_A_RUN = ("hydra.run.dir=${output_dir}", _SWEEP_DIR)
+_NO_COPY = "hydra.output_subdir=null"
+"""Hydra's copy of the configuration would hold the secrets that ``config.yaml`` leaves out."""
+_OF_A_RUN = ("hydra.run.dir=${output_dir}", _NO_COPY, _SWEEP_DIR)
 _OF_A_LOOK = (
-    *("hydra.run.dir=.", "hydra.output_subdir=null", _SWEEP_DIR),
+    *("hydra.run.dir=.", _NO_COPY, _SWEEP_DIR),
     *("hydra.job_logging.root.handlers=[console]", "~hydra.job_logging.handlers.file"),
 )
 """Only training writes: neither the record nor the log of a run is touched by who looks at it."""
@@ -92,18 +97,26 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     if {"-h", "--help"} & set(arguments):
         print(_USAGE.format(command=command))
         return 0
-    ConfigStore.instance().store(name="run", node=_base(arguments))
+    trusts = TRUST in arguments
+    arguments = [argument for argument in arguments if argument != TRUST]
+    ConfigStore.instance().store(name="run", node=_base(arguments, trusts))
 
     failures: list[Exception] = []
 
     def job(tree: DictConfig) -> None:
         for handler in logging.getLogger().handlers:
             handler.addFilter(EscapingFilter())  # what Hydra set up shows what models and data say
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            # the copy that Hydra keeps of a sweep's configuration holds its secrets
+            Path(HydraConfig.get().sweep.dir, "multirun.yaml").unlink(missing_ok=True)
         try:
             try:
                 config = _to_config(tree)
             except OmegaConfBaseException as error:
                 raise ConfigError(_explain(error)) from error
+            if config.tasks_file and not trusts:
+                refuse_code_in(config.tasks_file)
+            _check_secrets(config, command)
             action(config)
         except Exception as error:  # noqa: BLE001 - raised below: one run of a sweep must not end the others
             failures.append(error)
@@ -159,28 +172,49 @@ def config_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasse
     return keys
 
 
-def _base(arguments: list[str]) -> RunConfig | type[RunConfig]:
+def _base(arguments: list[str], trusts: bool) -> RunConfig | type[RunConfig]:
     """Return what ``arguments`` override: what the run of ``output_dir`` recorded if no tasks file is given.
 
+    Args:
+        arguments: of the command line.
+        trusts: code that a record from elsewhere names may run.
+
     Raises:
-        ConfigError: see ``recorded_config``.
+        ConfigError: see ``recorded_config`` and ``refuse_code_in``.
     """
     given = dict(a.partition("=")[::2] for a in arguments)
     run = Path(given.get("output_dir", "").strip("'\""))
     has_other = "tasks_file" in given or any(key.startswith("+") or key in _OTHER_SOURCES for key in given)
     if has_other or "output_dir" not in given or not (run / RECORD).is_file():
         return RunConfig
-    config = recorded_config(run)
-    return replace(config, tasks=_literal(config.tasks))
+    if not trusts:
+        refuse_code_in(run / RECORD)
+    config: RunConfig = _literal(recorded_config(run))
+    return config
 
 
 def _literal(value: Any) -> Any:
-    """Keep OmegaConf from taking ``${`` in a prompt or a pattern for a reference to a key."""
+    """Keep OmegaConf from taking ``${`` in what was recorded for a reference to a key or a variable."""
     if isinstance(value, dict):
         return {key: _literal(below) for key, below in value.items()}
     if isinstance(value, list):
         return [_literal(below) for below in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _literal(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    # a backslash before ``${`` escapes it, and is escaped itself by another
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _check_secrets(config: RunConfig, command: str) -> None:
+    """Refuse what a record holds without its secret, where ``command`` needs it.
+
+    Raises:
+        ConfigError: it has to be given again.
+    """
+    for key in redacted_keys(dataclasses.asdict(config)):
+        if command == "train" or key.startswith("tasks."):  # only training tracks and posts
+            again = "tasks_file=PATH" if "[" in key else f"{key}=VALUE, or {key}='${{oc.env:VARIABLE}}'"
+            raise ConfigError(f"{key}: the run recorded it without its secret; give it again: {again}")
 
 
 def _train(config: RunConfig) -> None:

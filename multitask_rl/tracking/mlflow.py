@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Event, Scored
+from multitask_rl.redaction import redact_text
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.lines import dump_line, event_to_dict
 from multitask_rl.tracking.thinning import Thinning
@@ -139,7 +140,8 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
     try:
         run = client.get_run(run_id)
     except MlflowException as error:
-        raise ConfigError(f"MLflow at {uri or 'its default URI'} has no run {run_id!r}: {error}") from error
+        place = redact_text(uri) or "its default URI"
+        raise ConfigError(f"MLflow at {place} has no run {run_id!r}: {error}") from error
     present = {entry.path for entry in client.list_artifacts(run_id)}
     for name in ("events.jsonl", *_KEPT_FILES):
         if name in present:
@@ -361,4 +363,8 @@ class MLflowTracker:
         worker.put(lambda: self._client.set_terminated(run_id, _STATUS.get(status, "FAILED")))
         worker.close(timeout_s=60.0)
         if worker.num_failed:
-            _LOG.warning("MLflow at %s did not take everything: %d writes lost", self.uri, worker.num_failed)
+            _LOG.warning(
+                "MLflow at %s did not take everything: %d writes lost",
+                redact_text(self.uri),
+                worker.num_failed,
+            )

@@ -59,8 +59,10 @@ def space(tmp_path_factory):
     write_run(directory, TASK)
     for name, text in PLUGINS.items():
         (directory / f"{name}.py").write_text(text)
-    assert run(directory, "done") == 0
-    return directory
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        assert run(directory, "done") == 0
+        yield directory
 
 
 def run(directory, output, *changes, tasks="tasks.yaml", steps=2):

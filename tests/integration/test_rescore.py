@@ -101,7 +101,10 @@ def test_a_reward_that_fails_on_all_is_reported_not_counted_as_zero(run: Path) -
     assert "gold_program" in failure[-1] or "'gold_program'" in " ".join(failure)
 
 
-def test_mistakes_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
     folder = str(run / "run")
     for arguments, message in (
         (["--reward", "exact_mach"], "Did you mean 'exact_match'"),

@@ -232,7 +232,7 @@ def test_overrides_and_experiments_become_dataclasses(here: Path) -> None:
     assert type(config) is RunConfig
     assert (config.max_steps, config.batch.group_size, config.model.lora.rank) == (7, 2, 4)
     assert config.tasks == {"math": {"weight": 2}}
-    assert (here / "runs" / "default" / ".hydra" / "overrides.yaml").is_file()
+    assert (here / "runs" / "default" / "train.log").is_file()
 
 
 RECORDED = """
@@ -400,8 +400,9 @@ def test_rescore_of_a_directory_without_rollouts_is_told(
         ("rewards: [broken.py:raises]", "cannot read"),
     ],
 )
-def test_validate_refuses_what_train_refuses(tmp_path, capsys, rewards, part):
+def test_validate_refuses_what_train_refuses(tmp_path, monkeypatch, capsys, rewards, part):
     """It builds the plugins as a run does and scores a row; ``--quick`` does not."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(
         "class Broken:\n    def __init__(self):\n        raise RuntimeError('no such card')\n"
         "    def score(self, rollouts):\n        return []\n\n\n"
