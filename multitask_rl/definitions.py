@@ -82,7 +82,7 @@ class TaskMetrics:
         """Return the primary metric over the slots of held-out records, with its values per prompt."""
         name, final = self._spec.primary_metric, served(scored)
         kind = replace(self._kind(name), direction=self.primary_direction)
-        return _summary(kind, final, self._over_slots(name, kind, final, key="primary"), _groups(final))
+        return _summary(kind, final, self._over_slots(name, kind, final), _groups(final))
 
     def describe(self, scored: Sequence[Scored], *, held_out: bool = False) -> dict[str, Statistic]:
         """Return every statistic that records of a step or an evaluation have, by name.
@@ -96,7 +96,7 @@ class TaskMetrics:
         numbers: dict[str, _Column] = {}
         for name in self._reward_names(ends):
             kind = self._kind(name)
-            values = self._over_slots(name, kind, final, key=name)
+            values = self._over_slots(name, kind, final)
             numbers[REWARD if name == "reward" else f"reward/{name}"] = kind, final, values
         numbers["length"] = _PLAIN, ends, [len(s.rollout.response_ids) for s in ends]
         numbers["truncated_rate"] = _BAD_RATE, ends, [s.rollout.is_truncated for s in ends]
@@ -114,7 +114,7 @@ class TaskMetrics:
         """Return the rewards of the slots of every group, by group; failed slots are left out."""
         final = served(scored)
         found: dict[str, list[float]] = {}
-        values = self._over_slots("reward", self._kind("reward"), final, key="reward")
+        values = self._over_slots("reward", self._kind("reward"), final)
         for slot, value in zip(final, values, strict=True):
             if math.isfinite(value):
                 found.setdefault(slot.rollout.group_id, []).append(value)
@@ -151,8 +151,9 @@ class TaskMetrics:
         low -= math.fsum(c.weight for c in self._spec.constraints if c.mode == "penalty")
         return _Kind(Direction.higher, low, high)
 
-    def _over_slots(self, name: str, kind: _Kind, final: Sequence[Scored], *, key: str) -> list[float]:
+    def _over_slots(self, name: str, kind: _Kind, final: Sequence[Scored]) -> list[float]:
         """Return the value of every slot; NaN = failed or not applicable."""
+        key = f"{name}/{kind.direction.value}"  # a resumed run may have another primary metric or direction
         served_values = [math.nan if s.rollout.rejected else _value(name, s) for s in final]
         finite = [kind.direction.sign * value for value in served_values if math.isfinite(value)]
         if finite and kind.direction.sign and key not in self._refused:
@@ -170,7 +171,7 @@ class TaskMetrics:
         ]
 
     def state_dict(self) -> dict[str, float]:
-        """Return the refused values fixed so far, by metric."""
+        """Return the refused values fixed so far, by ``<metric>/<direction>``."""
         return dict(self._refused)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -248,7 +248,7 @@ class DynamicTaskWeightScheduler:
             "calibrated_at": self._calibrated_at,
             "reported": dict(self._reported),
             "reported_at": self._reported_at,
-            "said": [] if self._pending else [event.reason for event in self._bound_events],
+            "said": [event.reason for event in self._bound_events if event not in self._pending],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:

@@ -58,7 +58,8 @@ class Round:
         """Those that were asked."""
         self._judges = judges
         self._cache = cache
-        self._keys: dict[bytes, Item] = {}
+        self._keys: dict[tuple[bytes, str], Item] = {}
+        """By the cache's key and what an overrun is worth, which is the task's word and not the plugin's."""
         self._digests = RowDigests()
         self._held: dict[int, list[tuple[Lane, Item]]] = {}
 
@@ -109,11 +110,11 @@ class Round:
 
     def remember(self) -> None:
         """Put what was found out into the cache; failures and overruns are not kept."""
-        for key, item in list(self._keys.items()):
+        for (key, overrun), item in list(self._keys.items()):
             if item.result is not None:
                 if not isinstance(item.result, Failure) and not item.has_overrun:
                     self._cache.put(key, item.result)
-                del self._keys[key]
+                del self._keys[key, overrun]
 
     def _ask(self, index: int, rollout: Rollout, judge: Judge) -> Item | None:
         """Note the question; return the item if it is a new one."""
@@ -124,13 +125,13 @@ class Round:
             if known is not None:
                 self.hits[index].append((judge, known))
                 return None
-            item = self._keys.get(key)
+            item = self._keys.get((key, repr(judge.overrun)))
         is_new = item is None
         if item is None:
             item = Item(rollout, self.latch, f"{rollout.task}/{judge.name}", overrun=judge.overrun)
             self.latch.expect(1)
             self.lanes.add(judge.lane)
             if key:
-                self._keys[key] = item
+                self._keys[key, repr(judge.overrun)] = item
         self.asked[index].append((judge, item))
         return item if is_new else None

@@ -99,6 +99,18 @@ def test_without_a_range_a_refused_slot_has_the_worst_value_first_served_for_goo
     assert math.isnan(unknown.mean)
 
 
+def test_a_resumed_run_with_another_primary_metric_does_not_take_the_former_ones_refused_value():
+    own = metrics(PluginTraits(), primary_metric="r")
+    own.primary([answer(0, -50.0), refused(1)])
+    other = replace(answer(0, 2.0), breakdown={"s": Score(value=7.0)})
+    changed = metrics(PluginTraits(), primary_metric="s")
+    changed.load_state_dict(own.state_dict())
+    assert list(changed.primary([other, refused(1)]).values) == [7.0, 7.0]
+    turned = metrics(PluginTraits(), primary_metric="r", higher_is_better=False)
+    turned.load_state_dict(own.state_dict())
+    assert list(turned.primary([answer(0, 2.0), answer(1, 3.0), refused(2)]).values) == [2.0, 3.0, 3.0]
+
+
 def test_an_algorithm_that_trains_on_refused_responses_says_what_they_earn():
     algorithm = ConstrainedDecoding(ConstrainedDecodingConfig(rejected_reward=-0.5))
     found = metrics(algorithm=algorithm).describe([answer(0, 1.0), refused(1)])

@@ -120,6 +120,16 @@ def test_resume_survives_added_removed_and_renamed_tasks() -> None:
     assert sum(new.quotas(10, 0).values()) == 10
 
 
+def test_what_was_said_once_is_not_said_again_by_a_run_saved_before_its_next_step() -> None:
+    told = _bound()
+    told.update({}, 0)
+    resumed = _bound(bind={"reward_ranges": {}})
+    resumed.load_state_dict(told.state_dict())  # an event is new: the scale is estimated
+    again = _bound(bind={"reward_ranges": {}})
+    again.load_state_dict(resumed.state_dict())
+    assert [e.kind for e in resumed.update({}, 1)] == [e.kind for e in again.update({}, 1)] == ["warn"]
+
+
 def test_state_of_another_policy_is_left_out_and_said() -> None:
     new = _bound(policy="static")
     new.load_state_dict(_bound().state_dict())

@@ -145,6 +145,15 @@ def test_the_task_says_what_an_overrun_is_worth(open_pool: Open) -> None:
         open_pool("single", reward={"overrun": 2.0})
 
 
+def test_rewards_that_share_a_plugin_have_overruns_of_their_own(plugin_file: Path) -> None:
+    plugin = f"{plugin_file}:Batch"
+    rewards = [RewardSpec(plugin=plugin, name=f"r{n}", overrun=value) for n, value in enumerate((0.25, 0.5))]
+    specs = {"t": TaskSpec(name="t", rewards=rewards)}
+    with RewardPool(specs, ScoringConfig(), seed=0, devices={}) as pool:
+        assert pool.score(of("hang"))[0].reward == 0.75
+        assert pool.score(of("fine"))[0].reward == 2.0
+
+
 def test_without_a_bound_below_an_overrun_of_a_cost_is_a_failure(open_pool: Open) -> None:
     failure = open_pool("cost").score(of("hang"))[0].failure
     assert failure is not None
