@@ -32,8 +32,11 @@ def test_a_redirect_is_an_error_and_nothing_is_sent_to_where_it_leads() -> None:
         try:
             headers = {"Authorization": "Bearer secret"}
             request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/first", b"{}", headers)
-            with pytest.raises(urllib.error.HTTPError, match="302") as caught:
-                open_request(request, timeout=5)
+            with (
+                pytest.raises(urllib.error.HTTPError, match="302") as caught,
+                open_request(request, timeout=5),
+            ):
+                pytest.fail("the redirect was followed")
             caught.value.close()
             request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/fine", b"{}", headers)
             with open_request(request, timeout=5) as answer:
