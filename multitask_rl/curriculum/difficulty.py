@@ -15,8 +15,10 @@ Sources: learnability ``p (1 - p)``: Rutherford et al., "No Regrets" (arXiv:2408
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from multitask_rl.curriculum.shown_range import ShownRange
 
 __all__ = ["PoolEstimate", "RewardRange", "pool_shares"]
 
@@ -31,29 +33,39 @@ _GAIN = 0.05
 
 @dataclass(kw_only=True, slots=True)
 class RewardRange:
-    """The scale on which rewards are pass rates: [0, 1], or what was seen once a reward lies outside it."""
+    """The scale on which rewards are pass rates: [0, 1], or what was shown where rewards lie outside it."""
 
-    low: float = 0.0
-    high: float = 1.0
-    outside_unit: bool = False
+    shown: ShownRange = field(default_factory=ShownRange)
 
-    def observe(self, rewards: Sequence[float]) -> None:
-        """Widen the range to hold ``rewards``."""
-        low, high = min(rewards), max(rewards)
-        if self.outside_unit:
-            low, high = min(low, self.low), max(high, self.high)
-        elif low >= 0.0 and high <= 1.0:
-            return
-        self.low, self.high, self.outside_unit = low, high, True
+    def observe(self, groups: Iterable[Sequence[float]]) -> None:
+        """Add the rewards of further groups, at least one each."""
+        ends = [(min(rewards), max(rewards)) for rewards in groups]
+        self.shown.widen([low for low, _ in ends], [high for _, high in ends])
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Return ``low < high``."""
+        if not self.shown.lowest:
+            return 0.0, 1.0
+        low, high = self.shown.ends or (self.shown.lowest[0], self.shown.highest[0])
+        if low >= 0.0 and high <= 1.0:
+            return 0.0, 1.0
+        return low, high if high > low else low + 1.0
 
     @property
     def width(self) -> float:
         """Length of the range, > 0."""
-        return self.high - self.low if self.high > self.low else 1.0
+        low, high = self.ends
+        return high - low
+
+    def clip(self, rewards: Sequence[float]) -> list[float]:
+        """Return ``rewards`` with those outside of the range at its ends."""
+        low, high = self.ends
+        return [min(high, max(low, reward)) for reward in rewards]
 
     def place(self, reward: float) -> float:
         """Return where ``reward`` lies in the range, in [0, 1]."""
-        return min(1.0, max(0.0, (reward - self.low) / self.width))
+        return min(1.0, max(0.0, (reward - self.ends[0]) / self.width))
 
 
 @dataclass(kw_only=True, slots=True)

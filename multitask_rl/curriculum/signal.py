@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from multitask_rl.records import NUM_EXTREMES, Direction, TaskStats
+from multitask_rl.curriculum.shown_range import ShownRange
+from multitask_rl.records import Direction, TaskStats
 
 __all__ = ["REWARD_SCORE", "Average", "TaskSignal", "TaskTrace"]
 
@@ -103,10 +104,8 @@ class TaskTrace:
     """Its variance, of the held-out prompts alone."""
     evaluations: int = 0
     """Held-out values that made it."""
-    lowest: list[float] = field(default_factory=list)
-    """The smallest rewards shown, of three groups, ascending; empty when another metric is watched."""
-    highest: list[float] = field(default_factory=list)
-    """The largest, descending."""
+    shown: ShownRange = field(default_factory=ShownRange)
+    """Of the rewards; empty when another metric is watched."""
 
     def observe(
         self,
@@ -132,8 +131,7 @@ class TaskTrace:
         self.prompts += n
         if watches_reward:
             low, high = (value - _SPREAD * std,), (value + _SPREAD * std,)
-            self.lowest = sorted([*self.lowest, *(stats.lowest or low)])[:NUM_EXTREMES]
-            self.highest = sorted([*self.highest, *(stats.highest or high)], reverse=True)[:NUM_EXTREMES]
+            self.shown.widen(stats.lowest or low, stats.highest or high)
         gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
         informative = stats.num_informative / n
         self.raw.add(value, n, gain)
@@ -170,7 +168,7 @@ class TaskTrace:
     def spread(self, known_range: tuple[float, float] | None) -> tuple[float, float]:
         """Return the smoothed spread of the reward within groups on the scale of levels, and its error."""
         low, high = self._scale(known_range)
-        width = high - low if self.lowest else 1.0
+        width = high - low if self.shown.lowest else 1.0
         return self.within.value / width, self.within.error(0.5 * width) / width
 
     @property
@@ -187,8 +185,8 @@ class TaskTrace:
         """Return the ends of the scale, ``low < high``."""
         if known_range is not None and known_range[0] < known_range[1]:
             return known_range
-        if self.lowest and self.lowest[-1] < self.highest[-1]:
-            return self.lowest[-1], self.highest[-1]
+        if (ends := self.shown.ends) is not None:
+            return ends
         # means of a metric, or rewards that have not differed yet
         return min(0.0, self.raw.value), max(1.0, self.raw.value)
 
@@ -200,7 +198,7 @@ class TaskTrace:
     def from_state(cls, state: Mapping[str, Any]) -> TaskTrace:
         """Return the trace that ``state_dict`` described."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
-        return cls(**{**state, **averages})
+        return cls(**{**state, **averages, "shown": ShownRange(**state["shown"])})
 
 
 def _oriented(stats: TaskStats, metric: str) -> float:

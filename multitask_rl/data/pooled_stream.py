@@ -14,6 +14,7 @@ from typing import Any
 from multitask_rl.config.task import PASS_RATE, CurriculumSpec
 from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
 from multitask_rl.curriculum.quotas import apportion
+from multitask_rl.curriculum.shown_range import ShownRange
 from multitask_rl.data.rows import Row, Rows
 from multitask_rl.data.stream import PromptStream
 from multitask_rl.errors import DataError
@@ -113,16 +114,16 @@ class PooledStream(PromptStream):
             An event when the shares have moved.
         """
         self._step_draws = Counter()
-        if seen := [reward for rewards in groups.values() for reward in rewards]:
-            self._scale.observe(seen)
+        self._scale.observe(rewards for rewards in groups.values() if rewards)
         for draw, rewards in groups.items():
             index, pool = self._pending.pop(draw, (-1, ""))
             if index < 0:
                 continue
             self._step_draws[pool] += 1
             if rewards:
-                self._estimates[pool].observe(rewards)
-                self._move(index, math.fsum(rewards) / len(rewards))
+                usual = self._scale.clip(rewards)
+                self._estimates[pool].observe(usual)
+                self._move(index, math.fsum(usual) / len(usual))
         self._give_up(max(groups, default=-1), step)
         return self._report(step)
 
@@ -267,7 +268,7 @@ class PooledStream(PromptStream):
             return
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in saved["pools"].items()}
         self._estimates = {name: PoolEstimate(**e) for name, e in saved["estimates"].items()}
-        self._scale = RewardRange(**saved["scale"])
+        self._scale = RewardRange(shown=ShownRange(**saved["scale"]["shown"]))
         self._rates = {int(index): rate for index, rate in saved["rates"].items()}
         self._carry = dict(saved["carry"])
         self._pending = {int(draw): (where[0], where[1]) for draw, where in saved["pending"].items()}

@@ -208,6 +208,23 @@ def test_scale_and_shift_of_the_reward_change_nothing() -> None:
     assert plain.metrics() == pytest.approx(scaled.metrics())
 
 
+@pytest.mark.parametrize("outlier", [1e6, -1e6])
+def test_an_outlier_or_two_do_not_set_the_scale(outlier) -> None:
+    pooled = stream(BY_LEVEL)
+    for step in range(40):
+        part = pooled.next(8)
+        groups = {draw: [100.0 * r for r in rewards(row)] for draw, row in part}
+        if step in (20, 30):
+            groups[part[0][0]][-1] = outlier
+        pooled.observe(groups, step)
+        if step == 19:
+            before = pooled.metrics()
+    after = pooled.metrics()
+    for level, rate in enumerate((1.0, 0.5, 0.25, 0.0)):
+        assert after[f"pool/{level}/pass_rate"] == pytest.approx(rate, abs=0.05)
+        assert after[f"pool/{level}/share"] == pytest.approx(before[f"pool/{level}/share"], abs=0.13)
+
+
 def test_other_rows_or_pools_start_anew_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     pooled = stream(BY_RATE)
     play(pooled, 10)

@@ -284,7 +284,7 @@ def test_progress_is_measured_on_one_scale_when_the_scale_changes() -> None:
             _stats("a", 1.5, std=0.1), metric_key="reward_score", smoothing=0.1, known_range=None
         )
     assert signal is not None
-    assert (trace.lowest, trace.highest) == (pytest.approx([0.3] * 3), pytest.approx([1.7] * 3))
+    assert (trace.shown.lowest, trace.shown.highest) == (pytest.approx([0.3] * 3), pytest.approx([1.7] * 3))
     assert signal.progress == pytest.approx((trace.raw.value - before) / (1.7 - 0.3))
 
 
