@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multitask_rl.config.build import suggest
+from multitask_rl.config.build import MOVED, suggest
 from multitask_rl.config.located_yaml import Where, check_plain
 from multitask_rl.config.recorded import RECORD, recorded_config
 from multitask_rl.config.run import RunConfig
@@ -313,7 +313,8 @@ def _explain(error: Exception) -> str:
     if unknown:
         section = (full_key[1] if full_key else unknown[1]).rpartition(".")[0]
         below = [k.removeprefix(f"{section}.") for k in config_keys() if k.startswith(section)]
-        hint = suggest(unknown[1], {k.split(".")[0] for k in below})
+        moved = MOVED.get(f"{section}.{unknown[1]}")
+        hint = f"; it is {moved} now" if moved else suggest(unknown[1], {k.split(".")[0] for k in below})
     if "Additional config directory" in said[0]:
         hint = f"; relative to {str(Path.cwd())!r}"
     return (

@@ -23,6 +23,13 @@ T = TypeVar("T")
 _KINDS: dict[type, str] = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 
 
+MOVED = {
+    "scheduler.patience": "scheduler.policy_config.patience",
+    "guard.guard_config.lower_is_better": "guard.guard_config.directions",
+}
+"""Keys that earlier versions had -> where they are now."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the closest known word, or an empty string."""
     words = list(known)
@@ -41,9 +48,14 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> No
     for key in given:
         if key not in allowed:
             raise ConfigError(
-                f"{where.at(key)}: unknown key {key!r}{suggest(key, allowed)} "
+                f"{where.at(key)}: unknown key {key!r}{_moved(where, key) or suggest(key, allowed)} "
                 f"(allowed: {', '.join(allowed) or 'none'})"
             )
+
+
+def _moved(where: Where, key: str) -> str:
+    name = next((new for old, new in MOVED.items() if str(where.at(key)).endswith(old)), None)
+    return f"; it is {name} now" if name else ""
 
 
 def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:

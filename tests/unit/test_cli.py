@@ -300,6 +300,7 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Pat
     [
         (["modle.name_or_path=x"], ["'modle'", "did you mean 'model'"]),
         (["model.nam=x"], ["'nam'", "did you mean 'name_or_path'"]),
+        (["scheduler.patience=5"], ["it is scheduler.policy_config.patience now"]),
         (["max_steps=many"], ["max_steps=many", "Integer"]),
         (["max_steps=0"], ["max_steps must be >= 1"]),
         (["executor=cloud"], ["executor", "local, ray"]),
