@@ -1,6 +1,6 @@
 """Fuzz what a user or a file can hand to the project: every outcome is valid, or one paragraph.
 
-    python benchmarks/fuzz.py --n 10000 --seed 1
+    python benchmarks/fuzz.py --n 10000 --seed 1 --json benchmarks/results/fuzz.json
     python benchmarks/fuzz.py --n 2000 --kind rows --kind overrides
     python benchmarks/fuzz.py --replay 1:417:rows       # one case again, with its traceback and its files
 
@@ -16,13 +16,15 @@ Kinds:
     checkpoint  state.json with its right hash, and manifest.json
 
 A crash, a hang over 5 s and memory over 1 GiB are failures; of each sort the first is made smaller and
-printed with what replays it. Exit code 1 if there is one. Cases run in forked processes.
+printed with what replays it. Exit code 1 if there is one. Cases run in forked processes. ``--json`` writes
+the counts to a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import os
 import sys
 import tempfile
@@ -53,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind; may be given again")
     parser.add_argument("--processes", type=int, default=2, help="processes at once (default 2)")
     parser.add_argument("--replay", default="", metavar="SEED:INDEX:KIND", help="one case again")
+    parser.add_argument("--json", type=Path, help="write the counts here, too")
     options = parser.parse_args(arguments)
     kinds = options.kind or list(KINDS)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -60,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.replay:
             return _replay(options.replay, directory)
         run = _run(directory) if "checkpoint" in kinds else None
-        return _campaign(options.n, options.seed, kinds, options.processes, directory, run)
+        return _campaign(options.n, options.seed, kinds, options.processes, directory, run, options.json)
 
 
 def _run(directory: Path) -> Path:
@@ -69,7 +72,13 @@ def _run(directory: Path) -> Path:
 
 
 def _campaign(
-    number: int, seed: int, kinds: list[str], processes: int, directory: Path, run: Path | None
+    number: int,
+    seed: int,
+    kinds: list[str],
+    processes: int,
+    directory: Path,
+    run: Path | None,
+    file: Path | None,
 ) -> int:
     import pyarrow.parquet  # noqa: F401 - imported once, before the fork
 
@@ -103,9 +112,14 @@ def _campaign(
     finally:
         pool.close()
     print(f"\n{number} cases of seed {seed} in {took:.0f} s:")
-    for kind in kinds:
-        told = ", ".join(f"{counts[kind, verdict]} {verdict}" for verdict in ("valid", "refused", "crash"))
-        print(f"  {kind}: {told}")
+    verdicts = ("valid", "refused", "crash")
+    table = {kind: {verdict: counts[kind, verdict] for verdict in verdicts} for kind in kinds}
+    for kind, row in table.items():
+        print(f"  {kind}: {', '.join(f'{n} {verdict}' for verdict, n in row.items())}")
+    if file is not None:
+        result = {"cases": number, "seed": seed, "seconds": round(took), "kinds": table}
+        result["failures"] = {f"{kind}: {name}": len(found) for (kind, name), found in failures.items()}
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{sum(map(len, failures.values()))} failures of {len(failures)} sorts")
     return 1 if failures else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from multitask_rl.printable import printable
 from multitask_rl.records import TaskEvaluation
 
 __all__ = ["print_evaluations"]
@@ -17,6 +18,6 @@ def print_evaluations(evaluations: Mapping[str, TaskEvaluation]) -> None:
         primary = evaluation.primary
         half, failed = 1.96 * primary.error, len(primary.values) - primary.n
         print(
-            f"{name:<{width}}  {evaluation.metric:<20} "
+            f"{name:<{width}}  {printable(evaluation.metric):<20} "
             f"{primary.mean:>8.4f} {half:>7.4f} {primary.n:>6} {failed:>6}"
         )

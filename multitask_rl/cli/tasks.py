@@ -21,6 +21,7 @@ from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.errors import ConfigError, UnavailableError
 from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
+from multitask_rl.printable import one_line, printable
 from multitask_rl.records import Failure
 from multitask_rl.satisfaction import constraint_warnings
 from multitask_rl.scoring.adapt import find_plugin
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
         refuse_code_in(options.file)
     specs = load_tasks(options.file, _overrides(options.overrides))
     if options.command == "show":
-        print(_as_json(specs) if options.json else _table(specs))
+        print(_as_json(specs) if options.json else printable(_table(specs)))
         return 0
     warnings: list[str] = []
     notes = {name: _check(spec, warnings) for name, spec in specs.items()}
@@ -61,9 +62,9 @@ def main(arguments: list[str]) -> int:
         warnings += _try(specs)
     print(f"{options.file}: {len(specs)} tasks are valid")
     for name, note in notes.items():
-        print(f"  {name}: {note}")
+        print(printable(f"  {name}: {note}"))
     for warning in warnings:
-        print(f"warning: {warning}")
+        print(f"warning: {one_line(warning)}")
     return 0
 
 

@@ -247,7 +247,7 @@ def _read_parquet(path: Path) -> Rows:
         # not mapped: a mapped file that is cut ends the process without a word
         with pq.ParquetFile(path) as file:
             _check_size(file.metadata, path)
-            texts = [field.name for field in file.schema_arrow if _is_text(field.type)]
+            texts = _text_columns(file.metadata)
         # dictionaries stay dictionaries: a value that is repeated a million times is held once
         table = pq.read_table(path, read_dictionary=texts)
         table.validate(full=True)
@@ -256,19 +256,43 @@ def _read_parquet(path: Path) -> Rows:
     except (ValueError, TypeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: a Parquet file with columns that cannot be read: {error}") from error
 
+    nested = [name for name in table.column_names if pa.types.is_nested(table.schema.field(name).type)]
+
     def row(index: int) -> Row:
         try:
-            return _as_row(table.slice(index, 1).to_pylist()[0])
+            cut = table.slice(index, 1)
+            size = sum(_text_bytes(chunk) for name in nested for chunk in cut.column(name).chunks)
+            if size > _FREE_BYTES:
+                raise DataError(
+                    f"{path}: row {index} repeats texts until they take {size >> 20} MiB; a row may hold "
+                    f"{_FREE_BYTES >> 20} MiB"
+                )
+            return _as_row(cut.to_pylist()[0])
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(f"{path}: row {index} cannot be read: {error}") from error
 
     return _Lazy(table.num_rows, row)
 
 
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
+def _text_columns(metadata: Any) -> list[str]:
+    """Return the paths of the columns of texts and bytes, nested ones too."""
+    columns = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+    return [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.logical_type.type != "DECIMAL"]
 
-    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
+
+def _text_bytes(array: Any) -> int:
+    """Return how many bytes the texts of a nested ``array`` take once each is written out."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return int(pc.sum(lengths.cast(pa.int64())).as_py() or 0)
+    if pa.types.is_map(array.type):
+        array = array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field])))
+    if pa.types.is_struct(array.type):
+        return sum(map(_text_bytes, array.flatten()))
+    return _text_bytes(array.flatten()) if pa.types.is_nested(array.type) else 0
 
 
 def _check_size(metadata: Any, path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from multitask_rl.errors import PluginError
 from multitask_rl.plugins import GROUPS, list_plugins
+from multitask_rl.printable import printable
 from multitask_rl.testing import check, scaffold
 from multitask_rl.testing.listing import Description, describe
 
@@ -55,7 +56,7 @@ def _list(argv: Sequence[str]) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         left = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        sys.stdout.write(f"{left}  {row[3]}{row[4]}\n")
+        sys.stdout.write(printable(f"{left}  {row[3]}{row[4]}\n"))
     return 0
 
 

@@ -528,3 +528,28 @@ def test_rows_that_are_left_out_for_their_task_column_are_told(
     with caplog.at_level("INFO"):
         load_rows(spec(path), "train")
     assert "only the rows are taken whose column `task` says 'math'; left out: 10 of code" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["list", "map", "struct"])
+def test_a_text_that_nested_columns_repeat_is_held_once(tmp_path: Path, kind: str) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = "a" * 400_000
+
+    def column(repeats: int) -> Any:
+        if kind == "map":
+            entries = [(f"{i}", text) for i in range(repeats)]
+            return arrow.array([entries] * 4, arrow.map_(arrow.string(), arrow.large_string()))
+        if kind == "struct":
+            inner = arrow.struct({"x": arrow.list_(arrow.string())})
+            return arrow.array([{"x": [text] * repeats}] * 4, inner)
+        return arrow.array([[text] * repeats] * 4, arrow.list_(arrow.string()))
+
+    small, large = tmp_path / "small.parquet", tmp_path / "large.parquet"
+    parquet.write_table(arrow.table({"prompt": ["x"] * 4, "more": column(50)}), small)
+    parquet.write_table(arrow.table({"prompt": ["x"] * 4, "more": column(700)}), large)
+    before = arrow.total_allocated_bytes()
+    rows = read_file(small)
+    assert arrow.total_allocated_bytes() - before < 16 << 20
+    assert str(rows[3]["more"]).count(text) == 50
+    with pytest.raises(DataError, match=r"large\.parquet: row 2 .* MiB"):
+        read_file(large)[2]

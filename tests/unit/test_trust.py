@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from multitask_rl.cli import main
+from multitask_rl.cli.results import print_evaluations
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score, Scored
 from multitask_rl.testing import make_rollout
+from multitask_rl.testing.listing import Description
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
 
 CODE = """
@@ -148,3 +151,24 @@ def test_interpolation_in_a_record_is_text(mine: Path, monkeypatch: pytest.Monke
     assert seen[0].tracking.trackers == [text]
     assert seen[0].rollout.engine_config == {"a": {"b": [text]}}
     assert "sesame" not in str(seen[0])
+
+
+def test_what_files_and_packages_say_is_printable(
+    mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mine / "tasks.yaml").write_text(
+        'tasks: {math: {dataset: rows.jsonl, rewards: [{plugin: math_answer, name: "a\\e[2J"}], '
+        'primary_metric: "a\\e[2J"}}'
+    )
+    assert main(["tasks", "show", "tasks.yaml"]) == 0
+    assert main(["tasks", "show", "--json", "tasks.yaml"]) == 0
+    assert main(["tasks", "validate", "--quick", "tasks.yaml"]) == 0
+    primary = SimpleNamespace(mean=0.0, n=0, error=0.0, values=())
+    print_evaluations({"math": SimpleNamespace(primary=primary, metric="d\x1b[2J")})
+    described = Description(summary="b\x1b[2J", needs=("c\x1b[2J",))
+    monkeypatch.setattr("multitask_rl.testing.plugin_commands.describe", lambda info: described)
+    assert main(["plugins", "list", "rewards"]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    for letter in "abcd":
+        assert f"{letter}\\x1b[2J" in told
