@@ -3,15 +3,17 @@
     python benchmarks/hostile.py --n 64 --seed 1
 
 For each bundled check of text ``n`` honest responses are scored alone, then the same ones among ``n`` hostile
-ones. Reported: honest verdicts that changed, results without a type, seconds of the mixture and of a step
-with one hostile response, growth of this process's memory, and processes, threads and descriptors left. Exit
-code 1 if a verdict changed, a process is left, or memory grew by 200 MiB.
+ones. Reported: honest verdicts that changed, results without a type, seconds of the mixture, by how many seconds
+one hostile response delays its step (the step less the same without it: that shall be less than the time
+limit of its check), growth of this process's memory, and processes, threads and descriptors
+left. Exit code 1 if a verdict changed, a process is left, memory grew by 200 MiB or a delay passed its limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -26,6 +28,7 @@ from typing import Any
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.records import Failure, NotApplicable, Rollout, Score, Verdict
+from multitask_rl.scoring.adapt import resolve_constraint, resolve_reward
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
 from multitask_rl.testing.hostile import hostile_texts
@@ -112,14 +115,23 @@ def checks() -> list[Check]:
     ]
 
 
-def run(check: Check, number: int, stream: random.Random) -> dict[str, Any]:
-    """Score honest responses alone and in mixtures; return what was seen."""
+def run(check: Check, number: int, stream: random.Random, step: int) -> dict[str, Any]:
+    """Score honest responses alone and in mixtures; return what was seen.
+
+    Args:
+        check: what scores them.
+        number: honest ones, and hostile ones, of the mixture.
+        stream: draws the hostile ones and their places.
+        step: responses of the step with one hostile one.
+    """
     kind, name = ("constraint" if check.is_constraint else "reward"), "check"
     spec = TaskSpec(name="t")
     if check.is_constraint:
         spec.constraints = [ConstraintSpec(plugin=check.plugin, name=name, config=check.config or {})]
+        limit_s = resolve_constraint(spec.constraints[0], check.plugin).traits.timeout_s
     else:
         spec.rewards = [RewardSpec(plugin=check.plugin, name=name, config=check.config or {})]
+        limit_s = resolve_reward(spec.rewards[0], check.plugin).traits.timeout_s
 
     def rollouts(texts: list[str]) -> list[Rollout]:
         return [
@@ -128,7 +140,8 @@ def run(check: Check, number: int, stream: random.Random) -> dict[str, Any]:
 
     honest = [check.honest(i) for i in range(number)]
     pool_of_hostile = [text for _, text in hostile_texts(10_000, stream.randrange(1 << 30))]
-    hostile = [*check.own, *stream.sample(pool_of_hostile, max(0, number - len(check.own)))][:number]
+    stream.shuffle(pool_of_hostile)
+    hostile = [*itertools.islice(itertools.cycle([*check.own, *pool_of_hostile]), number)]
     with RewardPool({"t": spec}, ScoringConfig(max_failure_rate=1.0), seed=0, devices={}) as pool:
 
         def score(texts: list[str]) -> tuple[list[Any], float]:
@@ -141,7 +154,15 @@ def run(check: Check, number: int, stream: random.Random) -> dict[str, Any]:
 
         memory = resident_mib()
         expected, alone_s = score(honest)
-        one, one_s = score([*(f"{text} " for text in honest), (check.own or ("(" * 10_000,))[0]])
+        one, delay_s, worst = [], 0.0, ""
+        for i, text in enumerate(check.own or ("(" * 10_000,)):
+            # Other texts each time: nothing comes from the cache.
+            without = [f"{check.honest(k)}{' ' * (2 * i + 1)}" for k in range(step - 1)]
+            _, without_s = score(without)
+            results, with_s = score([*(f"{text} " for text in without), text])
+            one += results
+            if with_s - without_s > delay_s:
+                delay_s, worst = with_s - without_s, text
         places = [(0, i) for i in range(number)] + [(1, i) for i in range(len(hostile))]
         stream.shuffle(places)
         mixed, mixed_s = score([(honest, hostile)[side][i] for side, i in places])
@@ -157,7 +178,9 @@ def run(check: Check, number: int, stream: random.Random) -> dict[str, Any]:
         "full_scores_of_hostile": sum(isinstance(r, Score) and r.value >= 1.0 for r in given),
         "grown_mib": round(grown, 1),
         "alone_s": round(alone_s, 2),
-        "with_one_hostile_s": round(one_s, 2),
+        "one_hostile_delays_s": round(delay_s, 2),
+        "limit_s": limit_s,
+        "worst": worst[:32],
         "mixed_s": round(mixed_s, 2),
     }
 
@@ -185,6 +208,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--n", type=int, default=64, help="honest responses, and hostile ones, per check")
+    parser.add_argument("--step", type=int, default=256, help="responses of a step with one hostile one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="name of one plugin")
     arguments = parser.parse_args()
@@ -195,7 +219,7 @@ def main() -> int:
     before, memory = left(), resident_mib()
     found = []
     for check in wanted:
-        found.append(run(check, arguments.n, stream))
+        found.append(run(check, arguments.n, stream, arguments.step))
         sys.stdout.write(json.dumps(found[-1]) + "\n")
         sys.stdout.flush()
     gc.collect()
@@ -208,11 +232,11 @@ def main() -> int:
         "untyped": sum(f["untyped"] for f in found),
         "memory_grown_mib": round(grown, 1),
         "left": leftovers,
-        "wall_s": round(sum(f["alone_s"] + f["with_one_hostile_s"] + f["mixed_s"] for f in found), 1),
+        "passed_limits": [f["check"] for f in found if f["one_hostile_delays_s"] >= f["limit_s"]],
     }
     sys.stdout.write(json.dumps(summary) + "\n")
-    bad = summary["honest_changed"] or summary["untyped"] or grown >= LIMIT_MIB or leftovers["children"] > 0
-    return 1 if bad else 0
+    bad = summary["honest_changed"] or summary["untyped"] or summary["passed_limits"]
+    return 1 if bad or grown >= LIMIT_MIB or leftovers["children"] > 0 else 0
 
 
 if __name__ == "__main__":

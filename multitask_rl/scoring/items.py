@@ -66,6 +66,8 @@ class Item:
     """Retries after ``infra`` failures."""
     deaths: int = 0
     """Worker processes that died while it was being scored."""
+    spent: float = 0.0
+    """Seconds that it was being scored in processes that it ended."""
     alone: bool = False
     """It was in a call that died, failed or stalled: it is sent by itself from now on."""
     started: float = 0.0

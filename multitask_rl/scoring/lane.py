@@ -37,6 +37,9 @@ __all__ = ["Lane"]
 SPARE_RUNNERS = 2
 """Beyond ``num_workers``, started only while others stall."""
 RETRY_PAUSE_S = 0.2
+ENDED_AT = 0.9
+"""A check is ended after this share of its ``timeout_s``: the rest is what ending it costs, so that one response
+delays its step by less than ``timeout_s``."""
 OUTSIDE_KILLS = 10
 """How often an item is sent again after SIGKILL or SIGTERM, which are rarely the item's fault."""
 
@@ -145,6 +148,15 @@ class Lane:
 
     # ------------------------------------------------------------------ the runners' side
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the check of one response is ended."""
+        return ENDED_AT * self.traits.timeout_s
+
+    def limit_of(self, call: Call) -> float:
+        """Return how many seconds ``call`` may take to its next result: tries of an item share its limit."""
+        return self.limit_s * (1 if call.each else len(call.items)) - sum(item.spent for item in call.items)
+
     def learn(self, plugin: Grader | WorkerProcess) -> None:
         """Take over what the built plugin says of itself."""
         self.traits, self.one_by_one, self.waits = plugin.traits, plugin.one_by_one, plugin.waits
@@ -219,6 +231,7 @@ class Lane:
                 self._probe(suspects[0])
             for item in suspects:
                 item.deaths += 1
+                item.spent += 0.0 if outside else (time.monotonic() - call.began) / len(suspects)
                 message = f"the worker process {reason} {item.deaths} times while scoring {what}"
                 failure = self._failure(FailureKind.infra, message)
                 if item.subject is not None and not outside:
@@ -247,7 +260,7 @@ class Lane:
     def timed_out(self, call: Call) -> None:
         """The time limit of ``call`` passed."""
         with self._condition:
-            now, limit, failure = time.monotonic(), self.traits.timeout_s, self._timeout()
+            now, limit, failure = time.monotonic(), self.limit_s, self._timeout()
             culprits = call.current()
             is_down = False
             for item in culprits:
@@ -265,7 +278,7 @@ class Lane:
                 item.alone = item.alone or self.independent
             is_silent = now - self._last_answer >= 0.9 * limit
             if is_down and is_silent and (self._waiting() or self.breaker.suspicious):
-                reason = f"no answer within its time limit of {limit:g} s, to an empty response neither"
+                reason = f"{failure.message}, to an empty response neither"
                 self._give_rest(FailureKind.timeout, reason, failure.message)
 
     def unavailable(self, message: str) -> None:
@@ -325,13 +338,13 @@ class Lane:
             current = call.current()
             if now - call.began <= STALL_S or not current:
                 continue
-            impatient = is_out_of_patience(call, now, self.traits.timeout_s)
+            impatient = is_out_of_patience(call, now, self.limit_s)
             if impatient and (len(current) == 1 or not self.independent):
                 self._probe(current[0])
             if not self.independent:
                 continue
             queued = queued or set(map(id, self._queue))
-            due = held_up(call, now, queued, limit=self.traits.timeout_s, waits=self.waits)
+            due = held_up(call, now, queued, limit=self.limit_s, waits=self.waits)
             for item in due:
                 item.alone = True
             self._queue.extend(due)

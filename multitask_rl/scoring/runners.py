@@ -123,7 +123,7 @@ class ProcessRunner(_Thread):
     def _make(self, call: Call) -> None:
         worker, lane = self._worker, self._lane
         assert worker is not None, "no process to call"
-        limit = lane.traits.timeout_s * (1 if call.each else len(call.items))
+        limit = lane.limit_of(call)
         try:
             worker.submit([item.rollout for item in call.items], each=call.each)
             while call.position < len(call.items):

@@ -55,6 +55,15 @@ def breaks_down(response):
 def always_exits(response):
     os._exit(3)
 
+@with_traits(low=0, high=1, timeout_s=2.0)
+def slow_exit(response):
+    if response.startswith("exit"):
+        with Path(__file__).with_suffix(".tries").open("a") as file:
+            file.write("x")
+        time.sleep(1.1)
+        os._exit(3)
+    return 1.0
+
 def interrupted(response):
     raise KeyboardInterrupt
 
@@ -124,6 +133,29 @@ def test_one_hanging_response_scores_the_worst_value_and_no_other_pays(
     assert scored[place].breakdown == {"r": Score(value=worst, components=OVERRUN)}
     assert pool.metrics()["t"]["reward_overrun_rate"] == 1 / 32
     assert pool.health_events(0) == [], "the plugin answers: no rest"
+
+
+def test_one_hanging_response_delays_its_step_by_less_than_its_limit(open_pool: Open) -> None:
+    pool = open_pool("single")
+
+    def seconds(last: str, attempt: int) -> float:
+        began = time.monotonic()
+        scored = pool.score(of(*(f"fine {i}, {attempt}" for i in range(15)), f"{last} {attempt}"))
+        assert [s.reward for s in scored] == [1.0] * 15 + [float(last == "fine")]
+        return time.monotonic() - began
+
+    pool.score(of("fine"))
+    costs = (
+        seconds("hang", i) - seconds("fine", i) for i in range(4)
+    )  # a busy machine may cost one its margin
+    assert any(cost < 1.0 for cost in costs)
+
+
+def test_tries_that_end_the_worker_share_one_time_limit(open_pool: Open, plugin_file: Path) -> None:
+    scored = open_pool("slow_exit", max_failure_rate=1.0).score(of("a", "exit", "b"))
+    assert [s.reward for s in scored] == [1.0, 0.0, 1.0]
+    assert scored[1].breakdown == {"r": Score(value=0.0, components=OVERRUN)}
+    assert plugin_file.with_suffix(".tries").read_text() == "xx", "0.9 x 2 s: no third one of 1.1 s"
 
 
 def test_half_of_the_responses_hang_and_the_other_half_is_scored(open_pool: Open) -> None:
