@@ -3,9 +3,9 @@
     python benchmarks/hostile.py --n 64 --seed 1
 
 For each bundled check of text ``n`` honest responses are scored alone, then the same ones among ``n`` hostile
-ones. Reported: honest verdicts that changed, results without a type, seconds of the mixture, by how many seconds
-one hostile response delays its step (the step less the same without it: that shall be less than the time
-limit of its check), growth of this process's memory, and processes, threads and descriptors
+ones. Reported: honest verdicts that changed, results without a type, seconds of the mixture, by how many
+seconds one hostile response delays its step (the step less the same without it: that shall be less than the
+time limit of its check), growth of this process's memory, and processes, threads and descriptors
 left. Exit code 1 if a verdict changed, a process is left, memory grew by 200 MiB or a delay passed its limit.
 """
 

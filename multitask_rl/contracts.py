@@ -35,8 +35,8 @@ class PluginTraits:
     """Run in a killable worker process. False: in the trainer's process (models on a device). A class where
     that depends on its configuration has a class method ``isolates(config)`` besides (of the keys given)."""
     timeout_s: float = 30.0
-    """Seconds by which one response may delay its step. Its check is ended after nine tenths of them, its tries
-    together; a batch gets them once per rollout."""
+    """Seconds by which one response may delay its step. Its check is ended after nine tenths of them, all its
+    tries together; a batch gets them once per rollout."""
     batch_size: int = 64
     """How many rollouts one call receives at most."""
     higher_is_better: bool = True

@@ -38,7 +38,7 @@ SPARE_RUNNERS = 2
 """Beyond ``num_workers``, started only while others stall."""
 RETRY_PAUSE_S = 0.2
 ENDED_AT = 0.9
-"""A check is ended after this share of its ``timeout_s``: the rest is what ending it costs, so that one response
+"""A check is ended after this share of its ``timeout_s``. The rest is what ending it costs: one response
 delays its step by less than ``timeout_s``."""
 OUTSIDE_KILLS = 10
 """How often an item is sent again after SIGKILL or SIGTERM, which are rarely the item's fault."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +20,7 @@ from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.testing.contract import Finding, check_constraint, check_reward
 
-__all__ = ["CheckReport", "check_plugin", "main"]
+__all__ = ["CheckReport", "check_plugin", "main", "report"]
 
 _EXAMPLE_ROW: dict[str, Any] = {
     "prompt": "What is 2 + 2?",
@@ -118,23 +122,63 @@ def _is_constraint(name: str) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the plugin named in ``argv``, print the report; 0 if it keeps its contract, else 1."""
+    """Check the plugin named in ``argv``, print the report; 0 if it keeps its contract, else 1.
+
+    The check runs in a process of its own, which a plugin may end. Exit code and report come back in a file.
+    """
+    arguments = _parser().parse_args(argv)
+    boot = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    boot += "from multitask_rl.testing.check import report; report(int(sys.argv[1]), sys.argv[3:])"
+    with tempfile.TemporaryFile() as answer:
+        sys.stdout.flush()
+        given = [str(answer.fileno()), json.dumps(sys.path), *argv]
+        ended = subprocess.run([sys.executable, "-P", "-c", boot, *given], pass_fds=[answer.fileno()])
+        answer.seek(0)
+        text = answer.read()
+    if not text:
+        error = PluginError(_ends_its_process(arguments.plugin, ended.returncode))
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    code, out, err = json.loads(text)
+    sys.stdout.write(out)
+    sys.stderr.write(err)
+    return int(code)
+
+
+def report(descriptor: int, argv: Sequence[str]) -> None:
+    """Check the plugin named in ``argv``, write exit code, report and error to ``descriptor``, and exit."""
+    try:
+        arguments = _parser().parse_args(argv)
+        row = None if arguments.row is None else _row(arguments.row)
+        config = _json(arguments.config, "--config")
+        found = check_plugin(arguments.plugin, row, kind=arguments.kind, gold=arguments.gold, config=config)
+        answer = (0 if found.passed else 1, found.text() + "\n", "")
+    except MultitaskRLError as error:
+        answer = (error.exit_code, "", f"{error}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+    os._exit(0)  # threads and exit handlers of the plugin must not keep the process
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="multitask-rl plugins check", description=__doc__)
     parser.add_argument("plugin", help="installed name, module:object, file.py:object or a foreign prefix")
     parser.add_argument("--kind", choices=("reward", "constraint"))
     parser.add_argument("--row", help="a JSON object, or a .jsonl file whose first row is taken")
     parser.add_argument("--gold", help="a response that deserves the full score")
     parser.add_argument("--config", default="{}", help="a JSON object with keys of its Config")
-    arguments = parser.parse_args(argv)
-    row = None if arguments.row is None else _row(arguments.row)
-    config = _json(arguments.config, "--config")
-    try:
-        report = check_plugin(arguments.plugin, row, kind=arguments.kind, gold=arguments.gold, config=config)
-    except MultitaskRLError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    sys.stdout.write(report.text() + "\n")
-    return 0 if report.passed else 1
+    return parser
+
+
+def _ends_its_process(plugin: str, code: int) -> str:
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    return (
+        f"plugins check: {plugin!r} ends its process {how} where it is imported, built or called, so there "
+        "is no report. A run would end there too. Find what ends the process (os._exit, sys.exit, a crash of "
+        "a compiled library) and raise an error instead."
+    )
 
 
 def _row(text: str) -> dict[str, Any]:

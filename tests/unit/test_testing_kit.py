@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.plugins import REWARDS, list_plugins
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
@@ -160,6 +160,30 @@ def test_the_check_says_what_a_plugin_that_hangs_or_exits_does(tmp_path: Path, b
     report = check_plugin(write(tmp_path, body))
     assert not report.passed
     assert said in report.text()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import os\nos._exit(0)\n", "ends its process with code 0"),
+        ("import sys\nsys.exit('no model here')\n", "ends its process with code 1"),
+        ("import os\nos.kill(os.getpid(), 11)\n", "ends its process by SIGSEGV"),
+        (
+            "import os\nfrom multitask_rl.contracts import PluginTraits\nclass f:\n"
+            "    traits = PluginTraits(isolate=False)\n    def score(self, rollouts):\n        os._exit(5)\n",
+            "ends its process with code 5",
+        ),
+    ],
+    ids=["import", "sys.exit", "crash", "call-in-trainer"],
+)
+def test_the_command_names_a_plugin_that_ends_its_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, said: str
+) -> None:
+    reference = write(tmp_path, body)
+    assert main(["check", reference]) == PluginError.exit_code
+    error = capsys.readouterr().err
+    assert said in error
+    assert reference in error
 
 
 def test_the_reward_of_the_readme_passes_its_own_check(
