@@ -15,7 +15,7 @@ from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.intervals import summarise
-from multitask_rl.records import Direction, Score, Scored, Statistic, Verdict, concerned_cost
+from multitask_rl.records import OVERRUN, Direction, Score, Scored, Statistic, Verdict, concerned_cost
 from multitask_rl.streaming import FLAGGED
 
 __all__ = ["REWARD", "TaskMetrics", "served"]
@@ -82,7 +82,9 @@ class TaskMetrics:
         """Return the primary metric over the slots of held-out records, with its values per prompt."""
         name, final = self._spec.primary_metric, served(scored)
         kind = replace(self._kind(name), direction=self.primary_direction)
-        return _summary(kind, final, self._over_slots(name, kind, final), _groups(final))
+        # a resumed run may have another primary metric, or another direction of it
+        key = f"primary/{name}/{kind.direction.value}"
+        return _summary(kind, final, self._over_slots(name, kind, final, key=key), _groups(final))
 
     def describe(self, scored: Sequence[Scored], *, held_out: bool = False) -> dict[str, Statistic]:
         """Return every statistic that records of a step or an evaluation have, by name.
@@ -96,7 +98,7 @@ class TaskMetrics:
         numbers: dict[str, _Column] = {}
         for name in self._reward_names(ends):
             kind = self._kind(name)
-            values = self._over_slots(name, kind, final)
+            values = self._over_slots(name, kind, final, key=name)
             numbers[REWARD if name == "reward" else f"reward/{name}"] = kind, final, values
         numbers["length"] = _PLAIN, ends, [len(s.rollout.response_ids) for s in ends]
         numbers["truncated_rate"] = _BAD_RATE, ends, [s.rollout.is_truncated for s in ends]
@@ -114,7 +116,7 @@ class TaskMetrics:
         """Return the rewards of the slots of every group, by group; failed slots are left out."""
         final = served(scored)
         found: dict[str, list[float]] = {}
-        values = self._over_slots("reward", self._kind("reward"), final)
+        values = self._over_slots("reward", self._kind("reward"), final, key="reward")
         for slot, value in zip(final, values, strict=True):
             if math.isfinite(value):
                 found.setdefault(slot.rollout.group_id, []).append(value)
@@ -151,27 +153,30 @@ class TaskMetrics:
         low -= math.fsum(c.weight for c in self._spec.constraints if c.mode == "penalty")
         return _Kind(Direction.higher, low, high)
 
-    def _over_slots(self, name: str, kind: _Kind, final: Sequence[Scored]) -> list[float]:
+    def _over_slots(self, name: str, kind: _Kind, final: Sequence[Scored], *, key: str) -> list[float]:
         """Return the value of every slot; NaN = failed or not applicable."""
-        key = f"{name}/{kind.direction.value}"  # a resumed run may have another primary metric or direction
-        served_values = [math.nan if s.rollout.rejected else _value(name, s) for s in final]
+        lost = [s.rollout.rejected or _overruns(name, s) for s in final]
+        served_values = [
+            math.nan if is_lost else _value(name, s) for s, is_lost in zip(final, lost, strict=True)
+        ]
         finite = [kind.direction.sign * value for value in served_values if math.isfinite(value)]
         if finite and kind.direction.sign and key not in self._refused:
             self._refused[key] = kind.direction.sign * min(finite)
         fallback = kind.worst if math.isfinite(kind.worst) else self._refused.get(key, math.nan)
 
-        def refused(scored: Scored) -> float:
+        def value_of_lost(scored: Scored) -> float:
             if _has_failed(scored):
                 return math.nan
             trained = name == "reward" and self._algorithm.trains_rejected
             return self._algorithm.outcome(scored) if trained else fallback
 
         return [
-            refused(s) if s.rollout.rejected else value for s, value in zip(final, served_values, strict=True)
+            value_of_lost(s) if is_lost else value
+            for s, is_lost, value in zip(final, lost, served_values, strict=True)
         ]
 
     def state_dict(self) -> dict[str, float]:
-        """Return the refused values fixed so far, by ``<metric>/<direction>``."""
+        """Return the refused values fixed so far, by metric."""
         return dict(self._refused)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,6 +238,14 @@ def _value(name: str, scored: Scored) -> float:
     if not isinstance(result, Score):
         return math.nan
     return result.components.get(component, math.nan) if component else result.value
+
+
+def _overruns(name: str, scored: Scored) -> bool:
+    """Whether a response has no ``<reward>/<component>`` because it passes the limits of the reward."""
+    plugin, _, component = name.partition("/")
+    result = scored.breakdown.get(plugin)
+    parts = result.components if isinstance(result, Score) else {}
+    return bool(component) and OVERRUN in parts and component not in parts
 
 
 def _violates(scored: Scored, constraint: str = "") -> float:

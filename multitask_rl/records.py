@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "NOT_APPLICABLE",
     "NUM_EXTREMES",
+    "OVERRUN",
     "Direction",
     "Event",
     "Failure",
@@ -305,6 +306,9 @@ class Statistic:
         """The mean, turned so that higher is better; NaN without a direction."""
         return self.mean * self.direction.sign if self.direction.sign else math.nan
 
+
+OVERRUN = "overrun"
+"""Component of the score of a response that passes the limits of its check; it has no other one."""
 
 NUM_EXTREMES = 3
 """Groups that have to show a reward before it counts as an end of the range where none is declared."""

@@ -17,7 +17,17 @@ from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Event, Failure, FailureKind, RewardResult, Rollout, Score, Scored, Verdict
+from multitask_rl.records import (
+    OVERRUN,
+    Event,
+    Failure,
+    FailureKind,
+    RewardResult,
+    Rollout,
+    Score,
+    Scored,
+    Verdict,
+)
 from multitask_rl.scoring.cache import ResultCache
 from multitask_rl.scoring.grader import Result
 from multitask_rl.scoring.items import Limiter
@@ -316,7 +326,7 @@ def _overrun(spec: RewardSpec | ConstraintSpec, lane: Lane) -> RewardResult | Ve
             f"overrun of {spec.name or spec.plugin!r} is {value:g}, outside its declared range "
             f"[{traits.low:g}, {traits.high:g}]"
         )
-    return None if value is None else Score(value=value, components={"overrun": 1.0})
+    return None if value is None else Score(value=value, components={OVERRUN: 1.0})
 
 
 def _signed_weight(task: TaskSpec, spec: RewardSpec | ConstraintSpec, lane: Lane) -> float:

@@ -111,6 +111,20 @@ def test_a_resumed_run_with_another_primary_metric_does_not_take_the_former_ones
     assert list(turned.primary([answer(0, 2.0), answer(1, 3.0), refused(2)]).values) == [2.0, 3.0, 3.0]
 
 
+def test_a_response_that_passes_the_limits_of_its_check_has_the_worst_value_of_a_component_too():
+    """Else a policy whose responses hang the check on hard prompts would look better by ``ifeval/all``."""
+
+    def scored(draw, **components):
+        return replace(answer(draw, 0.0), breakdown={"r": Score(value=0.0, components=components)})
+
+    own = metrics(primary_metric="r/all")
+    records = [scored(0, all=1.0), scored(1, all=0.0), scored(2, overrun=1.0), scored(3)]
+    found = own.primary(records)
+    assert list(found.values)[:3] == [1.0, 0.0, 0.0]
+    assert math.isnan(found.values[3])
+    assert found.n == 3
+
+
 def test_an_algorithm_that_trains_on_refused_responses_says_what_they_earn():
     algorithm = ConstrainedDecoding(ConstrainedDecodingConfig(rejected_reward=-0.5))
     found = metrics(algorithm=algorithm).describe([answer(0, 1.0), refused(1)])
