@@ -1,7 +1,8 @@
 """The scoring of installed ``verifiers`` tasksets: ``verifiers:<taskset id>`` (verifiers >= 0.4, its v1 API).
 
-Single-turn: the response is the one assistant message of a trace whose prompt is the task's. Rewards that
-need a runtime (a container the agent worked in) have none to look at and are refused, not skipped.
+Single-turn: the response is the one assistant message of a trace whose prompt is the task's. Refused are
+tasksets that need more: tools, a container, a hook before or after the agent, a runtime for a reward or judge,
+or an environment that gives the reward. Metrics that need a runtime are left out.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class VerifiersReward(ForeignReward):
                 f"{self.where}: the verifiers taskset {self.target!r} cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self._refuse_runtime(tasks)
+        self._refuse_more_than_a_response(taskset, tasks)
         self._by_key = {key: task for task in tasks for key in (task.data.idx, task.data.id)}
         self._by_key.pop(None, None)
         self._by_prompt = {task.data.prompt_text: task for task in tasks}
@@ -104,12 +105,31 @@ class VerifiersReward(ForeignReward):
             )
         return task
 
-    def _refuse_runtime(self, tasks: Sequence[Any]) -> None:
-        for kind in {type(task): task for task in tasks}.values():
-            for hook in kind.hooks("reward"):
-                parameter = inspect.signature(hook).parameters.get("runtime")
+    def _refuse_more_than_a_response(self, taskset: Any, tasks: Sequence[Any]) -> None:
+        """Refuse a taskset whose reward is of more than one response."""
+        base = self._library.Task
+        lacks = [] if _own(taskset, self._library.Taskset, "toolsets") else ["gives the model tools"]
+        for task in {type(task): task for task in tasks}.values():
+            if not _own(task, base, "toolsets"):
+                lacks.append("gives the model tools")
+            lacks += ["needs a container"] * bool(task.NEEDS_CONTAINER)
+            hooks = ("setup", "finalize", "stage_verifier")
+            lacks += [f"overrides {name!r} of its task" for name in hooks if not _own(task, base, name)]
+            signals = {f.__name__: f for f in task.hooks("reward")}
+            signals |= {judge.reward_name: judge.score for judge in task.plugged_judges()}
+            lacks += [] if signals else ["has no reward of its own (its environment gives it)"]
+            for name, signal in signals.items():
+                parameter = inspect.signature(signal).parameters.get("runtime")
                 if parameter is not None and parameter.default is parameter.empty:
-                    raise PluginError(
-                        f"{self.where}: the reward {hook.__name__!r} of the verifiers taskset "
-                        f"{self.target!r} needs a runtime; only rewards of the response alone can be used"
-                    )
+                    lacks.append(f"has the reward {name!r}, which needs a runtime")
+        if lacks:
+            raise PluginError(
+                f"{self.where}: the verifiers taskset {self.target!r} {' and '.join(dict.fromkeys(lacks))}; "
+                "only tasksets that judge one response by itself can be used"
+            )
+
+
+def _own(value: Any, base: type, name: str) -> bool:
+    """Whether ``value`` has the method ``name`` as ``base`` has it."""
+    mine, theirs = getattr(type(value), name), getattr(base, name)
+    return getattr(mine, "__func__", mine) is getattr(theirs, "__func__", theirs)

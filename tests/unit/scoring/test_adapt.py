@@ -278,7 +278,7 @@ def test_every_reasoning_gym_verifier_accepts_its_own_answers() -> None:
 
 
 @pytest.mark.skipif(not installed("verifiers"), reason="verifiers is not installed")
-def test_a_verifiers_taskset_scores_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifiers_taskset_scores_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(FOREIGN))
     rollouts = [
         make_rollout("It is 4", row={"idx": 2}),
@@ -292,6 +292,17 @@ def test_a_verifiers_taskset_scores_unchanged(monkeypatch: pytest.MonkeyPatch) -
     assert results[3].kind is FailureKind.data
     with pytest.raises(PluginError, match="the verifiers taskset 'no_such_taskset' cannot be loaded"):
         resolve_reward(RewardSpec(plugin="verifiers:no_such_taskset"), "here")
+    # tasksets of the package itself: their rewards come from an environment, or from a server that setup asks
+    (tmp_path / "nemo.jsonl").write_text(
+        '{"responses_create_params": {"input": [{"role": "user", "content": "hi"}]}}\n'
+    )
+    for name, config, part in (
+        ("openenv", {"env": "x"}, "has no reward of its own"),
+        ("nemo_gym", {"dataset": str(tmp_path / "nemo.jsonl")}, "gives the model tools"),
+        ("gated_taskset", {}, "overrides 'setup'"),
+    ):
+        with pytest.raises(PluginError, match=f"{part}.*only tasksets that judge one response"):
+            resolve_reward(RewardSpec(plugin=f"verifiers:{name}", config={"taskset": config}), "here")
 
 
 METRIC = """
