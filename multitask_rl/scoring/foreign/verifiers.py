@@ -1,7 +1,7 @@
 """The scoring of installed ``verifiers`` tasksets: ``verifiers:<taskset id>`` (verifiers >= 0.4, its v1 API).
 
 Single-turn: the response is the one assistant message of a trace whose prompt is the task's. Refused are
-tasksets that need more: tools, a container, a hook before or after the agent, a runtime for a reward or judge,
+tasksets that need more: tools, a container, a hook around the agent, a runtime for a reward or judge,
 or an environment that gives the reward. Metrics that need a runtime are left out.
 """
 
