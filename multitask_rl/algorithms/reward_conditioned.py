@@ -43,12 +43,17 @@ class RewardConditionedConfig(AlgorithmConfig):
         self.require("pool_size", self.pool_size >= self.quantiles, ">= quantiles")
 
 
+_ROUNDING = 1e-12
+"""Share of the largest reward below which two rewards are equal."""
+
+
 def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
     """Return the quantile 0 .. K - 1 of every reward by rank, equal rewards sharing theirs.
 
     ``q = floor(K (below + at_most) / (2 n))``: the middle rank of the tied rewards. Splitting ties would
     teach contradictory tokens for the same reward; with middle ranks two levels of reward stay K / 2
-    quantiles apart however rare one of them is. The quantile of the best reward is then called the top one,
+    quantiles apart however rare one of them is. Rewards nearer than 1e-12 of the largest are equal: sums of
+    the same parts may differ in their last bit. The quantile of the best reward is then called the top one,
     so that the token sampling asks for always stands for the best there is. Some quantiles may be empty.
 
     >>> quantile_of_each([0.0, 0.0, 0.0, 1.0], 4)
@@ -56,14 +61,15 @@ def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
     """
     if not rewards:
         return []
-    num_at_most: dict[float, int] = {}
-    for rank, reward in enumerate(sorted(rewards), start=1):
-        num_at_most[reward] = rank
-    of_reward, num_below = {}, 0
-    for reward, at_most in num_at_most.items():
-        # Integers: in floating point a value that sits exactly on a border would move.
-        of_reward[reward] = num_quantiles * (num_below + at_most) // (2 * len(rewards))
-        num_below = at_most
+    ordered = sorted(rewards)
+    near = _ROUNDING * max(abs(ordered[0]), abs(ordered[-1]))
+    of_reward, below = dict[float, int](), 0
+    for at_most, reward in enumerate(ordered, start=1):
+        if at_most == len(ordered) or ordered[at_most] - reward > near:
+            # Integers: in floating point a value that sits exactly on a border would move.
+            quantile = num_quantiles * (below + at_most) // (2 * len(ordered))
+            of_reward |= dict.fromkeys(ordered[below:at_most], quantile)
+            below = at_most
     best = of_reward[max(rewards)]
     return [num_quantiles - 1 if of_reward[r] == best else of_reward[r] for r in rewards]
 

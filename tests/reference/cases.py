@@ -31,6 +31,8 @@ class Case:
     tied: bool = False
     late: float = 0.0
     """Chance that a group's rewards come late."""
+    arithmetic: str = "float64"
+    """Of the product: ``float64`` shows faults of the formulas, ``float32`` those of rounding."""
 
     def describe(self) -> str:
         """All of it in one line, to be read."""
@@ -83,6 +85,7 @@ def draw_case(seed: int) -> Case:
         layout=rng.choice(["auto", "shared", "bucketed", "packed"]),
         tokens_per_microbatch=rng.choice([16384, 16384, 40, 90]),
         late=rng.choice([0.2, 0.6]) if quorum < 1.0 else 0.0,
+        arithmetic="float32" if rng.random() < 0.1 else "float64",
     )
 
 

@@ -19,20 +19,37 @@ from .cases import Case
 from .naive.records import Attempt, Number, Sample
 from .naive.settings import FAILED
 from .naive.step import Result, Run, Teacher
-from .product import Product, ProductStep, given_of, temporary_directory
+from .product import Product, ProductStep, arithmetic, given_of, temporary_directory
 
 __all__ = ["Comparison", "compare"]
 
-GRADIENT = 1e-5
-"""Largest accepted distance of gradients, relative to the norm of the whole gradient."""
-SMALL = 3e-6
-"""... and beside it of any gradient: logits are float32, so what they add up to is known to so much."""
-NUMBER = 1e-5
-"""... of numbers, relative to their size (at least 0.3)."""
-UPDATE = 1e-5
-"""... of weights after the same gradient, relative to the norm of the update."""
-TOO_CLOSE = 1e-5
-"""A clip or a filter nearer than this may fall either way in float32: such a step is not compared further."""
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What both sides may be apart."""
+
+    relative: float
+    """Gradients (of the norm of the whole), means over tokens and samples (of their size, at least 0.3)."""
+    absolute: float
+    """... beside it of any gradient."""
+    per_token: float
+    """... of advantages, log-probabilities, values and returns, of their largest, at least 1."""
+    too_close: float
+    """A clip or filter nearer than this may fall either way: such a step is not compared further."""
+    tiny: float
+    """An advantage below this may be 0 on one side: its sign and what is counted by it are not compared."""
+
+
+NUMBER = 1e-9
+"""... of rewards, costs, statistics, levels, shares, multipliers (of their size, at least 0.3)."""
+UPDATE = 1e-6
+"""... of weights after the same gradient, of the norm of the update."""
+TOLERANCES = {
+    # the same sums in another order
+    "float64": Tolerance(relative=1e-9, absolute=1e-12, per_token=1e-9, too_close=1e-10, tiny=1e-9),
+    # logits, norms and rotary angles of the forward pass, values, rewards, advantages, averaged reference
+    "float32": Tolerance(relative=1e-4, absolute=3e-6, per_token=2e-5, too_close=1e-5, tiny=1e-6),
+}
 
 TOKEN_METRICS = ("loss", "entropy", "ratio", "approx_kl", "clip_fraction", "dual_clip_fraction", "is_weight")
 TOKEN_METRICS += ("mismatch", "kl_loss", "nll", "value_loss", "value_clip_fraction", "policy_loss")
@@ -72,7 +89,7 @@ def compare(case: Case) -> Comparison:
     """Run ``case`` on both sides."""
     torch.set_num_threads(1)
     result = Comparison()
-    with temporary_directory() as directory:
+    with arithmetic(case.arithmetic), temporary_directory() as directory:
         product = Product(case, Path(directory))
         try:
             result.problems += _compare(case, product, result)
@@ -83,6 +100,7 @@ def compare(case: Case) -> Comparison:
 
 def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     run = Run(case.settings, given_of(case, product), product.weights())
+    tolerance = TOLERANCES[case.arithmetic]
     every = case.settings.eval_every
     for number in range(case.num_steps):
         if every and number and number % every == 0:
@@ -98,11 +116,11 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
         except AssertionError as error:
             yield f"step {number}: {error}"
             return
-        if result.margin < TOO_CLOSE:
+        if result.margin < tolerance.too_close:
             count.too_close += 1
             return
         count.compared += 1
-        problems = [f"step {number}: {text}" for text in _compare_step(run, before, result, found)]
+        problems = [f"step {number}: {text}" for text in _compare_step(run, before, result, found, tolerance)]
         yield from problems
         if problems:
             return
@@ -139,17 +157,18 @@ def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
 
 
 def _compare_step(
-    run: Run, before: Mapping[str, Tensor], result: Result, found: ProductStep
+    run: Run, before: Mapping[str, Tensor], result: Result, found: ProductStep, tolerance: Tolerance
 ) -> Iterator[str]:
     if dict(found.report.quotas) != result.quotas:
         yield f"quotas {dict(found.report.quotas)}, reference {result.quotas}"
         return
     yield from _compare_records("drawn", found.report.drawn, result.drawn)
     yield from _compare_records("kept", found.report.kept, result.kept)
-    yield from _compare_samples(found, result.samples)
-    yield from _compare_updates(found, result, before)
-    rounded = {c.sample.task for c in found.credited if _is_tiny(c.advantages)}
-    rounded |= {s.task for s in result.samples if s.advantages is not None and _is_tiny(s.advantages)}
+    yield from _compare_samples(found, result.samples, tolerance)
+    yield from _compare_updates(found, result, before, tolerance)
+    tiny = tolerance.tiny
+    rounded = {c.sample.task for c in found.credited if _is_tiny(c.advantages, tiny)}
+    rounded |= {s.task for s in result.samples if s.advantages is not None and _is_tiny(s.advantages, tiny)}
     for task in run.settings.tasks:
         own = {**result.metrics[task.name], **{n: x.mean for n, x in result.numbers[task.name].items()}}
         tokens = () if task.name in rounded else TOKEN_METRICS
@@ -161,8 +180,15 @@ def _compare_step(
         for name in names:
             # losses are sums that nearly cancel
             size = largest if name in tokens else 0.0
+            of_tensors = name in (*tokens, *CREDIT_METRICS, "kl_coefficient")
             number = found.numbers.get(f"task/{task.name}/{name}")
-            yield from _compare_number(f"{task.name}/{name}", number, own.get(name), size)
+            yield from _compare_number(
+                f"{task.name}/{name}",
+                number,
+                own.get(name),
+                tolerance.relative if of_tensors else NUMBER,
+                size,
+            )
         yield from _compare_statistics(task.name, found.statistics[task.name], result.numbers[task.name])
         known = set(result.numbers[task.name])
         for name in found.numbers:
@@ -176,7 +202,8 @@ def _compare_step(
             yield from _compare_number(
                 f"level of {task.name}", found.levels[task.name], run.scheduler.level(task.name)
             )
-        yield from _compare_number(f"beta of {task.name}", found.betas[task.name], run.kls[task.name].beta)
+        beta = run.kls[task.name].beta
+        yield from _compare_number(f"beta of {task.name}", found.betas[task.name], beta, tolerance.relative)
         for m in run.multipliers[task.name]:
             yield from _compare_number(
                 f"multiplier {task.name}/{m.rule.name}", found.multipliers[task.name][m.rule.name], m.value
@@ -200,7 +227,7 @@ def _compare_statistics(
 
 
 def _compare_number(
-    name: str, found: float | None, expected: float | None, size: float = 0.0
+    name: str, found: float | None, expected: float | None, relative: float = NUMBER, size: float = 0.0
 ) -> Iterator[str]:
     if found is not None and not math.isfinite(found):
         found = None
@@ -209,7 +236,7 @@ def _compare_number(
     if found is None or expected is None:
         if found is not expected:
             yield f"{name} is {found}, reference {expected}"
-    elif abs(found - expected) > NUMBER * max(0.3, size, abs(expected)):
+    elif abs(found - expected) > relative * max(0.3, size, abs(expected)):
         yield f"{name} is {found!r}, reference {expected!r}"
 
 
@@ -252,7 +279,7 @@ def _plain(value: float | str | None) -> float | None:
     return None if value == FAILED or isinstance(value, str) else value
 
 
-def _compare_samples(found: ProductStep, expected: Sequence[Sample]) -> Iterator[str]:
+def _compare_samples(found: ProductStep, expected: Sequence[Sample], tolerance: Tolerance) -> Iterator[str]:
     if len(found.credited) != len(expected):
         yield f"{len(found.credited)} samples, reference {len(expected)}"
         return
@@ -263,33 +290,37 @@ def _compare_samples(found: ProductStep, expected: Sequence[Sample]) -> Iterator
             return
         yield from _compare_number(f"{name} credited reward", c.sample.reward, s.reward)
         for what in ("advantages", "old_logprobs", "old_values", "returns"):
-            yield from _compare_tensor(f"{name} {what}", getattr(c, what), getattr(s, what))
-        yield from _compare_tensor(f"{name} ref_logprobs", c.ref_logprobs, s.reference_logprobs)
-        if c.has_gradient != s.is_active and not _is_rounding(c):
+            yield from _compare_tensor(f"{name} {what}", getattr(c, what), getattr(s, what), tolerance)
+        yield from _compare_tensor(f"{name} ref_logprobs", c.ref_logprobs, s.reference_logprobs, tolerance)
+        if c.has_gradient != s.is_active and not _is_rounding(c, tolerance.tiny):
             yield f"{name}: trained on {c.has_gradient}, reference {s.is_active}"
 
 
-def _is_tiny(advantages: Tensor) -> bool:
+def _is_tiny(advantages: Tensor, bound: float) -> bool:
     """Whether the sign of an advantage is a matter of its last bit."""
-    return bool(((advantages != 0.0) & (advantages.abs() < 1e-6)).any())
+    return bool(((advantages != 0.0) & (advantages.abs() < bound)).any())
 
 
-def _is_rounding(c: CreditedSample) -> bool:
+def _is_rounding(c: CreditedSample, bound: float) -> bool:
     """Whether an advantage of 0 came out as the last bit of a sum: the sample is then computed in vain."""
-    return 0.0 < float(c.advantages.abs().max()) < 1e-6
+    return 0.0 < float(c.advantages.abs().max()) < bound
 
 
-def _compare_tensor(name: str, found: Tensor | None, expected: Tensor | None) -> Iterator[str]:
+def _compare_tensor(
+    name: str, found: Tensor | None, expected: Tensor | None, tolerance: Tolerance
+) -> Iterator[str]:
     if found is None or expected is None:
         if found is not expected:
             yield f"{name} is {found}, reference {expected}"
         return
     gap = (found.double() - expected).abs().max()
-    if gap > 2e-5 * max(1.0, float(expected.abs().max())):
+    if gap > tolerance.per_token * max(1.0, float(expected.abs().max())):
         yield f"{name} is {found.tolist()}, reference {expected.tolist()}"
 
 
-def _compare_updates(found: ProductStep, result: Result, before: Mapping[str, Tensor]) -> Iterator[str]:
+def _compare_updates(
+    found: ProductStep, result: Result, before: Mapping[str, Tensor], tolerance: Tolerance
+) -> Iterator[str]:
     updates = found.updates
     if len(updates) != len(result.updates):
         yield f"{len(updates)} optimizer steps, reference {len(result.updates)}"
@@ -303,13 +334,13 @@ def _compare_updates(found: ProductStep, result: Result, before: Mapping[str, Te
                 continue
             size = _norm(theirs.values())
             gap = _norm([ours[n] - theirs[n] for n in ours])
-            if gap > GRADIENT * size + SMALL:
+            if gap > tolerance.relative * size + tolerance.absolute:
                 worst = max(ours, key=lambda n: float((ours[n] - theirs[n]).norm()))
                 off = f"off by {gap / max(size, 1e-30):.2g} of its norm {size:.3g}"
                 yield f"update {number}: {part}'s gradient is {off}, most in {worst}"
         moved = _norm([own.weights[n] - before[n] for n in weights])
         gap = _norm([weights[n] - own.weights[n] for n in weights])
-        if gap > UPDATE * moved + 1e-7:
+        if gap > UPDATE * moved + 1e-12:
             yield f"update {number}: weights are off by {gap:.2g}, the update is {moved:.2g}"
         before = weights
 

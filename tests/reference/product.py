@@ -7,10 +7,11 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -55,7 +56,7 @@ from .naive.step import Given
 if str(Path(__file__).parents[1]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-__all__ = ["Product", "ProductStep", "given_of"]
+__all__ = ["Product", "ProductStep", "arithmetic", "given_of", "temporary_directory"]
 
 
 class ScriptedEngine(FakeEngine):
@@ -292,6 +293,23 @@ class Product:
 
 
 @contextmanager
+def arithmetic(kind: str) -> Iterator[None]:
+    """Let the product compute in ``kind``: with ``float64`` what it calls float32 is float64."""
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if kind == "float64":
+            for owner, name, wide in (
+                (torch, "float32", torch.float64),
+                (torch, "float", torch.float64),
+                (Tensor, "float", Tensor.double),
+            ):
+                stack.enter_context(patch.object(owner, name, wide))
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(torch.float64)
+        yield
+
+
+@contextmanager
 def _watched_updates(product: Product) -> Iterator[list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
     """Collect gradients and new weights of every optimizer step."""
     found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
@@ -338,7 +356,7 @@ def _model(case: Case) -> LlamaForCausalLM:
         initializer_range=0.3,
         tie_word_embeddings=False,
     )
-    # float64, so that a clip or a sum that nearly cancels does not tell the sides apart
+    # float64 weights in both arithmetics: the reference starts from the same ones
     return LlamaForCausalLM(config).double()
 
 

@@ -205,6 +205,7 @@ def _value_loss(task: Task, s: Sample, values: Tensor, note: _Note, margins: lis
         moved = (values - s.old_values).abs() > clip
         note("value_clip_fraction", ((clipped > plain) & moved).to(plain))
         margins += ((values - s.old_values).abs() - clip).abs().tolist()
+        margins += (clipped - plain)[moved].abs().tolist()
         plain = torch.maximum(plain, clipped)
     else:
         note("value_clip_fraction", torch.zeros_like(plain))

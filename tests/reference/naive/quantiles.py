@@ -11,10 +11,14 @@ from .settings import Task
 
 
 def quantiles_of(rewards: Sequence[float], number: int) -> list[int]:
-    """Quantile of the middle rank of equal rewards; that of the best reward is called the top one."""
+    """Quantile of the middle rank of equal rewards; that of the best reward is called the top one.
+
+    Less than 1e-12 of the largest is rounding.
+    """
     found = []
+    near = 1e-12 * max(abs(r) for r in rewards)
     for r in rewards:
-        below, at_most = sum(x < r for x in rewards), sum(x <= r for x in rewards)
+        below, at_most = sum(x < r - near for x in rewards), sum(x <= r + near for x in rewards)
         found.append(number * (below + at_most) // (2 * len(rewards)))
     top = found[rewards.index(max(rewards))]
     return [number - 1 if q == top else q for q in found]

@@ -46,6 +46,13 @@ def test_one_level_of_reward_is_the_top_and_no_reward_no_quantile():
     assert quantile_of_each([], 4) == []
 
 
+def test_rewards_that_differ_by_rounding_share_a_quantile():
+    same = [0.1 + 0.2, 0.3]
+    assert len(set(same)) == 2
+    assert len(set(quantile_of_each([0.0, *same, 1.0], 6)[1:-1])) == 1
+    assert quantile_of_each([0.1 + 0.2 - 0.3, 0.0, 0.3], 2) == quantile_of_each([0.0, 0.0, 0.3], 2)
+
+
 def test_quantiles_follow_the_order_not_the_scale():
     rewards = [0.3, -1.0, 7.0, 0.3, 2.0]
     assert quantile_of_each([100 * r - 50 for r in rewards], 4) == quantile_of_each(rewards, 4)
