@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multitask_rl import refill, step_metrics
+from multitask_rl import definitions, refill, step_metrics
 from multitask_rl.algorithms import group as group_statistics
 from multitask_rl.algorithms import grpo, policy_loss, ppo, reinforce_pp
 from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.curriculum.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.guard.detector import RegressionDetector
 from multitask_rl.step_report import StepReport
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
@@ -165,6 +166,55 @@ def whole_groups_are_dropped(patch):
     )
 
 
+def everybody_is_counted(patch):
+    real = definitions.summarise
+
+    def summarise(values, *given, keep=(), **more):
+        found = real(values, *given, keep=keep, **more)
+        return replace(found, n=len(values)) if found.n and keep else found
+
+    patch.setattr(definitions, "summarise", summarise)
+
+
+def refused_are_left_out_of_the_held_out_mean(patch):
+    real = definitions.TaskMetrics.primary
+    patch.setattr(
+        definitions.TaskMetrics,
+        "primary",
+        lambda self, scored: real(self, [s for s in scored if not s.rollout.rejected]),
+    )
+
+
+def more_cost_is_better(patch):
+    real = definitions._of_constraints
+
+    def of_constraints(scored, ends):
+        found = real(scored, ends)
+        return found | {"cost": (definitions._GOOD_RATE, *found["cost"][1:])}
+
+    patch.setattr(definitions, "_of_constraints", of_constraints)
+
+
+def slack_of_the_guard_is_halved(patch):
+    real = RegressionDetector._accumulate
+
+    def accumulate(self, settings, step):
+        before = self.cusum
+        real(self, settings, step)
+        fall = (self.reference - self.value) / self.error
+        self.cusum = max(0.0, before + fall - 0.5 * self.slack)
+
+    patch.setattr(RegressionDetector, "_accumulate", accumulate)
+
+
+def evaluates(mode=None, steps=2):
+    """Return whether a case has an evaluation, of a task with a constraint of that mode."""
+    return lambda case: (
+        0 < case.settings.eval_every * (steps - 1) < case.num_steps
+        and (mode is None or any(c.mode in mode for t in case.settings.tasks for c in t.constraints))
+    )
+
+
 GROUPED = ("grpo", "dapo", "gspo", "cispo", "constrained_decoding")
 FAULTS = {
     std_of_the_batch: has(GROUPED, normalisation="group"),
@@ -197,6 +247,10 @@ FAULTS = {
         case.settings.refill_rounds > 0 and case.settings.max_staleness == 0
     ),
     whole_groups_are_dropped: has(GROUPED),
+    everybody_is_counted: evaluates(("penalty", "lagrangian")),
+    refused_are_left_out_of_the_held_out_mean: evaluates(("reject",)),
+    more_cost_is_better: evaluates(("reject", "penalty", "lagrangian")),
+    slack_of_the_guard_is_halved: evaluates(steps=3),
 }
 
 
