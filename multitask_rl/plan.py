@@ -244,7 +244,8 @@ def load_specs(config: RunConfig) -> dict[str, TaskSpec]:
     if config.tasks:
         return parse_tasks({"tasks": config.tasks}, "the run configuration")
     raise ConfigError(
-        "no tasks: set tasks_file=path/to/tasks.yaml (or give tasks.<name>.* in the configuration)"
+        "no tasks: output_dir holds no run to take them from; set tasks_file=path/to/tasks.yaml (or give "
+        "tasks.<name>.* in the configuration), or the output_dir of a run"
     )
 
 

@@ -143,8 +143,8 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
     typed = build_config(cls, config, where=where)
     try:
         return cls() if typed is None else cls(typed)
-    except (ConfigError, MissingExtraError, PluginError):
-        raise
+    except (ConfigError, MissingExtraError, PluginError) as error:
+        raise type(error)(f"{where}: {error}") from error
     except Exception as error:
         raise PluginError(
             f"{where}: {_label(cls)} could not be built: {type(error).__name__}: {error}"

@@ -136,7 +136,10 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
                 try:
                     _score_a_row({name: part})
                 except UnavailableError as error:
-                    warnings.append(f"{spec.source}: tasks.{name}: {error} train refuses it on this machine.")
+                    # what its constructor refuses names the place, what its warm-up refuses does not
+                    said = str(error).startswith(spec.source)
+                    where = "" if said else f"{spec.source}: tasks.{name}: "
+                    warnings.append(f"{where}{error} train refuses it on this machine.")
         return warnings
     return []
 

@@ -121,7 +121,12 @@ def _entries(document: Any, where: Where) -> dict[str, tuple[dict[str, Any], Whe
         raise ConfigError(f"{where}: expected a mapping with the key 'tasks', got {type(document).__name__}")
     check_keys(document, ["tasks"], where)
     tasks, where = document.get("tasks"), where.at("tasks")
-    if not tasks or not isinstance(tasks, (Mapping, list)):
+    if tasks in ({}, []):
+        raise ConfigError(
+            f"{where}: holds no task; expected a list of tasks or a mapping, "
+            "e.g. `name: {dataset: rows.jsonl, rewards: [exact_match]}`"
+        )
+    if not isinstance(tasks, (Mapping, list)):
         raise ConfigError(f"{where}: expected a list of tasks or a mapping name: task, got {tasks!r}")
     named = _named_items(tasks, where) if isinstance(tasks, list) else tasks.items()
     entries: dict[str, tuple[dict[str, Any], Where]] = {}

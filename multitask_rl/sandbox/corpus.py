@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.errors import DataError, SandboxError
+from multitask_rl.errors import DataError
 from multitask_rl.sandbox.base import (
     AssertsTask,
     Limits,
@@ -91,7 +91,11 @@ def load_manifest(path: Path) -> list[_Entry]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         defaults, programs = manifest["default_limits"], manifest["programs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise DataError(
+            f"the corpus manifest {path} cannot be read: {error.strerror}; give a JSON file"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a corpus manifest ({type(error).__name__}: {error})") from error
     entries = []
     for position, raw in enumerate(programs):
@@ -267,7 +271,7 @@ def _compare(raw: dict[str, Any], outcome: Outcome, wall_s: float) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a corpus; print what differs. Return 0 when nothing does, 1 when something does, 2 for bad use."""
+    """Run a corpus; print what differs. Return 0 when nothing does, 1 when something does."""
     parser = argparse.ArgumentParser(prog="multitask-rl sandbox corpus", description=__doc__)
     parser.add_argument("manifest", type=Path)
     parser.add_argument("--level", choices=LEVELS, help="isolation level (default: the strongest here)")
@@ -277,15 +281,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, dest="json_file", help="write all findings to this file")
     arguments = parser.parse_args(argv)
     out = sys.stdout.write
-    try:
-        entries = load_manifest(arguments.manifest)
-        if arguments.folder:
-            entries = [e for e in entries if e.raw.get("folder") in arguments.folder]
-        started = time.monotonic()
-        findings = run_corpus(entries, level=arguments.level, workers=arguments.workers, seed=arguments.seed)
-    except (DataError, SandboxError) as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    entries = load_manifest(arguments.manifest)
+    if arguments.folder:
+        entries = [e for e in entries if e.raw.get("folder") in arguments.folder]
+    started = time.monotonic()
+    findings = run_corpus(entries, level=arguments.level, workers=arguments.workers, seed=arguments.seed)
     different = [f for f in findings if f.problems]
     for finding in different:
         out(f"{finding.name}: {'; '.join(finding.problems)}\n")

@@ -47,6 +47,8 @@ def locate(reference: str, group: str, where: str = "") -> Located:
     """
     prefix = f"{where}: " if where else ""
     place, separator, name = reference.rpartition(":")
+    if not separator and reference.endswith(".py"):
+        raise PluginError(f"{prefix}{reference!r} is a file; name an object in it: '{reference}:FUNCTION'")
     if not separator:
         plugin = load_plugin(group, reference)
         info = next(info for info in list_plugins(group) if info.name == reference)

@@ -95,7 +95,7 @@ class RewardPool:
             for task, spec, plan in plans:
                 lane = self._lanes[plan.key]
                 weight = _signed_weight(task, spec, lane)
-                overrun = _overrun(spec, lane)
+                overrun = _overrun(spec, lane, plan.task.where)
                 judge = Judge(spec.name or spec.plugin, weight, plan.key, lane, overrun)
                 own = self._rewards if isinstance(spec, RewardSpec) else self._constraints
                 own[task.name].append(judge)
@@ -308,7 +308,7 @@ def _check_names(task: TaskSpec) -> None:
             )
 
 
-def _overrun(spec: RewardSpec | ConstraintSpec, lane: Lane) -> RewardResult | Verdict | None:
+def _overrun(spec: RewardSpec | ConstraintSpec, lane: Lane, where: str) -> RewardResult | Verdict | None:
     """Return the result of a response that passes the plugin's limits; None = a failure.
 
     Raises:
@@ -323,7 +323,7 @@ def _overrun(spec: RewardSpec | ConstraintSpec, lane: Lane) -> RewardResult | Ve
         value = worst if math.isfinite(worst) else 0.0 if traits.higher_is_better else None
     elif not traits.low <= value <= traits.high:
         raise ConfigError(
-            f"overrun of {spec.name or spec.plugin!r} is {value:g}, outside its declared range "
+            f"{where}.overrun: {value:g} is outside the range that {spec.name or spec.plugin!r} declares, "
             f"[{traits.low:g}, {traits.high:g}]"
         )
     return None if value is None else Score(value=value, components={OVERRUN: 1.0})

@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         text = answer.read()
     if not text:
         error = PluginError(_ends_its_process(arguments.plugin, ended.returncode))
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     code, out, err = json.loads(text)
     sys.stdout.write(out)
@@ -154,7 +154,7 @@ def report(descriptor: int, argv: Sequence[str]) -> None:
         found = check_plugin(arguments.plugin, row, kind=arguments.kind, gold=arguments.gold, config=config)
         answer = (0 if found.passed else 1, found.text() + "\n", "")
     except MultitaskRLError as error:
-        answer = (error.exit_code, "", f"{error}\n")
+        answer = (error.exit_code, "", f"error: {error}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

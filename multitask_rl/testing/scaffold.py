@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
 
 __all__ = ["main", "scaffold"]
 
@@ -117,7 +118,7 @@ def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
         directory: where.
 
     Raises:
-        ConfigError: an unusable name or kind, or the folder exists.
+        ConfigError: an unusable or taken name or kind, or the folder exists.
     """
     if kind not in ("reward", "constraint"):
         raise ConfigError(f"cannot write a plugin of kind {kind!r}; kinds: reward, constraint")
@@ -126,6 +127,11 @@ def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
             f"{name!r} cannot name a plugin: it starts with a lower-case letter, holds a-z, 0-9 and _, and "
             "is no word of Python"
         )
+    for info in list_plugins(REWARDS if kind == "reward" else CONSTRAINTS):
+        if info.name == name:
+            raise ConfigError(
+                f"a {kind} {name!r} is installed already ({info.distribution}); choose another name"
+            )
     target = Path(directory) / name
     if target.exists():
         raise ConfigError(f"{str(target)!r} exists already; choose another name, or --directory")
@@ -157,11 +163,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("name")
     parser.add_argument("--directory", default=".")
     arguments = parser.parse_args(argv)
-    try:
-        target = scaffold(arguments.kind, arguments.name, arguments.directory)
-    except MultitaskRLError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    target = scaffold(arguments.kind, arguments.name, arguments.directory)
     sys.stdout.write(
         f"wrote {target}\nnext: pip install -e {target} && multitask-rl plugins check {arguments.name}\n"
     )

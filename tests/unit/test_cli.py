@@ -427,5 +427,39 @@ def test_a_model_that_this_machine_lacks_is_a_warning(here, capsys):
     assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
     told = capsys.readouterr().out
     assert "2 tasks are valid" in told
-    assert "tasks.yaml:3: tasks.math: rm_hf: the model 'nowhere/no-such-model' cannot be read" in told
+    place = "tasks.yaml:3: tasks.math.rewards[0].config"
+    assert f"{place}: rm_hf: the model 'nowhere/no-such-model' cannot be read" in told
+    assert "tasks.math: tasks.yaml" not in told
     assert "train refuses it on this machine" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["tasks", "validate", "none.yaml"], ["none.yaml:1: tasks", "holds no task", "name: {dataset"]),
+        (["tasks", "validate", "limits.yaml"], ["limits.yaml", "tasks.a.rewards[0].overrun", "[0, 1]"]),
+        (["tasks", "validate", "model.yaml"], ["model.yaml", "tasks.a.rewards[0].config", "`model_name`"]),
+        (["plugins", "check", "rewards.py"], ["rewards.py:FUNCTION"]),
+        (["plugins", "check", "exact_mach"], ["exact_match"]),
+        (["plugins", "new", "reward", "exact_match"], ["exact_match", "installed", "choose another"]),
+        (["sandbox", "corpus", "gone.json"], ["gone.json", "cannot be read"]),
+        (["eval", "output_dir=."], ["no tasks", "no run", "tasks_file="]),
+        (["bench", "output_dir=gone"], ["no tasks", "no run", "tasks_file="]),
+    ],
+    ids=lambda v: " ".join(v[:3]) if len(v) > 1 else "",
+)
+def test_a_mistake_is_one_paragraph_that_says_where(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    rows = '{"prompt": "a", "reference": "b"}\n{"prompt": "c", "reference": "d"}\n'
+    (here / "two.jsonl").write_text(rows, encoding="utf-8")
+    (here / "none.yaml").write_text("tasks: {}\n", encoding="utf-8")
+    for name, reward in (("limits", "{plugin: exact_match, overrun: 5}"), ("model", "rm_hf")):
+        text = f"tasks: {{a: {{dataset: two.jsonl, rewards: [{reward}]}}}}\n"
+        (here / f"{name}.yaml").write_text(text, encoding="utf-8")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert [part for part in parts if part not in error] == []
+    assert not (here / "exact_match").exists()
