@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import gcd
 
-__all__ = ["hostile_texts", "near_misses", "numbers", "same_answers"]
+__all__ = ["ANSWER_KINDS", "answers", "hostile_texts", "near_misses", "numbers", "same_answers"]
 
 _UNITS = (
     *"([{<*_`#.,!?-+\"'\\|/$^&~=:;%@ \n\t0a",
@@ -167,3 +168,103 @@ def numbers(count: int, seed: int = 0) -> Iterator[tuple[str, list[str], list[st
         same = [right, f" {right}. ", f"**{right}**", f"{right}0" if part else f"{right}.0"]
         same += [f"{sign}{int(whole):,}{part}", f"\u2212{whole}{part}" if sign else f"+{right}"]
         yield right, wrong, same
+
+
+Case = tuple[str, list[str], list[str]]
+"""Right answer, wrong answers that look like it, other spellings of it."""
+
+
+def _number(stream: random.Random) -> Case:
+    return next(numbers(1, stream.randrange(1 << 30)))
+
+
+def _fraction(stream: random.Random) -> Case:
+    low = stream.randint(2, 30)
+    high = stream.choice([n for n in range(low + 1, low + 30) if gcd(n, low) == 1])
+    top, bottom = (low, high) if stream.random() < 0.7 else (high, low)
+    right = f"{top}/{bottom}"
+    wrong = [f"{bottom}/{top}", f"-{right}", f"{top + 1}/{bottom}", f"{top}/{bottom}0", f"{top}{bottom}"]
+    wrong += [f"{top}.{bottom}1", f"{top}", f"1 {right}", rf"\frac{{{bottom}}}{{{top}}}"]
+    same = [right, f"**{right}**", f"{right}.", f"{2 * top}/{2 * bottom}", f"{top} / {bottom}"]
+    same += [rf"$\frac{{{top}}}{{{bottom}}}$", rf"$\dfrac{{{top}}}{{{bottom}}}$"]
+    return right, wrong, same
+
+
+def _interval(stream: random.Random) -> Case:
+    low, high = sorted(stream.sample(range(-20, 40), 2))
+    left, end = stream.choice([("[", ")"), ("(", "]")])
+    right = f"{left}{low}, {high}{end}"
+    wrong = [
+        f"({low}, {high})",
+        f"[{low}, {high}]",
+        f"{left}{low}, {high + 1}{end}",
+        f"{left}{low - 1}, {high}{end}",
+    ]
+    wrong += [f"{left}{high}, {low}{end}", f"{low}", f"{{{low}, {high}}}"]
+    same = [right, f"${right}$", f"{left}{low},{high}{end}", rf"$\left{left}{low}, {high}\right{end}$"]
+    return right, wrong, same
+
+
+def _set(stream: random.Random) -> Case:
+    items = stream.sample(range(1, 60), 3)
+
+    def spell(values: list[int]) -> str:
+        return rf"\{{{', '.join(map(str, values))}\}}"
+
+    wrong = [spell(items[:2]), spell([*items, 77]), spell([*items[:2], items[2] + 60]), f"{items[0]}"]
+    wrong += [spell([-items[0], *items[1:]])]
+    same = [f"${spell(items)}$", f"${spell(items[::-1])}$", f"${spell(sorted(items))}$"]
+    return spell(items), wrong, same
+
+
+def _name(stream: random.Random) -> Case:
+    right = stream.choice(list(_SAME["name"]))
+    return right, list(_NEAR_MISSES["name"][right]), list(_SAME["name"][right])
+
+
+def _date(stream: random.Random) -> Case:
+    year, month, day = stream.randint(1800, 2030), stream.randint(1, 11), stream.randint(13, 27)
+    right = f"{year}-{month:02}-{day}"
+    wrong = [f"{year + 1}-{month:02}-{day}", f"{year}-{month + 1:02}-{day}", f"{year}-{month:02}-{day + 1}"]
+    wrong += [f"{year}", f"{year}-{month:02}", f"-{right}", f"{right} or {year}-{month:02}-{day + 1}"]
+    return right, wrong, [right, f"**{right}**", f"{right}.", f" {right}\n", f"`{right}`"]
+
+
+def _choice(stream: random.Random) -> Case:
+    right = stream.choice("ABCD")
+    others = [letter for letter in "ABCD" if letter != right]
+    wrong = [*others, f"{right} or {others[0]}", f"{right}{others[0]}", "", "ABCD"]
+    return right, wrong, [right, f"({right})", f"{right}.", f"**{right}**", f" {right} "]
+
+
+def _output(stream: random.Random) -> Case:
+    a, b, c = stream.sample(range(2, 90), 3)
+    cases = (
+        (f"[{a}, {b}, {c}]", [f"[{a}, {c}, {b}]", f"[{a}, {b}]", f"({a}, {b}, {c})", f"[[{a}, {b}, {c}]]"]),
+        (f"'{a}{b}'", [f"{a}{b}", f"'{a} {b}'", f"'{b}{a}'", f"['{a}{b}']"]),
+        ("True", ["False", "Truee", "not True", "1"]),
+        (f"{{'x': {a}}}", [f"{{'x': {b}}}", f"{{'X': {a}}}", "{'x'}", f"{{{a}: 'x'}}"]),
+        (f"-{a}.5", [f"{a}.5", f"-{a}5", f"-{a}.50001", f"-{a}"]),
+    )
+    right, wrong = stream.choice(cases)
+    return right, wrong, [right, f" {right}\n", f"`{right}`"]
+
+
+ANSWER_KINDS: Mapping[str, Callable[[random.Random], Case]] = {
+    "number": _number,
+    "fraction": _fraction,
+    "interval": _interval,
+    "set": _set,
+    "name": _name,
+    "date": _date,
+    "choice": _choice,
+    "code output": _output,
+}
+"""Makers of right answers with near misses, by kind."""
+
+
+def answers(kind: str, count: int, seed: int = 0) -> Iterator[Case]:
+    """Yield ``count`` right answers of a kind of ``ANSWER_KINDS``, with wrong ones and other spellings."""
+    stream = random.Random(seed)
+    for _ in range(count):
+        yield ANSWER_KINDS[kind](stream)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
-from multitask_rl_rewards.text import data_failure, strip_thinking, value_of, without_question
+from multitask_rl_rewards.text import data_failure, question_of, strip_thinking, value_of, without_question
 
 __all__ = ["MathAnswer", "last_boxed"]
 
@@ -25,6 +25,9 @@ _ANSWERS = ("any", "boxed", "marked")
 _MARK = re.compile(r"####|\banswer\s*(?:is|:|=)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|(?<=\S)\.(?=\s)")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+_EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
+_PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
+_PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
 
@@ -34,7 +37,8 @@ class MathAnswer:
 
     The final answer is the last ``\boxed{...}``, else the sentence after the last "####" or "answer is",
     else (``answer: any``) the last expression. LaTeX, fractions, intervals, sets, units and percentages
-    are compared by value. An empty response, or one without an answer, scores 0. A repetition of the
+    are compared by value. "5%" is 5 only where the reference or the question speaks of percent; elsewhere it
+    is 0.05. An empty response, or one without an answer, scores 0. A repetition of the
     question is no answer: its last number is the right one in 2 % of the rows of common data sets.
 
     What it cannot see: whether the way to the answer is right.
@@ -86,12 +90,16 @@ class MathAnswer:
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
         response = strip_thinking(rollout.response).replace("\u2212", "-")
-        answer = self._final_answer(without_question(response, rollout))
+        answer = self._final_answer(_EMPHASIS.sub(r"\1", without_question(response, rollout)))
         if not answer:
             return Score(value=0.0)
-        if _bare(answer) == _bare(reference):
-            return Score(value=1.0)
-        return Score(value=float(_equal(gold, answer)))
+        readings = [answer, _PERCENT_SIGN.sub("", answer)]
+        if not _PERCENT.search(f"{reference} {question_of(rollout)}"):
+            readings = [_PERCENT_SIGN.sub("/100", answer)]
+        is_right = any(
+            _bare(text) == _bare(reference) or _equal(gold, text) for text in dict.fromkeys(readings)
+        )
+        return Score(value=float(is_right))
 
     def _final_answer(self, response: str) -> str:
         """Return the text in which math-verify shall look, empty if there is no answer."""

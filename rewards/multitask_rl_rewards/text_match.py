@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["F1", "ExactMatch", "Rouge", "extract_answer"]
 
+_AROUND = " .,()*`\"'\n"
+
 
 def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str:
     """Return the answer inside a response: the last match of ``pattern``, else the whole, stripped.
@@ -140,8 +142,12 @@ class ExactMatch(_ReferenceReward):
             if not self.config.normalise:
                 return float(answer == reference.strip())
             left, right = metrics.normalise(answer), metrics.normalise(reference)
-            # A text of articles and punctuation alone (``"!"``) would equal any other such text.
-            return float(left == right) if right else float(answer == reference.strip())
+            if right:
+                return float(left == right)
+            # Articles and punctuation alone would equal any other such text: the choice "A", "!".
+            return float(
+                answer.strip(_AROUND) == reference.strip(_AROUND) != "" or answer == reference.strip()
+            )
 
         values: list[float] = metrics.per_prediction(self.name, same, answers, references)
         return values

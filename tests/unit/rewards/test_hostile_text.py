@@ -14,7 +14,7 @@ import pytest
 from reward_builders import rollout
 
 from multitask_rl.records import Failure, NotApplicable, Score
-from multitask_rl.testing.hostile import hostile_texts, near_misses, same_answers
+from multitask_rl.testing.hostile import ANSWER_KINDS, answers, hostile_texts, near_misses, same_answers
 from multitask_rl_rewards import shape
 from multitask_rl_rewards.code_blocks import complete_program, extract_code, parses
 from multitask_rl_rewards.ifeval import IFEval
@@ -122,6 +122,35 @@ def test_near_misses_never_match_and_other_spellings_do(kind: str) -> None:
 
     assert [pair for pair in near_misses(kind) if matches(*pair)] == []
     assert [pair for pair in same_answers(kind) if not matches(*pair)] == []
+
+
+GRADERS = {
+    "number": (ExactMatch, MathAnswer),
+    "fraction": (MathAnswer,),
+    "interval": (MathAnswer,),
+    "set": (MathAnswer,),
+    "name": (ExactMatch,),
+    "date": (ExactMatch,),
+    "choice": (ExactMatch, LabelMatch),
+    "code output": (),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWER_KINDS)
+def test_no_wrong_answer_of_any_kind_scores_and_all_other_spellings_do(kind: str) -> None:
+    graders: list[Any] = [grader(grader.Config()) for grader in GRADERS[kind]]
+    if kind == "code output":
+        graders = [ExactMatch(ExactMatch.Config(normalise=False))]
+    wrongly = []
+    for right, wrong, same in answers(kind, 4, seed=1):
+        texts = [(text, 0.0) for text in wrong]
+        texts += [(right, 1.0)] if kind == "code output" else [(text, 1.0) for text in same]
+        for grader in graders:
+            rollouts = [rollout(text, reference=right, labels=list("ABCD")) for text, _ in texts]
+            for (text, value), result in zip(texts, grader.score(rollouts), strict=True):
+                if result != Score(value=value):
+                    wrongly.append((type(grader).__name__, right, text, result))
+    assert wrongly == []
 
 
 def test_f1_gives_a_near_miss_of_one_word_nothing() -> None:

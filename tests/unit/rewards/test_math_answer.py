@@ -125,3 +125,27 @@ def test_gold_answers_of_real_rows_score_one_and_echoes_zero(name):
 def test_worked_solutions_of_gsm8k_score_one():
     rows = real_rows("gsm8k_train", 200)
     assert sum(value(row["solution"] + f"\n#### {row['reference']}", **row) for row in rows) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("reference", "question", "response", "value"),
+    [
+        ("5", "How many apples?", "5%", 0.0),
+        ("5", "How many apples?", "The answer is 5 percent.", 0.0),
+        ("5", "How many apples?", r"\boxed{5\%}", 0.0),
+        ("42/29", "Which share?", "**42/29**", 1.0),
+        ("232", "Which number?", "2**3**2", 0.0),
+        ("0.5", "Which share?", "50%", 1.0),
+        ("0.5", "Which share?", r"\boxed{50\%}", 1.0),
+        ("5", "What percentage of the apples?", "5%", 1.0),
+        ("5", "By how many % does it grow?", r"\boxed{5\%}", 1.0),
+        ("5%", "How much does it grow?", "5%", 1.0),
+        (r"5\%", "How much does it grow?", r"\boxed{5\%}", 1.0),
+    ],
+)
+def test_a_percent_sign_is_a_unit_only_where_the_row_speaks_of_percent(
+    reference: str, question: str, response: str, value: float
+) -> None:
+    row = {"reference": reference, "prompt": question}
+    reward = MathAnswer(MathAnswer.Config())
+    assert reward.score([rollout(response, **row)]) == [Score(value=value)]
