@@ -27,7 +27,7 @@ from multitask_rl_rewards.text import data_failure
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["CodeEvaluator"]
+__all__ = ["CodeEvaluator", "sandbox_task"]
 
 _EVALUATORS = ("tests", "codebleu", "mixed")
 _NAME = "code_evaluator"
@@ -119,7 +119,7 @@ class CodeEvaluator:
         results: list[float | Failure | None] = [0.0] * len(rollouts)
         programs: dict[int, Program] = {}
         for i, (rollout, source) in enumerate(zip(rollouts, blocks, strict=True)):
-            task = _task(rollout.row)
+            task = sandbox_task(rollout.row)
             if isinstance(task, Failure):
                 results[i] = task
             elif source:
@@ -154,8 +154,8 @@ class CodeEvaluator:
         return Score(value=min(value, 1.0), components=parts)
 
 
-def _task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
-    """Return the tests of a row as a task of the sandbox."""
+def sandbox_task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
+    """Return the tests of a row as a task of the sandbox; a data failure where the row cannot be used."""
     tests = row.get("tests")
     if isinstance(tests, str) or not isinstance(tests, Sequence) or not tests:
         return data_failure("the row has no `tests`: a program cannot pass none", _NAME)
@@ -243,7 +243,7 @@ def _entry_point(row: Mapping[str, Any]) -> str:
     """Return the name that the program has to define; empty if neither the row nor its tests tell."""
     if given := row.get("entry_point"):
         return str(given)
-    task = _task(row)
+    task = sandbox_task(row)
     return task.entry_point if isinstance(task, AssertsTask) else ""
 
 

@@ -352,8 +352,9 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
 def _check_revival(remote: RayScorer, rollouts: list[Rollout], expected: list[Any]) -> None:
     """A dead pool is started again by whoever asks; nobody gets an answer from one that is not up yet."""
     assert remote._group is not None
-    state = remote.state_dict()
+    state, traits = remote.state_dict(), remote.reward_traits()
     assert state["t"]
+    assert traits["t"]
     _kill(remote, 0)
     _kill(remote, 1)
     while remote._group.call("state_dict", {0: (), 1: ()})[0]:
@@ -361,13 +362,13 @@ def _check_revival(remote: RayScorer, rollouts: list[Rollout], expected: list[An
     assert remote.state_dict() == state, "a run that ends because its pools died is saved"
     dead = list(remote._group._actors)
     with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(remote.reward_ranges)
+        asking = thread.submit(remote.reward_traits)
         deadline = time.monotonic() + 30
         while remote._group._actors[0] is dead[0] and time.monotonic() < deadline:
             time.sleep(0.001)
         pending = remote.begin_scoring()
         pending.add(rollouts)
-        assert asking.result() == {}, "the answer of the new pools: the plugin declares no range"
+        assert asking.result() == traits, "the answer of the new pools"
     pending.seal()
     pending.wait()
     found = pending.results(range(len(rollouts)))

@@ -10,6 +10,7 @@ import pytest
 
 from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
 from multitask_rl.sandbox.pool import NamespaceSandbox
+from multitask_rl_rewards.code_evaluator import sandbox_task
 
 DATA = Path(os.environ.get("MULTITASK_RL_DATA", Path(__file__).parents[3] / "shared/data"))
 LIMITS = Limits(cpu_s=10, wall_s=30)
@@ -42,7 +43,9 @@ def rows(name):
 
 
 def task(row):
-    return AssertsTask(entry_point=row["entry_point"], asserts=row["tests"], setup=row.get("setup") or "")
+    built = sandbox_task(row)
+    assert isinstance(built, AssertsTask), built
+    return built
 
 
 def source(row):
