@@ -81,8 +81,8 @@ def clipped_value_loss(
     plain = (values - returns).square()
     if clip == 0:
         return 0.5 * plain, torch.zeros_like(plain)
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    clipped = (near - returns).square()
+    # within the bounds the value itself: a sum of old value and change would differ by rounding
+    clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(plain, clipped), (clipped > plain).to(plain.dtype)
 
 

@@ -32,6 +32,8 @@ class Tolerance:
     """Gradients (of the norm of the whole), means over tokens and samples (of their size, at least 0.3)."""
     absolute: float
     """... beside it of any gradient."""
+    update: float
+    """... of weights after the same gradient, of the norm of the update."""
     per_token: float
     """... of advantages, log-probabilities, values and returns, of their largest, at least 1."""
     too_close: float
@@ -42,13 +44,15 @@ class Tolerance:
 
 NUMBER = 1e-9
 """... of rewards, costs, statistics, levels, shares, multipliers (of their size, at least 0.3)."""
-UPDATE = 1e-6
-"""... of weights after the same gradient, of the norm of the update."""
 TOLERANCES = {
     # the same sums in another order
-    "float64": Tolerance(relative=1e-9, absolute=1e-12, per_token=1e-9, too_close=1e-10, tiny=1e-9),
+    "float64": Tolerance(
+        relative=1e-9, absolute=1e-12, update=1e-9, per_token=1e-9, too_close=1e-10, tiny=1e-9
+    ),
     # logits, norms and rotary angles of the forward pass, values, rewards, advantages, averaged reference
-    "float32": Tolerance(relative=1e-4, absolute=3e-6, per_token=2e-5, too_close=1e-5, tiny=1e-6),
+    "float32": Tolerance(
+        relative=1e-4, absolute=3e-6, update=1e-5, per_token=2e-5, too_close=1e-5, tiny=1e-6
+    ),
 }
 
 TOKEN_METRICS = ("loss", "entropy", "ratio", "approx_kl", "clip_fraction", "dual_clip_fraction", "is_weight")
@@ -340,7 +344,7 @@ def _compare_updates(
                 yield f"update {number}: {part}'s gradient is {off}, most in {worst}"
         moved = _norm([own.weights[n] - before[n] for n in weights])
         gap = _norm([weights[n] - own.weights[n] for n in weights])
-        if gap > UPDATE * moved + 1e-12:
+        if gap > tolerance.update * moved + 1e-12:
             yield f"update {number}: weights are off by {gap:.2g}, the update is {moved:.2g}"
         before = weights
 

@@ -147,3 +147,11 @@ def test_missing_critic_and_bad_settings_are_named():
     }.items():
         with pytest.raises(ConfigError, match=name):
             PPOConfig(**{name: value})
+
+
+def test_values_within_the_clip_count_as_unclipped_whatever_the_rounding():
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = 0.2 * torch.rand(3, 10_000, generator=generator) - 0.1
+    loss, is_clipped = clipped_value_loss(values, old, returns, 0.2)
+    assert not is_clipped.any()
+    assert torch.equal(loss, 0.5 * (values - returns).square())
