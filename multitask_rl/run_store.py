@@ -103,7 +103,7 @@ class RunStore:
 
     @property
     def timeline(self) -> Path:
-        """Where the run notes who was busy when."""
+        """File of the busy spans of each stage."""
         return self._output_dir / "timeline.jsonl"
 
     def _find(self) -> Checkpoint | None:
@@ -174,7 +174,7 @@ class RunStore:
         if track:
             self.checkpoints.set_aside_after(trainer.step)
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
-        # who goes on from another run's checkpoint does not go on in its records
+        # a run that resumes from another run's checkpoint starts records of its own
         is_own = self._found.path.resolve().parent == self.checkpoints.directory.resolve()
         self.restored = self._found.path
         run_id = self._found.state["run_id"] if is_own else None

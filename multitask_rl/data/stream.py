@@ -69,7 +69,7 @@ class PromptStream:
         return [self._next_one() for _ in range(n)]
 
     def skip_to(self, later: Mapping[str, Any]) -> None:
-        """Go on behind the rows given up to a later ``state_dict``, and keep what was learnt about rows."""
+        """Go on behind the rows given up to a later ``state_dict``, and keep what is known about the rows."""
         self.load_state_dict(later)
 
     def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:

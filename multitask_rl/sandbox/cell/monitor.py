@@ -111,7 +111,7 @@ class Monitor:
 
     Args:
         zygotes: of its cell.
-        trainer: who gives the jobs.
+        trainer: the process that sends the jobs.
         counts_idle: the zygotes tell how long a program waited for a CPU, so that it is known how long it
             did nothing.
     """
