@@ -143,7 +143,10 @@ def test_the_variant_trains_and_resumes_bitwise(tmp_path, tasks, save, changes):
     assert found["train/grad_norm"] > 0
     assert undocumented(tmp_path / "whole") == set()
     tolerance = 0.05 if changes.get("model", {}).get("autocast") else 1e-4
-    assert found["task/copy/mismatch_max"] < tolerance
+    # not every task has an informative group in these steps
+    mismatches = [value for name, value in found.items() if name.endswith("/mismatch_max")]
+    assert mismatches
+    assert max(mismatches) < tolerance
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
