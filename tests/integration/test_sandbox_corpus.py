@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from multitask_rl.cli import main as command_line
 from multitask_rl.sandbox.corpus import Finding, load_manifest, main, repeat_noise, run_corpus
 from multitask_rl.sandbox.host_processes import descendants
 
@@ -46,9 +47,15 @@ def test_a_difference_is_printed_and_exits_with_1(tmp_path, capsys):
     assert '"name": "p"' in (tmp_path / "out.json").read_text()
 
 
-def test_a_missing_manifest_exits_with_2(tmp_path, capsys):
-    assert main([str(tmp_path / "none.json")]) == 2
-    assert "is not a corpus manifest" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("content", "told"), [(None, "cannot be read: No such file"), ("{}", "is not a corpus manifest")]
+)
+def test_a_manifest_that_is_none_exits_with_2(tmp_path, capsys, content, told):
+    manifest = tmp_path / "manifest.json"
+    if content is not None:
+        manifest.write_text(content, encoding="utf-8")
+    assert command_line(["sandbox", "corpus", str(manifest)]) == 2
+    assert told in capsys.readouterr().err
 
 
 MUCH = "host_mem_delta_mb:200: 300 MiB"
