@@ -144,6 +144,8 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
     try:
         return cls() if typed is None else cls(typed)
     except (ConfigError, MissingExtraError, PluginError) as error:
+        if str(error).startswith(where.removesuffix(".config")):
+            raise
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:
         raise PluginError(

@@ -344,6 +344,9 @@ class Lane:
             if not self.independent:
                 continue
             queued = queued or set(map(id, self._queue))
+            sent = [item for item in call.items if item.alone and item.is_open]
+            if impatient and sent and not self.waits and all(item.probe is None for item in call.items):
+                self._probe(sent[0])  # beside the item, not after its limit: a plugin that is down costs one
             due = held_up(call, now, queued, limit=self.limit_s, waits=self.waits)
             for item in due:
                 item.alone = True

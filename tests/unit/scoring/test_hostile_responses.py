@@ -173,7 +173,8 @@ def test_a_response_that_takes_too_much_memory_pays_alone(open_pool: Open, text:
 
 def test_the_task_says_what_an_overrun_is_worth(open_pool: Open) -> None:
     assert open_pool("Batch", reward={"overrun": 0.25}).score(of("hang"))[0].reward == 0.25
-    with pytest.raises(ConfigError, match=r"overrun of 'r' is 2, outside its declared range \[0, 1\]"):
+    told = r"rewards\[0\].overrun: 2 is outside the range that 'r' declares, \[0, 1\]"
+    with pytest.raises(ConfigError, match=told):
         open_pool("single", reward={"overrun": 2.0})
 
 
