@@ -36,7 +36,7 @@ __all__ = ["RunStore"]
 logger = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile")
-"""Settings that say how far and where, not what is learnt."""
+"""Settings of length and place; a change of one does not change the training itself."""
 
 
 class RunStore:

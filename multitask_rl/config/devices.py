@@ -10,7 +10,7 @@ Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``c
 reference and the rollout engine live where the actor does: their roles may say so and nothing else. A
 constraint without a role of its own runs where the task's rewards run. Two roles may use the same set of
 devices (that is placing them together on purpose); sets that overlap in part are refused: one of the roles
-would wait for the other without anybody having asked for it.
+would wait for the other, which the configuration does not ask for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From quotas to the records that a step learns from: attempts, verdicts, rewards, refill, what is kept."""
+"""From quotas to the records of a step's update: attempts, verdicts, rewards, refill, kept groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gate, refill and settle together: what finds nothing is not paid for, and nobody else pays too much."""
+"""Gate, refill and settle together: no task is owed groups that it cannot give, or pays for another alone."""
 
 from __future__ import annotations
 

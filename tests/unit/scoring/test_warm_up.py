@@ -72,7 +72,7 @@ def test_a_plugin_that_cannot_warm_up_stops_the_start(plugin: Path) -> None:
 
 
 def test_a_plugin_that_failed_before_anything_waited_for_it_stops_the_start(tmp_path: Path) -> None:
-    """A runner that failed leaves its lane; who waits later must hear of it and not wait for nothing."""
+    """A runner that failed leaves its lane; a later wait raises its error instead of never ending."""
     file = tmp_path / "warm_plugin.py"
     file.write_text(PLUGIN.replace("ISOLATE", "True"))
     spec = RewardSpec(plugin=f"{file}:Cold", name="warm")
