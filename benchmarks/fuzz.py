@@ -16,8 +16,9 @@ Kinds:
     checkpoint  state.json with its right hash, and manifest.json
 
 A crash, a hang over 5 s and memory over 1 GiB are failures; of each sort the first is made smaller and
-printed with what replays it. Exit code 1 if there is one. Cases run in forked processes. ``--json`` writes
-the counts to a file.
+printed with what replays it. Exit code 1 if there is one. Cases run in forked processes. The time that a case
+waits for a processor does not count. A case that is late without computing for 5 s is played again alone, up
+to twice: it hangs if it is late each time. ``--json`` writes the counts to a file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzzing.actions import Outcome, make_run, read_checkpoint, run_case
 from fuzzing.cases import KINDS, Case, make_case
-from fuzzing.pool import Pool
+from fuzzing.pool import HANG_S, Pool
 
 MINIMISING_S = 5.0
 """Time spent on making one failing case smaller."""
@@ -101,7 +102,7 @@ def _campaign(
             if outcome.verdict == "crash":
                 failures.setdefault((kind, outcome.signature), []).append(index)
                 first.setdefault((kind, outcome.signature), outcome)
-        took = time.monotonic() - began
+        took, late = time.monotonic() - began, list(pool.late)
         for (kind, signature), indices in sorted(failures.items(), key=lambda item: -len(item[1])):
             print(
                 f"\n{kind}: {signature}: {len(indices)} times; "
@@ -118,8 +119,11 @@ def _campaign(
         print(f"  {kind}: {', '.join(f'{n} {verdict}' for verdict, n in row.items())}")
     if file is not None:
         result = {"cases": number, "seed": seed, "seconds": round(took), "kinds": table}
+        result["played again"] = [f"{seed}:{index}:{kinds[index % len(kinds)]}" for index in late]
         result["failures"] = {f"{kind}: {name}": len(found) for (kind, name), found in failures.items()}
         file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    hung = sum(len(found) for (_, name), found in failures.items() if name.startswith("hang"))
+    print(f"{len(late)} cases over {HANG_S:g} s played again alone, {hung} hangs")
     print(f"{sum(map(len, failures.values()))} failures of {len(failures)} sorts")
     return 1 if failures else 0
 

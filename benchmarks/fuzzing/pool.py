@@ -12,7 +12,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fuzzing.actions import Outcome, run_case
@@ -21,11 +21,11 @@ from fuzzing.cases import Case
 __all__ = ["HANG_S", "MEMORY_MIB", "Pool"]
 
 HANG_S = 5.0
-"""Processor or waiting time after which a case counts as hanging."""
+"""Time after which a case is late: on the clock, less what its process waited for a processor."""
 MEMORY_MIB = 1024
 """Peak of resident memory of a process after which a case counts as a memory failure."""
-_PATIENCE = 3.0
-"""Factor of ``HANG_S`` on the wall clock for a process that the machine lets wait for its turn."""
+_REPLAYS = 2
+"""Times that a late case is played again, alone: a hang is late each time, a stall of the machine is not."""
 
 
 @dataclass(slots=True)
@@ -38,6 +38,9 @@ class _Child:
     index: int = -1
     began: float = 0.0
     cpu: float = 0.0
+    """Seconds of the processor when the case began."""
+    queued: float = 0.0
+    """Seconds spent waiting for a processor when the case began."""
 
 
 class Pool:
@@ -46,6 +49,8 @@ class Pool:
     def __init__(self, size: int, directory: Path, run: Path | None) -> None:
         self._directory, self._run = directory, run
         self._made = 0
+        self.late: list[int] = []
+        """Index of each case that had to be played again."""
         self._children = [self._fork() for _ in range(size)]
 
     def close(self) -> None:
@@ -56,39 +61,54 @@ class Pool:
     def map(
         self, cases: Sequence[Case] | Callable[[int], Case], number: int
     ) -> Iterator[tuple[int, Outcome]]:
-        """Yield index and outcome of cases 0 to ``number`` - 1, in the order they end."""
+        """Yield index and outcome of cases 0 to ``number`` - 1 as they end, of late ones after all others."""
         make = cases if callable(cases) else cases.__getitem__
-        waiting, next_index = list(self._children), 0
+        late = []
+        for index, outcome in self._play(make, range(number), list(self._children)):
+            if outcome.verdict == "late":
+                late.append(index)
+            else:
+                yield index, outcome
+        self.late += late
+        for index in late:
+            for _ in range(_REPLAYS):
+                ((_, outcome),) = self._play(make, [index], self._children[:1])
+                if outcome.verdict != "late":
+                    break
+            yield index, replace(outcome, verdict="crash") if outcome.verdict == "late" else outcome
+
+    def _play(
+        self, make: Callable[[int], Case], indices: Sequence[int], waiting: list[_Child]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yield index and outcome of the cases, played by the children ``waiting``, in the order they end."""
+        left = list(reversed(indices))
         busy: dict[int, _Child] = {}
-        while busy or next_index < number:
-            while waiting and next_index < number:
-                child = waiting.pop()
-                child.index, child.began, child.cpu = next_index, time.monotonic(), _cpu(child.pid)
-                _send(child.cases, pickle.dumps(make(next_index)))
+        while busy or left:
+            while waiting and left:
+                child, index = waiting.pop(), left.pop()
+                data = pickle.dumps(make(index))
+                child.index, child.began = index, time.monotonic()
+                child.cpu, child.queued = _cpu(child.pid), _queued(child.pid)
+                _send(child.cases, data)
                 busy[child.outcomes] = child
-                next_index += 1
             ready, _, _ = select.select(list(busy), [], [], 0.25)
             for descriptor in ready:
                 child = busy.pop(descriptor)
-                data = _receive(descriptor)
-                if data is None:
+                data_back = _receive(descriptor)
+                if data_back is None:
                     yield child.index, self._dead(child)
                     child = self._replace(child)
                 else:
-                    yield child.index, Outcome(**json.loads(data))
-                    if "memory" in json.loads(data)["signature"]:
+                    outcome = Outcome(**json.loads(data_back))
+                    yield child.index, outcome
+                    if "memory" in outcome.signature:
                         child = self._replace(child)
                 waiting.append(child)
             for descriptor, child in list(busy.items()):
-                if self._hangs(child):
+                if verdict := _overdue(child):
                     del busy[descriptor]
-                    yield child.index, Outcome("crash", f"hang over {HANG_S:g} s", _where(child.pid))
+                    yield child.index, Outcome(verdict, f"hang over {HANG_S:g} s", _where(child.pid))
                     waiting.append(self._replace(child))
-
-    def _hangs(self, child: _Child) -> bool:
-        """Whether the case took too long: of the processor, or, where it waits, of the clock."""
-        wall = time.monotonic() - child.began
-        return wall > HANG_S and (_cpu(child.pid) - child.cpu > HANG_S or wall > _PATIENCE * HANG_S)
 
     def _replace(self, child: _Child) -> _Child:
         self._end(child)
@@ -172,6 +192,14 @@ def _read(descriptor: int, size: int) -> bytes | None:
     return bytes(data)
 
 
+def _overdue(child: _Child) -> str:
+    """Return ``crash`` for a case that computes too long, ``late`` for one that otherwise takes too long."""
+    if _cpu(child.pid) - child.cpu > HANG_S:
+        return "crash"
+    waited = _queued(child.pid) - child.queued
+    return "late" if time.monotonic() - child.began - waited > HANG_S else ""
+
+
 def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -179,6 +207,13 @@ def _peak_mib() -> float:
 def _cpu(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _queued(pid: int) -> float:
+    """Return the seconds that the process was ready to run without a processor; 0 where that is unknown."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _where(pid: int) -> str:

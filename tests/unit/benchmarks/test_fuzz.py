@@ -6,6 +6,7 @@ import gzip
 import json
 import resource
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,27 @@ def test_the_pool_notices_what_hangs_dies_and_eats_memory(
     assert "ended with 3" in found[1].signature
     assert "memory" in found[2].signature
     assert found[3].verdict == "valid"
+
+
+def test_a_case_that_is_late_is_played_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that stalls once is no hang of the case; a case that always waits is one."""
+
+    def play(case: Case, room: Path, run: Path | None) -> Outcome:
+        seen = tmp_path / case.kind
+        if case.kind == "always" or (case.kind == "once" and not seen.exists()):
+            seen.touch()
+            time.sleep(60.0)
+        return Outcome("valid", "", case.kind)
+
+    monkeypatch.setattr("fuzzing.pool.HANG_S", 0.5)
+    monkeypatch.setattr("fuzzing.pool.run_case", play)
+    cases = [Case(kind=kind, files={}, arguments=[]) for kind in ("once", "never", "always")]
+    pool = Pool(2, tmp_path, None)
+    try:
+        found = dict(pool.map(cases, len(cases)))
+    finally:
+        pool.close()
+    assert found[0] == Outcome("valid", "", "once")
+    assert found[1] == Outcome("valid", "", "never")
+    assert "hang" in found[2].signature
+    assert sorted(pool.late) == [0, 2]
