@@ -3,11 +3,11 @@
     python benchmarks/chaos.py --executor local --kills 50 --seed 1 --json kills.json
     python benchmarks/chaos.py --damage 1000 --seed 1 --json damage.json
 
-Kills: SIGKILL, SIGTERM or SIGINT for the trainer, SIGKILL for one of its children (reward workers, ranks), at
-a random moment of a random part of a run (see ``PARTS``). The same command is started again until it ends
-with 0. Then weights, every record and the MLflow store must equal those of the undisturbed run, each point
-once, and no process or temporary file may be left. This process imports everything once and forks an attempt
-from itself, so an attempt takes about as long as its run.
+Kills: SIGKILL, SIGTERM or SIGINT for the trainer, SIGKILL for one of its children (reward workers, ranks) or
+for a monitor or cell of the sandbox in which a reward runs, at a random moment of a random part of a run (see
+``PARTS``). The same command is started again until it ends with 0. Then weights, every record and the MLflow
+store must equal those of the undisturbed run, each point once, and no process or temporary file may be left.
+This process imports everything once and forks an attempt from itself: an attempt takes as long as its run.
 
 Damage: a file below ``checkpoints/`` or ``reference/`` gets a byte flipped, is cut off, deleted or filled
 with zeros. What a run then reads must be a whole checkpoint and the true reference, or a refusal.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -43,6 +44,7 @@ from multitask_rl.evaluation import Evaluator
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.interrupts import Terminated, stopping_on_signals
 from multitask_rl.run_store import RunStore
+from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.fanout import Trackers
 from multitask_rl.trainer import Trainer
@@ -53,6 +55,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from run_builders import build_actor, lines, run_config, write_run
 
 STEPS = 4
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 PARTS: dict[str, tuple[type, str, float]] = {
     "start": (RewardPool, "start", 2.0),
     "tracker": (Trackers, "start", 1.5),
@@ -67,7 +70,8 @@ PARTS: dict[str, tuple[type, str, float]] = {
 REPEATED = ("step", "save", "evaluation", "judging")
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "memory")
 RECORDS = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", "rollouts.jsonl")
-MARK = "MULTITASK_RL_CHAOS"
+KINDS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "child", "sandbox", "sandbox")
+"""What is sent to the trainer, or the kind of process below it that is killed."""
 LITTER = (".writing_*", ".making_*", ".removed_*", ".replaced_*", "previous-*", "*.tmp", "*-journal")
 TASKS = """
 tasks:
@@ -75,9 +79,31 @@ tasks:
   clean:
     type: ppo
     dataset: digit.jsonl
-    rewards: [rewards.py:is_short]
+    rewards: [rewards.py:IsShortByProgram]
     constraints: [{plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 2}]
 """
+REWARD = """
+
+class IsShortByProgram:
+    def warm_up(self):
+        from multitask_rl.sandbox import shared_sandbox
+
+        self.sandbox = shared_sandbox()
+
+    def score(self, rollouts):
+        from multitask_rl.sandbox import Program
+
+        programs = [Program(source=f"print(1.0 / (1.0 + {len(r.response)}))") for r in rollouts]
+        return [float(outcome.stdout) for outcome in self.sandbox.map(programs)]
+"""
+"""A program's output is the reward: the sandbox must run it again where a kill ended it."""
+
+
+def write_inputs(directory: Path) -> None:
+    """Write what the runs train on."""
+    write_run(directory, TASKS, num_rows=24)
+    with (directory / "rewards.py").open("a") as file:
+        file.write(REWARD)
 
 
 def tiny_config(directory: Path, output: str, executor: str = "local", *, mlflow: bool = True) -> RunConfig:
@@ -163,40 +189,48 @@ def disturb(child: int, pipe: int, after_s: float, kind: str) -> str:
     if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
         return "ended before"
     victim, number = child, getattr(signal, kind, signal.SIGKILL)
-    if kind == "child":
-        below = [pid for pid in _marked() if pid != child]
-        if not below:
-            return "no child"
-        victim = random.choice(below)
+    if kind in ("child", "sandbox"):
+        victims = _victims(child, kind)
+        if not victims:
+            return f"no {kind}"
+        victim = random.choice(victims)
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, number)
     return kind
 
 
-def _marked() -> list[int]:
-    """Return the processes of the attempts, wherever they hang."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                environment = (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()
-                is_ours = f"{MARK}={os.environ[MARK]}".encode() in environment or _is_below(int(state[1]))
-                if is_ours and state[0] != "Z":
-                    found.append(int(entry.name))
-    return found
+def _victims(trainer: int, kind: str) -> list[int]:
+    """Return the monitors and cells of sandboxes below ``trainer``, or the processes outside of sandboxes."""
+    below = descendants(trainer)
+    monitors = {pid for pid in below if b"cell.monitor" in _read_proc(pid, "cmdline")}
+    inside = {pid: monitor for monitor in monitors for pid in descendants(monitor)}
+    if kind == "child":
+        return sorted(below - monitors - inside.keys())
+    # the program that a cell runs is no victim: SIGKILL is how a program that uses too much memory ends
+    cells = {pid for pid, monitor in inside.items() if _parent(pid) == monitor}
+    return sorted(monitors | cells)
 
 
-def _is_below(parent: int) -> bool:
-    return parent == os.getpid()
+def _read_proc(pid: int, name: str) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+def _parent(pid: int) -> int:
+    return int((_read_proc(pid, "stat").rpartition(b")")[2].split() or [b"", b"0"])[1])
 
 
 def left_over() -> list[int]:
-    """Return processes that outlive their trainer by ten seconds."""
+    """Return processes that outlive their trainer by ten seconds: they became children of this one."""
     until = time.monotonic() + 10.0
-    while (left := _marked()) and time.monotonic() < until:
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not (left := sorted(descendants(os.getpid()))) or time.monotonic() > until:
+            return left
         time.sleep(0.1)
-    return left
 
 
 # ---------------------------------------------------------------------------------------------- comparing
@@ -271,9 +305,10 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
     random.seed(seed)
     temporary = directory / "tmp"
     temporary.mkdir()
-    os.environ.update({MARK: str(os.getpid()), "TMPDIR": str(temporary)})
+    os.environ["TMPDIR"] = str(temporary)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     tempfile.tempdir = None
-    write_run(directory, TASKS, num_rows=24)
+    write_inputs(directory)
     mlflow = executor == "local"
     shared = set(os.listdir("/dev/shm"))
     began = time.monotonic()
@@ -297,7 +332,7 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
                 part = rng.choice(list(PARTS))
                 nth = rng.randint(1, 2) if part in REPEATED else 1
                 after = rng.uniform(0.0, PARTS[part][2])
-            kind = rng.choice(["SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "child"])
+            kind = rng.choice(KINDS)
             child, pipe = attempt(config, log, part, nth)
             if part:
                 what = disturb(child, pipe, after, kind)
@@ -345,7 +380,7 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
 def damage_runs(directory: Path, count: int, seed: int) -> dict[str, Any]:
     """Damage copies of a run ``count`` times; return what became of them."""
     rng = random.Random(seed)
-    write_run(directory, TASKS, num_rows=24)
+    write_inputs(directory)
     Trainer.from_config(tiny_config(directory, "whole", mlflow=False)).train()
     whole = directory / "whole"
     files = sorted(p for place in ("checkpoints", "reference") for p in (whole / place).rglob("*"))
