@@ -1,0 +1,85 @@
+"""A run of 30 steps, recorded: moving code must not change a bit of what a run does.
+
+Four tasks of four algorithms, refill, constraints of three kinds, the guard, sampling beside learning. Record
+anew (and say in the commit why the numbers may change): ``python tests/integration/test_same_run.py``.
+"""
+
+import json
+import platform
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from run_builders import run_config, train, weights_hash, write_run
+
+RECORD = Path(__file__).parents[1] / "fixtures" / "same_run.json"
+TASKS = """
+tasks:
+  copy:
+    type: grpo
+    dataset: copy.jsonl
+    weight: 2
+    rewards: [rewards.py:starts_right, {plugin: rewards.py:is_short, weight: 0.3}]
+    constraints: [{plugin: rewards.py:has_no_digit, mode: lagrangian, limit: 0.2}]
+  digit:
+    type: ppo
+    dataset: digit.jsonl
+    rewards: [rewards.py:starts_right]
+    kl: {coefficient: 0.01, target: 0.5}
+  quark:
+    type: reward_conditioned
+    dataset: copy.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: rewards.py:has_no_digit, mode: penalty, weight: 0.5}]
+    algorithm_config: {quantiles: 3}
+  clean:
+    type: constrained_decoding
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 3}]
+"""
+CLOCK = ("time", "second", "memory", "/s", "_s", "overlap", "utilisation", "waits_for")
+
+
+def machine() -> str:
+    """Return what the bits of a sum depend on."""
+    return f"{platform.machine()} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def run(directory: Path) -> tuple[list[dict[str, float]], str]:
+    """Train and return the metrics of each line that do not depend on the clock, and the weights' hash."""
+    write_run(directory, TASKS)
+    config = run_config(directory, "out", 30)
+    config = replace(
+        config,
+        rollout=replace(config.rollout, max_staleness=1),
+        eval=replace(config.eval, every=5, num_prompts=8),
+        checkpoint=replace(config.checkpoint, every=10),
+    )
+    trainer = train(config)
+    lines = (directory / "out" / "metrics.jsonl").read_text().splitlines()
+    rows = [{k: v for k, v in json.loads(line).items() if not any(c in k for c in CLOCK)} for line in lines]
+    return rows, weights_hash(trainer)
+
+
+def test_the_run_is_the_recorded_one(tmp_path) -> None:
+    recorded = json.loads(RECORD.read_text())
+    if recorded["machine"] != machine():
+        pytest.skip(f"recorded on {recorded['machine']}: sums differ in their last bits here")
+    rows, weights = run(tmp_path)
+    assert len(rows) == len(recorded["rows"])
+    for now, before in zip(rows, recorded["rows"], strict=True):
+        assert {name: now.get(name) for name in before} == before
+    assert weights == recorded["weights"]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        rows, weights = run(Path(directory))
+    RECORD.write_text(json.dumps({"machine": machine(), "weights": weights, "rows": rows}))
