@@ -40,17 +40,17 @@ import torch
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, TrackingConfig
 from multitask_rl.config.task import KLSpec
 from multitask_rl.errors import CheckpointError, MultitaskRLError
-from multitask_rl.evaluation import Evaluator
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.interrupts import Terminated, stopping_on_signals
-from multitask_rl.run_store import RunStore
+from multitask_rl.run.interrupts import Terminated, stopping_on_signals
+from multitask_rl.run.store import RunStore
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.tracking.fanout import Trackers
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "builders"))
 
 from run_builders import build_actor, lines, run_config, write_run
 

@@ -83,7 +83,7 @@ def _campaign(
 ) -> int:
     import pyarrow.parquet  # noqa: F401 - imported once, before the fork
 
-    import multitask_rl.plan  # noqa: F401
+    import multitask_rl.run.plan  # noqa: F401
 
     checkpoint = {} if run is None else read_checkpoint(run)
     counts: collections.Counter[tuple[str, str]] = collections.Counter()

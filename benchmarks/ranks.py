@@ -30,13 +30,13 @@ from speed import machine
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.executor.ranks import LocalRank
+from multitask_rl.models.actor import load_actor
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
-from multitask_rl.training.actor import load_actor
+from multitask_rl.training.backends.rank_group import LearnerTeam
+from multitask_rl.training.backends.rank_starts import LocalRank
 from multitask_rl.training.credit import CreditedSample, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
-from multitask_rl.training.parallel.team import LearnerTeam
 from multitask_rl.training.runner import ModelRunner
 
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"

@@ -25,7 +25,7 @@ from typing import Any
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "builders"))
 
 Slot = tuple[int, int]
 """Sample and attempt."""
@@ -64,9 +64,9 @@ def start(folder: Path, args: argparse.Namespace) -> Any:
     """Return an engine on a model of random weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    from vllm_builders import small_tokenizer
 
-    from multitask_rl.rollout.vllm import VLLMEngine
+    from multitask_rl.rollout.vllm.engine import VLLMEngine
+    from vllm_builders import small_tokenizer
 
     torch.set_num_threads(args.threads)
     config = Qwen2Config(

@@ -15,8 +15,8 @@ import numpy as np
 
 from multitask_rl.guard.decision import GuardAction
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.intervals import summarise
 from multitask_rl.records import Direction, Statistic, TaskEvaluation
+from multitask_rl.statistics.intervals import summarise
 from multitask_rl.testing import make_evaluation
 
 KINDS = ("primary 0/1", "primary real", "violation_rate", "cost", "reward/<name>")

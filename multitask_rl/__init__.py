@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
     from multitask_rl.data import get_dataloader
-    from multitask_rl.flow import DataFlow, Stage
     from multitask_rl.guard.safety_guard import SafetyGuard
+    from multitask_rl.step.flow import DataFlow, Stage
     from multitask_rl.trainer import Trainer
-    from multitask_rl.training.actor import get_actor_critic
+    from multitask_rl.training.critic import get_actor_critic
 
 __version__ = "0.1.0"
 
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "DataFlow": "multitask_rl.flow",
+    "DataFlow": "multitask_rl.step.flow",
     "DynamicTaskWeightScheduler": "multitask_rl.curriculum.scheduler",
     "SafetyGuard": "multitask_rl.guard.safety_guard",
-    "Stage": "multitask_rl.flow",
+    "Stage": "multitask_rl.step.flow",
     "Trainer": "multitask_rl.trainer",
-    "get_actor_critic": "multitask_rl.training.actor",
+    "get_actor_critic": "multitask_rl.training.critic",
     "get_dataloader": "multitask_rl.data",
 }
 

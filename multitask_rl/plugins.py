@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from multitask_rl.config.build import build_dataclass
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 
 __all__ = [

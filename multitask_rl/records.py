@@ -13,6 +13,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 __all__ = [
+    "FLAGGED",
     "NOT_APPLICABLE",
     "NUM_EXTREMES",
     "OVERRUN",
@@ -34,6 +35,9 @@ __all__ = [
     "Verdict",
     "concerned_cost",
 ]
+
+FLAGGED = "flagged"
+"""Finish reason of a response that a streaming constraint ended."""
 
 
 class FailureKind(StrEnum):
@@ -277,7 +281,7 @@ class Direction(Enum):
 class Statistic:
     """A mean over a population with all that is needed to judge it (``intervals.summarise`` makes it).
 
-    Which records are the population of which metric: ``definitions.py``, docs/definitions.md.
+    Which records are the population of which metric: ``statistics/definitions.py``, docs/definitions.md.
     """
 
     mean: float

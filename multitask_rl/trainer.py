@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multitask_rl.assembly import (
+from multitask_rl.config.run import RunConfig
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.errors import GuardStop, TrainingError
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.models.actor import Actor, load_actor
+from multitask_rl.records import Event, TaskEvaluation, TaskStats
+from multitask_rl.run.assembly import (
     build_guard,
     build_learner,
     build_scheduler,
@@ -27,24 +33,18 @@ from multitask_rl.assembly import (
     describe_overlap,
     engine_factory,
 )
-from multitask_rl.config.run import RunConfig
-from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import GuardStop, TrainingError
-from multitask_rl.evaluation import Evaluator
-from multitask_rl.flow import DataFlow, Stage
-from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.interrupts import check_interrupt, finishing
-from multitask_rl.pipeline import Experience, Pipeline, build_stages
-from multitask_rl.plan import RunPlan, check_overlap, initial_weights, plan_run
-from multitask_rl.profiling import StepProfiler, memory_numbers, memory_report
-from multitask_rl.records import Event, TaskEvaluation, TaskStats
-from multitask_rl.run_store import RunStore
-from multitask_rl.stages import AdvantageStage
-from multitask_rl.step_report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
-from multitask_rl.supervision import Supervisor
-from multitask_rl.task_run import TaskRun, build_task_runs, suppress_control_tokens
+from multitask_rl.run.interrupts import check_interrupt, finishing
+from multitask_rl.run.plan import RunPlan, check_overlap, initial_weights, plan_run
+from multitask_rl.run.profiling import StepProfiler, memory_numbers, memory_report
+from multitask_rl.run.store import RunStore
+from multitask_rl.run.supervisor import Supervisor
+from multitask_rl.step.evaluation import Evaluator
+from multitask_rl.step.experience import Experience, Pipeline, build_stages
+from multitask_rl.step.flow import DataFlow, Stage
+from multitask_rl.step.report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
+from multitask_rl.step.stages import AdvantageStage
+from multitask_rl.step.task_state import TaskRun, build_task_runs, suppress_control_tokens
 from multitask_rl.tracking.timeline import Timeline
-from multitask_rl.training.actor import Actor, load_actor
 from multitask_rl.training.credit import CreditedSample
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor

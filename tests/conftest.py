@@ -14,14 +14,14 @@ ALONE = (
     "unit/rewards/test_code",
     "unit/sandbox/",
     "unit/scoring/",
-    "unit/test_cli",
+    "unit/cli/test_cli",
     # several processes of their own, or all cores
     "gpu/",
     "integration/test_chaos",
     "integration/test_learner_ranks",
     "integration/test_ray_",
     "integration/test_vllm_",
-    "unit/training/test_ranks",
+    "unit/training/backends/test_ranks",
 )
 """How the paths of their files begin, from this folder."""
 

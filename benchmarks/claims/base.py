@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.intervals import Difference, compare_means
+from multitask_rl.statistics.intervals import Difference, compare_means
 
 __all__ = [
     "Arm",

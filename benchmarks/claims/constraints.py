@@ -14,7 +14,7 @@ from typing import Any
 
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
 from claims.suite import TASKS, SuiteRun, build_trainer, prepare_actor, step_metrics
-from multitask_rl.intervals import rate_upper_bound
+from multitask_rl.statistics.intervals import rate_upper_bound
 from multitask_rl.trainer import Trainer
 
 __all__ = ["CLAIM", "LIMIT", "REFUSAL_LIMIT", "run_arm"]

@@ -15,7 +15,7 @@ from typing import Any
 from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table
 from claims.suite import SMALL, SuiteRun, build_trainer, delivered_step, prepare_actor, step_metrics
 from multitask_rl.errors import GuardStop
-from multitask_rl.intervals import compare_means
+from multitask_rl.statistics.intervals import compare_means
 from multitask_rl_tasks.suite.judges import save_reward_model
 from multitask_rl_tasks.suite.settings import RewardModelSettings, WarmStartSettings, WarmTask
 

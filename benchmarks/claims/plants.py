@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from multitask_rl.flow import Stage
 from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import Scored, TaskEvaluation
 from multitask_rl.seeding import random_stream
+from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
 
 __all__ = ["FAULTS", "GuardWithPlant", "Plant", "flip_rate"]

@@ -16,12 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from multitask_rl.config.build import build_dataclass
-from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.guard.decision import CheckpointInfo
+from multitask_rl.models.actor import Actor
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.actor import Actor
 from multitask_rl_tasks.suite import SUITE, build_rows, write_rows
 from multitask_rl_tasks.suite.settings import ModelSize, WarmStartSettings, WarmTask
 from multitask_rl_tasks.suite.warm_start import save_actor

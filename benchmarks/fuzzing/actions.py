@@ -106,8 +106,8 @@ def _compose(case: Case, run: Path | None) -> None:
     from multitask_rl.cli.train import compose_and_run
     from multitask_rl.config.run import RunConfig
     from multitask_rl.config.tasks_file import validate_tasks
-    from multitask_rl.plan import load_specs
-    from multitask_rl.task_run import build_algorithms
+    from multitask_rl.run.plan import load_specs
+    from multitask_rl.step.task_state import build_algorithms
 
     def check(config: RunConfig) -> None:
         specs = load_specs(config)
@@ -150,7 +150,7 @@ def _rescore(case: Case, run: Path | None) -> None:
 def _resume(case: Case, run: Path | None) -> None:
     """Restore a checkpoint with the case's files; unless the manifest is what was changed, it is right."""
     from multitask_rl.config.run import CheckpointConfig
-    from multitask_rl.run_store import RunStore
+    from multitask_rl.run.store import RunStore
     from multitask_rl.training.manifest import write_manifest
 
     assert run is not None, "no run was made"

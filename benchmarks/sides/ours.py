@@ -36,9 +36,9 @@ from multitask_rl.config.run import (
     SchedulerConfig,
     TrackingConfig,
 )
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.compiled import compile_blocks
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.actor import Actor
-from multitask_rl.training.compiled import compile_blocks
 
 REWARD = """
 from workload import reward

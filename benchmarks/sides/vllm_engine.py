@@ -22,7 +22,7 @@ def engine() -> Any:
     """Return the engine, as a run starts it."""
     import torch
 
-    from multitask_rl.rollout.vllm import VLLMEngine
+    from multitask_rl.rollout.vllm.engine import VLLMEngine
 
     torch.set_num_threads(args.threads)
     # float32 or bfloat16 throughout: weights and activations alike
@@ -93,7 +93,7 @@ def ours() -> None:
 
 def alone() -> None:
     """Serve generation through vLLM's own ``LLM``."""
-    from multitask_rl.rollout.vllm_stream import eager_on_cpu
+    from multitask_rl.rollout.vllm.stream import eager_on_cpu
 
     llm, items = engine()._llm, work()
     from vllm import SamplingParams

@@ -25,12 +25,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from prepare import Prepared, prepare
 
-from multitask_rl.config.build import build_dataclass
-from multitask_rl.config.located_yaml import load_yaml
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import GuardStop, MultitaskRLError
-from multitask_rl.intervals import compare_means
 from multitask_rl.records import Direction, Event, TaskEvaluation
+from multitask_rl.statistics.intervals import compare_means
 from multitask_rl.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

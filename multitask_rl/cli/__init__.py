@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import multitask_rl
-from multitask_rl.config.build import suggest
+from multitask_rl.boundary.printable import one_line
+from multitask_rl.boundary.redaction import redact_text
+from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
-from multitask_rl.printable import one_line
-from multitask_rl.redaction import redact_text
 
 __all__ = ["error_line", "main", "run_command"]
 
@@ -27,11 +27,14 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("multitask_rl.cli.train:evaluate", "evaluate a run's newest checkpoint on held-out prompts"),
     "tasks": ("multitask_rl.cli.tasks:main", "validate FILE | show FILE: check or print a tasks file"),
     "plugins": (
-        "multitask_rl.testing.plugin_commands:main",
+        "multitask_rl.cli.plugins:main",
         "list | check NAME | new KIND NAME: installed plugins, their contract",
     ),
-    "compare": ("multitask_rl.comparison:main_compare", "RUN RUN...: per-task differences with intervals"),
-    "report": ("multitask_rl.comparison:main_report", "RUN: what happened in one run"),
+    "compare": (
+        "multitask_rl.cli.comparison:main_compare",
+        "RUN RUN...: differences by task with intervals",
+    ),
+    "report": ("multitask_rl.cli.comparison:main_report", "RUN: what happened in one run"),
     "rescore": (
         "multitask_rl.cli.rescore:main",
         "RUN [--reward NAME]: score the stored rollouts again, without a model",

@@ -19,7 +19,7 @@ from multitask_rl.config.run import RunConfig, TrackingConfig
 from multitask_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from multitask_rl.step_report import StepReport
+    from multitask_rl.step.report import StepReport
 
 __all__ = ["main", "measure"]
 
@@ -64,7 +64,7 @@ def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
     Returns:
         JSON-able numbers; times in seconds per step, memory in MiB.
     """
-    from multitask_rl.profiling import memory_report
+    from multitask_rl.run.profiling import memory_report
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
     resume = "never" if config.checkpoint.resume == "auto" else config.checkpoint.resume

@@ -14,17 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from multitask_rl.boundary.printable import one_line, printable
+from multitask_rl.boundary.redaction import redacted_keys
 from multitask_rl.cli.agreement import agreement
-from multitask_rl.config.build import build_dataclass, suggest
-from multitask_rl.config.located_yaml import Where, load_yaml
 from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code
 from multitask_rl.errors import ConfigError, DataError
-from multitask_rl.printable import one_line, printable
 from multitask_rl.records import Failure, Score, Scored
-from multitask_rl.redaction import redacted_keys
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
 from multitask_rl.tracking.reading import read_lines

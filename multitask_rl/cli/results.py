@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multitask_rl.printable import printable
+from multitask_rl.boundary.printable import printable
 from multitask_rl.records import TaskEvaluation
 
 __all__ = ["print_evaluations"]

@@ -9,21 +9,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from multitask_rl.config.build import build_dataclass
-from multitask_rl.config.located_yaml import Where, parse_yaml
+from multitask_rl.boundary.printable import one_line, printable
 from multitask_rl.config.run import EvalConfig, ScoringConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where, parse_yaml
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights, load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code_in
+from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows
 from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.errors import ConfigError, UnavailableError
-from multitask_rl.learnable import check_learnable
 from multitask_rl.plugins import ALGORITHMS, load_plugin
-from multitask_rl.printable import one_line, printable
 from multitask_rl.records import Failure
-from multitask_rl.satisfaction import constraint_warnings
+from multitask_rl.run.learnable import check_learnable
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout

@@ -24,15 +24,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multitask_rl.config.build import MOVED, suggest
-from multitask_rl.config.located_yaml import Where, check_plain
+from multitask_rl.boundary.printable import EscapingFilter
+from multitask_rl.boundary.redaction import redacted_keys
 from multitask_rl.config.recorded import RECORD, recorded_config
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.build import MOVED, suggest
+from multitask_rl.config.schema.located_yaml import Where, check_plain
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
-from multitask_rl.interrupts import stopping_on_signals
-from multitask_rl.printable import EscapingFilter
-from multitask_rl.redaction import redacted_keys
+from multitask_rl.run.interrupts import stopping_on_signals
 
 __all__ = ["compose_and_run", "config_keys", "evaluate", "train"]
 

@@ -8,14 +8,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from multitask_rl.config.build import suggest
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.schema.build import suggest
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import ConstraintSpec, MultiplierSpec, TaskSpec
 from multitask_rl.config.template import parse_template
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.plugins import list_plugins
-from multitask_rl.python_source import parse_python
 
 __all__ = [
     "DATA_SUFFIXES",

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from multitask_rl.config.build import suggest
+from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 
 __all__ = ["DeviceSet", "count_cuda_devices", "parse_device_map", "parse_devices", "resolve_devices"]

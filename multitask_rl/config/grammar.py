@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from multitask_rl.config.build import check_keys
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.schema.build import check_keys
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, MissingExtraError
 
 __all__ = ["GRAMMAR_KEYS", "check_grammar", "lark_source", "read_choices", "require_llguidance"]

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.config.build import build_dataclass
-from multitask_rl.config.located_yaml import load_yaml
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import ConfigError
 
 __all__ = ["RECORD", "recorded_config"]

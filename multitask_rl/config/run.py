@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from multitask_rl.config.ranges import at_least, one_of, within
+from multitask_rl.config.schema.ranges import at_least, one_of, within
 from multitask_rl.errors import ConfigError
 
 __all__ = [

@@ -44,7 +44,7 @@ class RewardSpec:
 
 @dataclass(kw_only=True, slots=True)
 class MultiplierSpec:
-    """How the Lagrange multiplier lambda of a constraint is steered (``curriculum/multiplier.py``)."""
+    """How the Lagrange multiplier lambda of a constraint is steered (``constraints/multiplier.py``)."""
 
     mode: str = "pid"
     """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""

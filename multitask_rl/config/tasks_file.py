@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from multitask_rl.config.build import build_dataclass, check_keys, suggest
 from multitask_rl.config.checks import (
     FUNCTION_PREFIXES,
     GENERATOR_PREFIX,
@@ -26,7 +25,8 @@ from multitask_rl.config.checks import (
     check_tasks,
     is_file,
 )
-from multitask_rl.config.located_yaml import OVERRIDE, Where, load_yaml
+from multitask_rl.config.schema.build import build_dataclass, check_keys, suggest
+from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.checks import FUNCTION_PREFIXES, GENERATOR_PREFIX, is_file
-from multitask_rl.config.located_yaml import load_yaml
+from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import ConfigError
 
 __all__ = ["TRUST", "refuse_code", "refuse_code_in"]

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multitask_rl.config.build import build_dataclass, suggest
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.curriculum.gate import UnlearnableGate
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors

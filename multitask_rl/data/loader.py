@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from multitask_rl.config.build import suggest
 from multitask_rl.config.checks import is_data_path
+from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights
 from multitask_rl.data.readers import Rows, read_dataset_dict, read_file

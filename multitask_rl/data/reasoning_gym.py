@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from multitask_rl.config.build import build_dataclass, suggest
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.checks import GENERATOR_PREFIX
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
-from multitask_rl.python_source import parse_python
 from multitask_rl.seeding import derive_seed
 
 __all__ = ["create_generator", "entry_of", "generate_rows"]

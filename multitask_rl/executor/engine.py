@@ -24,13 +24,13 @@ from multitask_rl.rollout.base import (
     collect,
     most_tokens,
 )
-from multitask_rl.training.parallel.balance import share_out
+from multitask_rl.training.backends.balance import share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from multitask_rl.config.run import RolloutConfig
-    from multitask_rl.training.actor import Actor
+    from multitask_rl.models.actor import Actor
 
 __all__ = ["EngineFactory", "RayEngine", "RayEngineFactory"]
 
@@ -62,7 +62,7 @@ class RayEngineFactory:
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RayEngine:
         """Write the actor to ``<output_dir>/ray_start`` and start the replicas from there."""
-        from multitask_rl.rollout.handover import save_for_engine
+        from multitask_rl.models.handover import save_for_engine
 
         directory = (output_dir / "ray_start").resolve()
         save_for_engine(actor, directory)
@@ -97,7 +97,7 @@ def _make_replica(
     from transformers import AutoModelForCausalLM
 
     from multitask_rl.config.run import ModelConfig
-    from multitask_rl.training.actor import Actor
+    from multitask_rl.models.actor import Actor
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", attn_implementation="sdpa")
     model.to(device).eval()

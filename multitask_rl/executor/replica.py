@@ -17,7 +17,7 @@ from multitask_rl.rollout.base import Ended, GenerationRequest, Monitor, Rollout
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multitask_rl.training.actor import Actor
+    from multitask_rl.models.actor import Actor
 
 __all__ = ["Look", "Replica", "without_monitors"]
 

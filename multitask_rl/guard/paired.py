@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 
-from multitask_rl.intervals import sign_test, student_tails, summarise
 from multitask_rl.records import Direction
+from multitask_rl.statistics.intervals import sign_test, student_tails, summarise
 
 __all__ = ["PairedTest", "compare_paired"]
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from multitask_rl.config.build import build_dataclass, suggest
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.confirmation import Confirmation
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, RollbackAdjustments

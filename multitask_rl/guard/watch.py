@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multitask_rl.config.build import suggest
+from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.detector import DetectorSettings, RegressionDetector
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from multitask_rl.rollout.prefill import prefill
-from multitask_rl.rollout.shared_attention import (
+from multitask_rl.attention.shared import (
     Bucket,
     RowGrid,
     SharedPromptCache,
     attention_over_shared_prompts,
 )
-from multitask_rl.rollout.wide_attention import WIDE, compiles_shapes
+from multitask_rl.attention.wide import WIDE, compiles_shapes
+from multitask_rl.rollout.prefill import prefill
 
 __all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_decode_cached", "can_share_prompts"]
 

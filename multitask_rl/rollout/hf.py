@@ -17,8 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multitask_rl.attention.shared import attention_over_shared_prompts
 from multitask_rl.errors import EngineError
-from multitask_rl.records import SamplingParams
+from multitask_rl.models.grammar import GrammarRows, Grammars
+from multitask_rl.models.modes import evaluating
+from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
+from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, collect, look
 from multitask_rl.rollout.decoder import (
     Decoder,
@@ -27,14 +31,10 @@ from multitask_rl.rollout.decoder import (
     can_decode_cached,
     can_share_prompts,
 )
-from multitask_rl.rollout.grammar import GrammarRows, Grammars
-from multitask_rl.rollout.modes import evaluating
-from multitask_rl.rollout.sampling import draw_uniforms, sample_tokens, suppress
-from multitask_rl.rollout.shared_attention import attention_over_shared_prompts
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
-    from multitask_rl.training.actor import Actor
+    from multitask_rl.models.actor import Actor
 
 __all__ = ["HFEngine"]
 
@@ -259,7 +259,7 @@ class HFEngine:
             flagged = _look(rows, ids, active, going, step) if watched else []
             going[flagged] = False
             if not bool(going.all()):
-                reasons = {int(active[p]): "flagged" for p in flagged}
+                reasons = {int(active[p]): FLAGGED for p in flagged}
                 reasons |= dict.fromkeys(active[ended].tolist(), "stop")
                 gone = active[~going]
                 finished += _ended(rows, gone, reasons, ids[gone, : step + 1], logprobs[gone, : step + 1])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from multitask_rl.config.run import RolloutConfig
-    from multitask_rl.training.actor import Actor
+    from multitask_rl.models.actor import Actor
 
 __all__ = ["SnapshotEngine", "SnapshotFactory"]
 

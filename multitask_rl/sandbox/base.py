@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol, Self, runtime_checkable
 
-from multitask_rl.python_source import parse_python
+from multitask_rl.boundary.python_source import parse_python
 
 __all__ = [
     "AssertsTask",

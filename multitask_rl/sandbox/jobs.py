@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from multitask_rl.python_source import parse_python
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.sandbox.base import (
     AssertsTask,
     Limits,

@@ -19,8 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Self
 
+from multitask_rl.boundary.posting import open_request
 from multitask_rl.errors import SandboxError
-from multitask_rl.posting import open_request
 from multitask_rl.sandbox.base import Outcome, Program, ScriptTask, StdioTask, TestResult, Verdict
 from multitask_rl.sandbox.cell.verdicts import same_text
 

@@ -30,7 +30,7 @@ from multitask_rl.scoring.hedging import (
     next_size,
 )
 from multitask_rl.scoring.items import Call, Item, Limiter, Runner, Trouble, probe_of
-from multitask_rl.scoring.process import WorkerProcess
+from multitask_rl.scoring.worker.process import WorkerProcess
 
 __all__ = ["Lane"]
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from multitask_rl.printable import printable
+from multitask_rl.boundary.printable import printable
 
 __all__ = ["PluginOutput"]
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from multitask_rl.config.build import check_keys
-from multitask_rl.config.located_yaml import Where
+from multitask_rl.config.schema.build import check_keys
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout

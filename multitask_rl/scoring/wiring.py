@@ -16,8 +16,8 @@ from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.locate import absolute_reference
 from multitask_rl.scoring.output import PluginOutput
-from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
-from multitask_rl.scoring.worker import WorkerTask
+from multitask_rl.scoring.worker.main import WorkerTask
+from multitask_rl.scoring.worker.runners import LocalRunner, ProcessRunner
 from multitask_rl.seeding import derive_seed
 
 __all__ = ["LanePlan", "plan_lane", "start_lane"]

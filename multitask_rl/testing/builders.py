@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multitask_rl.intervals import summarise
 from multitask_rl.records import Direction, Prompt, Rollout, SamplingParams, Statistic, TaskEvaluation
+from multitask_rl.statistics.intervals import summarise
 
 __all__ = ["make_evaluation", "make_prompt", "make_rollout"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitask_rl.models.sampling import keep_top, suppress
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import (
     Ended,
@@ -20,7 +21,6 @@ from multitask_rl.rollout.base import (
     collect,
     stream,
 )
-from multitask_rl.rollout.sampling import keep_top, suppress
 
 __all__ = ["assert_engine_contract", "sampled_logprobs"]
 

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.plugins import PluginInfo
-from multitask_rl.python_source import parse_python
 
 __all__ = ["Description", "describe"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from multitask_rl.posting import open_request
+from multitask_rl.boundary.posting import open_request
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.lines import dump_line, event_to_dict
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from multitask_rl.boundary.printable import printable
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.printable import printable
 from multitask_rl.records import Event, Scored
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multitask_rl.boundary.redaction import redact_text
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Event, Scored
-from multitask_rl.redaction import redact_text
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.lines import dump_line, event_to_dict
 from multitask_rl.tracking.thinning import Thinning

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from multitask_rl.config.located_yaml import load_yaml
+from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
 from multitask_rl.tracking.timeline import summarise

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from multitask_rl.config.devices import resolve_devices
+from multitask_rl.config.run import ModelConfig
+from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor, load_actor
 from multitask_rl.training.forward import response_hidden
 from multitask_rl.training.microbatch import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from multitask_rl.training.actor import Actor
 
-__all__ = ["Critic", "rename_head"]
+__all__ = ["Critic", "get_actor_critic", "rename_head"]
 
 
 class Critic(nn.Module):
@@ -110,3 +113,37 @@ def rename_head(name: str, renamed: Mapping[str, str]) -> str:
 def _key(task: str) -> str:
     """Name of a task's head: ``ModuleDict`` keys may hold no dot and must not shadow its methods."""
     return f"task_{task.replace('.', '_dot_')}"
+
+
+def get_actor_critic(
+    model_name: str,
+    *,
+    use_vllm: bool = False,
+    device_map: Mapping[str, str] | None = None,
+    critic_trunk: str = "actor",
+    seed: int = 0,
+    **model_config: Any,
+) -> tuple[Actor, Critic]:
+    """Return the shared actor and the critic whose heads the trainer adds, one per task that needs it.
+
+    Args:
+        model_name: directory or Hugging Face id of a causal language model.
+        use_vllm: sample with the vLLM engine instead of the Hugging Face one.
+        device_map: ``{"actor": "cuda:0", "critic": "cuda:1"}``; default: cuda if there is one, else cpu.
+        critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (an own copy).
+        seed: of what starts at random (adapters); give the run's.
+        model_config: further keys of ``ModelConfig`` (``dtype``, ``gradient_checkpointing``, ...).
+
+    Raises:
+        ConfigError: the model is not there, a device does not exist, roles overlap, an unknown key.
+    """
+    devices = resolve_devices(dict(device_map or {}))
+    try:
+        config = ModelConfig(name_or_path=model_name, **model_config)
+    except TypeError as error:
+        raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
+    actor = load_actor(config, devices.get("actor", ""), seed)
+    actor.engine = "vllm" if use_vllm else ""
+    actor.device_map = dict(device_map or {})
+    trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk
+    return actor, Critic(trunk=trunk, device=devices.get("critic", str(actor.device)))

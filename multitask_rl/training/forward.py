@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from multitask_rl.models.modes import evaluating
+from multitask_rl.models.sampling import TokenMask, keep_top, suppress
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.modes import evaluating
-from multitask_rl.rollout.sampling import TokenMask, keep_top, suppress
+from multitask_rl.training.backends.sharded import forward_pass
 from multitask_rl.training.microbatch import MicroBatch
-from multitask_rl.training.parallel.sharded import forward_pass
 from multitask_rl.training.shared_prompt import read_shared
 
 __all__ = [

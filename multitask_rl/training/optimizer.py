@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from multitask_rl.config.run import CriticConfig, OptimizerConfig
 from multitask_rl.errors import CheckpointError
+from multitask_rl.training.backends.sharded_state import ShardedState
+from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.masters import Masters
-from multitask_rl.training.parallel.sharded_state import ShardedState
-from multitask_rl.training.parallel.shared_state import SharedState
 
 __all__ = ["ActorCriticOptimizer", "schedule_factor"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitask_rl.rollout.modes import evaluating
+from multitask_rl.models.modes import evaluating
 from multitask_rl.training.microbatch import make_microbatch
 
 __all__ = ["supports_packing"]

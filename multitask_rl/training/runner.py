@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multitask_rl.attention.block import attention_in_blocks
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import SamplingParams, TrainSample
-from multitask_rl.training.actor import Actor
-from multitask_rl.training.block_attention import attention_in_blocks
+from multitask_rl.training.backends.context import attention_over_parts, forward_in_parts
+from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_sharded, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
 from multitask_rl.training.offload import ActivationOffload
 from multitask_rl.training.packing import supports_packing
-from multitask_rl.training.parallel.context import attention_over_parts, forward_in_parts
-from multitask_rl.training.parallel.ranks import Ranks
 from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitask_rl.rollout.modes import evaluating
-from multitask_rl.training.block_attention import (
+from multitask_rl.attention.block import (
     Block,
     Blocks,
     attention_in_blocks,
@@ -29,6 +28,7 @@ from multitask_rl.training.block_attention import (
     keep_until_backward,
     mask_of,
 )
+from multitask_rl.models.modes import evaluating
 
 __all__ = [
     "BLOCK_CELLS",

@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from dataclasses import dataclass
 
-from multitask_rl.python_source import parse_python
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl_rewards.text import strip_thinking
 
 __all__ = ["MAX_PARSED_CHARS", "CodeBlock", "complete_program", "defines", "extract_code", "parses"]

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
-from multitask_rl.python_source import parse_python
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl.sandbox.base import (
     AssertsTask,

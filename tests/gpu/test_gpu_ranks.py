@@ -8,9 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
-from run_builders import run_config, train, write_run
-
 from multitask_rl.config.run import BatchConfig, ModelConfig
+from run_builders import run_config, train, write_run
 
 pytestmark = [
     pytest.mark.gpu,

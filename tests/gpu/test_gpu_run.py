@@ -10,10 +10,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "sides"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
-from run_builders import run_config, train, write_run
 from workload import make_actor
 
 from multitask_rl.config.run import ModelConfig, RolloutConfig
+from run_builders import run_config, train, write_run
 
 ONE_TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
 

@@ -11,9 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
+from multitask_rl.rollout.vllm.engine import VLLMEngine
 from vllm_builders import small_model, small_tokenizer
-
-from multitask_rl.rollout.vllm import VLLMEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,13 +12,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from run_builders import run_config, write_run
 
 from multitask_rl.cli import main
 from multitask_rl.config.recorded import recorded_config
 from multitask_rl.config.run import CheckpointConfig
-from multitask_rl.directory_lock import DirectoryLock
+from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.trainer import Trainer
+from run_builders import run_config, write_run
 
 TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
 PLUGINS = {
@@ -289,7 +289,8 @@ def test_a_machine_that_is_taken_back_loses_no_step(space, capsys):
 
 def test_a_directory_is_one_runs_until_its_process_ends(space, capsys):
     hold = (
-        "import sys, time; from pathlib import Path; from multitask_rl.directory_lock import DirectoryLock; "
+        "import sys, time; from pathlib import Path; "
+        "from multitask_rl.run.directory_lock import DirectoryLock; "
         "lock = DirectoryLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", hold, str(space / "held")]

@@ -6,17 +6,6 @@ import shutil
 
 import pytest
 import torch
-from run_builders import (
-    TASKS,
-    VOCABULARY,
-    build_actor,
-    build_tokenizer,
-    run_config,
-    train,
-    undocumented,
-    weights_hash,
-    write_run,
-)
 
 from multitask_rl.config.run import (
     BatchConfig,
@@ -30,8 +19,19 @@ from multitask_rl.config.run import (
     SchedulerConfig,
 )
 from multitask_rl.errors import ConfigError, EngineError, RewardError
-from multitask_rl.run_state import restore
+from multitask_rl.run.state import restore
 from multitask_rl.trainer import Trainer
+from run_builders import (
+    TASKS,
+    VOCABULARY,
+    build_actor,
+    build_tokenizer,
+    run_config,
+    train,
+    undocumented,
+    weights_hash,
+    write_run,
+)
 
 BATCH = {"prompts_per_step": 12, "group_size": 4}
 NO_CONTROL_TOKENS = TASKS.split("  quark:")[0] + "  clean:" + TASKS.split("  clean:")[1]

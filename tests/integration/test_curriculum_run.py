@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.trainer import Trainer
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 PLAIN = """
 tasks:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_builders import write_run
 
 from multitask_rl.cli import main
+from run_builders import write_run
 
 TASKS = """
 tasks:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_builders import write_run
 
 from multitask_rl.testing.scaffold import scaffold
+from run_builders import write_run
 
 EXAMPLE = Path(__file__).parents[1] / "fixtures" / "example_plugin"
 
@@ -103,7 +103,7 @@ def test_a_training_run_uses_it(site: Path, tmp_path: Path) -> None:
 
 
 def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
-    code = "import sys; from multitask_rl.testing.plugin_commands import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from multitask_rl.cli.plugins import main; sys.exit(main(sys.argv[1:]))"
     for arguments in (
         ["no_shouting"],
         ["example_add", "--row", '{"a": 2, "b": 3}', "--gold", "5"],
@@ -115,7 +115,7 @@ def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
 
 def test_a_reward_that_can_be_hacked_is_told_so(site: Path, tmp_path: Path) -> None:
     code = (
-        "from multitask_rl.testing.plugin_commands import main; "
+        "from multitask_rl.cli.plugins import main; "
         "raise SystemExit(main(['check', 'vowels', '--gold', 'aa']))"
     )
     with pytest.raises(AssertionError, match="the full score: full score for: endless"):
@@ -123,7 +123,7 @@ def test_a_reward_that_can_be_hacked_is_told_so(site: Path, tmp_path: Path) -> N
 
 
 def test_an_empty_directory_becomes_a_checked_reward_in_four_commands(tmp_path: Path) -> None:
-    code = "import sys; from multitask_rl.testing.plugin_commands import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from multitask_rl.cli.plugins import main; sys.exit(main(sys.argv[1:]))"
     run(sys.executable, "-c", code, "new", "reward", "my_reward", cwd=tmp_path)
     project, site = tmp_path / "my_reward", tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index")

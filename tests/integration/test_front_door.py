@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from run_builders import write_run
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
-
 from model_builders import VOCABULARY, build_tokenizer
+from run_builders import write_run
 
 REFERENCE = Path(__file__).parents[2] / "configs" / "reference_tasks.yaml"
 

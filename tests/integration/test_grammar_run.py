@@ -2,21 +2,16 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 from statistics import fmean
 
 import jsonschema
 import pytest
-from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
+from model_builders import build_byte_actor
 from multitask_rl.config.run import BatchConfig, EvalConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.trainer import Trainer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
-
-from model_builders import build_byte_actor
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 TASKS = """
 tasks:

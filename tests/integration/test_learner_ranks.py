@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from run_builders import run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.cli import main
-from multitask_rl.config.build import build_dataclass
-from multitask_rl.config.located_yaml import Where
 from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError
-from multitask_rl.plan import plan_ranks, plan_run
+from multitask_rl.run.plan import plan_ranks, plan_run
+from run_builders import run_config, train, undocumented, weights_hash, write_run
 
 TWO = {"device_map": {"actor": "cpu:0-1"}}
 

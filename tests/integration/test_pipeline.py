@@ -5,14 +5,14 @@ import math
 import time
 
 import pytest
-from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RolloutConfig, SchedulerConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.flow import FunctionStage
 from multitask_rl.records import Rollout, Scored
+from multitask_rl.step.flow import FunctionStage
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
 

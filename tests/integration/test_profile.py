@@ -2,10 +2,10 @@ import gzip
 import json
 
 import pytest
-from run_builders import run_config, train, write_run
 
 from multitask_rl.config.run import EvalConfig
 from multitask_rl.errors import ConfigError
+from run_builders import run_config, train, write_run
 
 ONE_TASK = """
 tasks:

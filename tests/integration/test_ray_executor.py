@@ -19,19 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
-
+from learner_benches import Bench, TeamBench, moments, relative_difference
 from model_builders import build_actor, sample_scored
-from test_learner import Bench, relative_difference
-from test_ranks import TeamBench, moments
-
 from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError, TrainingError
 from multitask_rl.executor import group
 from multitask_rl.executor.engine import RayEngine, RayEngineFactory
-from multitask_rl.executor.ranks import RayRanks
 from multitask_rl.executor.scorer import RayScorer
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import (
     Event,
     Failure,
@@ -47,7 +43,7 @@ from multitask_rl.rollout.base import Ended, GenerationRequest, Watch, collect
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing.engine import assert_engine_contract
-from multitask_rl.training.actor import Actor
+from multitask_rl.training.backends.rank_starts import RayRanks
 
 pytestmark = [
     pytest.mark.ray,

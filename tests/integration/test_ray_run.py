@@ -3,9 +3,9 @@
 from importlib.util import find_spec
 
 import pytest
-from run_builders import TASKS, lines, run_config, train, weights_hash, write_run
 
 from multitask_rl.config.run import RayConfig
+from run_builders import TASKS, lines, run_config, train, weights_hash, write_run
 
 pytestmark = [
     pytest.mark.ray,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_builders import lines, run_config, train, weights_hash
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     PreTrainedTokenizerFast,
@@ -18,6 +17,7 @@ from transformers import (
 
 from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
 from multitask_rl.data.readers import read_file
+from run_builders import lines, run_config, train, weights_hash
 
 DATA = Path(os.environ.get("MULTITASK_RL_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
@@ -124,7 +124,7 @@ def test_real_rows_are_trained_on_token_exactly_and_the_run_resumes(prepared):
 
 
 def test_training_never_sees_a_row_of_a_test_split(prepared):
-    from multitask_rl.plan import plan_run
+    from multitask_rl.run.plan import plan_run
 
     plan = plan_run(config_of(prepared, "plan", 1))
     for name in ("gsm8k", "mbpp", "hh_pref"):

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from run_builders import build_actor, lines, run_config, train, weights_hash, write_run
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
-from multitask_rl.run_state import restore
+from multitask_rl.run.state import restore
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.reference import AveragedReference
+from run_builders import build_actor, lines, run_config, train, weights_hash, write_run
 
 TASKS = """
 tasks:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_builders import run_config, train, write_run
 
 from multitask_rl.cli import main
 from multitask_rl.cli.agreement import agreement, pearson, spearman
+from run_builders import run_config, train, write_run
 
 LIGHT = """
 import sys

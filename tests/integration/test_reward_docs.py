@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
-
 from model_builders import build_actor
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 import torch
-from run_builders import run_config, write_run
 
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, OptimizerConfig
 from multitask_rl.errors import GuardStop
-from multitask_rl.flow import FunctionStage
 from multitask_rl.records import Scored
+from multitask_rl.step.flow import FunctionStage
 from multitask_rl.trainer import Trainer
+from run_builders import run_config, write_run
 
 ONE_TASK = """
 tasks:

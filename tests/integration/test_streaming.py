@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from run_builders import lines, run_config, train, weights_hash, write_run
 
 from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.task_run import render_rows
+from multitask_rl.step.task_state import render_rows
 from multitask_rl.trainer import Trainer
+from run_builders import lines, run_config, train, weights_hash, write_run
 
 JUDGES = """
 

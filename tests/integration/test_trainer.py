@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 from multitask_rl.config.run import (
     CheckpointConfig,
@@ -21,14 +20,15 @@ from multitask_rl.config.run import (
     RolloutConfig,
 )
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
-from multitask_rl.evaluation import Evaluator
-from multitask_rl.flow import FunctionStage
 from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.models.vocabulary import control_ids
 from multitask_rl.records import Scored
-from multitask_rl.run_state import restore
+from multitask_rl.run.state import restore
+from multitask_rl.step.evaluation import Evaluator
+from multitask_rl.step.flow import FunctionStage
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
-from multitask_rl.training.vocabulary import control_ids
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
 

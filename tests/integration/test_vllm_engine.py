@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_builders import EOS, small_model, small_tokenizer
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout import vllm as adapter
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.rollout.vllm import VLLMEngine
+from multitask_rl.rollout.vllm import engine as adapter
+from multitask_rl.rollout.vllm.engine import VLLMEngine
 from multitask_rl.testing.engine import assert_engine_contract
 from multitask_rl_tasks.suite.tokenizer import build_tokenizer
+from vllm_builders import EOS, small_model, small_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,

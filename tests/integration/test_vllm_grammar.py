@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,18 +10,14 @@ import jsonschema
 import pytest
 import torch
 
+from model_builders import build_byte_tokenizer, build_model
+from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
-from multitask_rl.rollout.vllm import VLLMEngine
+from multitask_rl.rollout.vllm.engine import VLLMEngine
 from multitask_rl.training.forward import forward_tokens
 from multitask_rl.training.microbatch import build_microbatches
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
-
-from model_builders import build_byte_tokenizer, build_model
-
-from multitask_rl.config.run import ModelConfig, RolloutConfig
-from multitask_rl.training.actor import Actor
 
 pytestmark = [
     pytest.mark.vllm,

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import Qwen2Config
-from vllm_builders import small_model, small_tokenizer
 
 from multitask_rl.errors import ConfigError, EngineError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
-from multitask_rl.rollout.vllm import VLLMEngine
+from multitask_rl.rollout.vllm.engine import VLLMEngine
 from multitask_rl.testing.engine import assert_engine_contract
+from vllm_builders import small_model, small_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,

@@ -3,15 +3,16 @@
 import json
 
 import pytest
+
 from run_builders import TASKS, run_config, train, write_run
 
 pytest.importorskip("vllm")
 
-from model_builders import build_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from model_builders import build_tokenizer
 from multitask_rl.config.run import ModelConfig, RolloutConfig
-from multitask_rl.rollout.vllm import VLLMEngine
+from multitask_rl.rollout.vllm.engine import VLLMEngine
 
 pytestmark = [
     pytest.mark.vllm,

@@ -34,17 +34,17 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.data.stream import PromptStream
-from multitask_rl.flow import FunctionStage
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import Rollout, Scored, Statistic, TaskEvaluation, TaskStats
 from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.scoring.pending import Pending
 from multitask_rl.seeding import derive_seed, random_stream
-from multitask_rl.step_report import StepReport
+from multitask_rl.step.flow import FunctionStage
+from multitask_rl.step.report import StepReport
 from multitask_rl.testing import FakeEngine
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.actor import Actor
 from multitask_rl.training.credit import CreditedSample
 
 from . import world

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multitask_rl import definitions, refill, step_metrics
 from multitask_rl.algorithms import group as group_statistics
 from multitask_rl.algorithms import grpo, policy_loss, ppo, reinforce_pp
 from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
-from multitask_rl.curriculum.multiplier import LagrangeMultiplier
+from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.guard.detector import RegressionDetector
-from multitask_rl.step_report import StepReport
+from multitask_rl.statistics import definitions
+from multitask_rl.step import metrics as step_metrics
+from multitask_rl.step import refill
+from multitask_rl.step.report import StepReport
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.reference import AveragedReference

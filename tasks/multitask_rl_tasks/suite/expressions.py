@@ -11,8 +11,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.python_source import parse_python
 from multitask_rl.records import Rollout
 
 __all__ = ["ExpressionTests", "evaluate_expression"]

@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from algorithm_builders import credit_batch, scored
 
+from algorithm_builders import credit_batch, scored
 from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding, ConstrainedDecodingConfig
 from multitask_rl.errors import ConfigError
 

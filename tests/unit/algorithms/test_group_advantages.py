@@ -1,7 +1,7 @@
 import pytest
 import torch
-from algorithm_builders import credit_batch
 
+from algorithm_builders import credit_batch
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.dr_grpo import DrGRPO
 from multitask_rl.algorithms.gdpo import GDPO, decoupled_advantages

@@ -6,8 +6,8 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from algorithm_builders import credit_batch
 
+from algorithm_builders import credit_batch
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.errors import ConfigError

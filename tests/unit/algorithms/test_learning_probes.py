@@ -4,8 +4,8 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from algorithm_builders import credit_batch, scored
 
+from algorithm_builders import credit_batch, scored
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned, RewardConditionedConfig
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from algorithm_builders import scored
 
+from algorithm_builders import scored
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.cispo import CISPO, CISPOConfig
 from multitask_rl.algorithms.dapo import DAPO, DAPOConfig, overlong_penalty

@@ -2,8 +2,8 @@ import json
 
 import pytest
 import torch
-from algorithm_builders import credit_batch
 
+from algorithm_builders import credit_batch
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.gae import compute_gae
 from multitask_rl.algorithms.ppo import PPO, PPOConfig, clipped_value_loss

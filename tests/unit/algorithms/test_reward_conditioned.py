@@ -3,8 +3,8 @@ from collections import Counter
 
 import pytest
 import torch
-from algorithm_builders import credit_batch, scored
 
+from algorithm_builders import credit_batch, scored
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.kl import exact_kl
 from multitask_rl.algorithms.reward_conditioned import (

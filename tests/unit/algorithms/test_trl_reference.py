@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from algorithm_builders import credit_batch
 from trl_reference import GROUP, LENGTHS, MAX_NEW_TOKENS, PROMPTS, WIDTH, make_inputs
 
+from algorithm_builders import credit_batch
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.cispo import CISPO, CISPOConfig

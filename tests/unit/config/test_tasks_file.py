@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from multitask_rl.config.located_yaml import load_yaml
 from multitask_rl.config.run import RolloutConfig
+from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks, validate_tasks
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError
-from multitask_rl.plan import initial_weights
 from multitask_rl.records import SamplingParams
+from multitask_rl.run.plan import initial_weights
 
 REFERENCE = Path(__file__).parents[3] / "configs" / "reference_tasks.yaml"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.intervals import summarise
 from multitask_rl.records import Direction, TaskStats
+from multitask_rl.statistics.intervals import summarise
 
 ADAPTIVE = ("patience", "deficit_learnability", "straggler", "mt_grpo", "learnability", "bandit")
 BY_LEVEL = tuple(policy for policy in ADAPTIVE if policy != "patience")

@@ -8,8 +8,8 @@ import pytest
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.decision import GuardAction
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.intervals import summarise
 from multitask_rl.records import Direction
+from multitask_rl.statistics.intervals import summarise
 from multitask_rl.testing import make_evaluation
 
 SIMULATION = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "simulate_guard_populations.py"))

@@ -11,8 +11,8 @@ import pytest
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.intervals import summarise
 from multitask_rl.records import Direction, TaskEvaluation, TaskStats
+from multitask_rl.statistics.intervals import summarise
 from multitask_rl.testing import make_evaluation
 
 N = 256

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from multitask_rl.config.task import CurriculumSpec
-from multitask_rl.curriculum.multiplier import LagrangeMultiplier
+from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.data import PooledStream, PromptStream
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.intervals import summarise
 from multitask_rl.records import NUM_EXTREMES, Direction, Event, TaskEvaluation, TaskStats
+from multitask_rl.statistics.intervals import summarise
 from multitask_rl.testing import make_evaluation
 
 GROUP = 8

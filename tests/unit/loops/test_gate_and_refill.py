@@ -12,9 +12,9 @@ from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.records import Event, SamplingParams, Scored
-from multitask_rl.refill import Refill
-from multitask_rl.step_metrics import by_group, is_informative, task_stats
-from multitask_rl.task_run import TaskRun
+from multitask_rl.step.metrics import by_group, is_informative, task_stats
+from multitask_rl.step.refill import Refill
+from multitask_rl.step.task_state import TaskRun
 from multitask_rl.testing import make_rollout
 from multitask_rl.training.credit import LearnerTask
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-from reward_builders import real_rows, rollout
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
@@ -11,6 +10,7 @@ from multitask_rl.sandbox.base import Outcome, Verdict
 from multitask_rl_rewards import code_evaluator
 from multitask_rl_rewards.code_evaluator import CodeEvaluator
 from multitask_rl_rewards.codebleu_score import load_language
+from reward_builders import real_rows, rollout
 
 ROW = {
     "prompt": "Write a function add.",

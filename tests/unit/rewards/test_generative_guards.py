@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from reward_builders import qwen_config, rollout, save_tokenizer, train_classifier
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Verdict
@@ -11,6 +10,7 @@ from multitask_rl_rewards.causal_judge import CausalJudge
 from multitask_rl_rewards.fact_checker import FactChecker
 from multitask_rl_rewards.guard_templates import FAMILIES, HAZARDS, build_prompt, family_of
 from multitask_rl_rewards.llama_guard import LlamaGuard
+from reward_builders import qwen_config, rollout, save_tokenizer, train_classifier
 
 VERDICTS = [
     "safe",

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from reward_builders import rollout
 
 from multitask_rl.records import Failure, NotApplicable, Score
 from multitask_rl.testing.hostile import ANSWER_KINDS, answers, hostile_texts, near_misses, same_answers
@@ -23,6 +22,7 @@ from multitask_rl_rewards.label_match import LabelMatch
 from multitask_rl_rewards.math_answer import MathAnswer, last_boxed
 from multitask_rl_rewards.refusal import OverRefusal, Refusal, is_refusal
 from multitask_rl_rewards.text_match import F1, ExactMatch, Rouge
+from reward_builders import rollout
 
 SIZE, LIMIT_S = 15_000, 1.0
 """Characters of a response, and CPU seconds for it; a linear check takes some milliseconds."""

@@ -3,13 +3,13 @@ from __future__ import annotations
 import doctest
 
 import pytest
-from reward_builders import real_rows, rollout
 
 from multitask_rl.records import Failure, Score
 from multitask_rl_rewards import languages
 from multitask_rl_rewards.ifeval import IFEval
 from multitask_rl_rewards.ifeval_checks import CHECKS
 from multitask_rl_rewards.languages import LANGUAGES, detect_language
+from reward_builders import real_rows, rollout
 
 AT_LEAST, LESS = "at least", "less than"
 # instruction -> keywords, texts that follow it, texts that do not

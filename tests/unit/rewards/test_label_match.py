@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from reward_builders import rollout
 
 from multitask_rl.records import Failure, Score
 from multitask_rl_rewards.label_match import LabelMatch
+from reward_builders import rollout
 
 LABELS = ["hateful", "non-hateful"]
 

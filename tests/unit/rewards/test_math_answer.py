@@ -3,11 +3,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from reward_builders import real_rows, rollout
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
 from multitask_rl_rewards.math_answer import MathAnswer, last_boxed
+from reward_builders import real_rows, rollout
 
 
 def value(response: str, reference: object = "72", answer: str = "any", **row: object) -> float:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from reward_builders import rollout, train_classifier
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure
 from multitask_rl_rewards.pairwise_rm import PairwiseRewardModel
 from multitask_rl_rewards.rm_hf import RewardModel
+from reward_builders import rollout, train_classifier
 
 
 @pytest.fixture(scope="module")

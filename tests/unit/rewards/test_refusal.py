@@ -3,11 +3,11 @@ from __future__ import annotations
 import doctest
 
 import pytest
-from reward_builders import real_rows, rollout
 
 from multitask_rl.records import NOT_APPLICABLE, Failure, Score, Verdict
 from multitask_rl_rewards import refusal
 from multitask_rl_rewards.refusal import OverRefusal, Refusal, is_refusal
+from reward_builders import real_rows, rollout
 
 REFUSALS = [
     "I'm sorry, but I can't help with that.",

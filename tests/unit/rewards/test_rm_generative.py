@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from reward_builders import rollout
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
 from multitask_rl_rewards.rm_generative import GenerativeJudge
+from reward_builders import rollout
 
 
 class Judge(BaseHTTPRequestHandler):

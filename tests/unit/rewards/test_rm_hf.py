@@ -4,11 +4,11 @@ import math
 import pickle
 
 import pytest
-from reward_builders import qwen_config, rollout, save_tokenizer, train_classifier
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score
 from multitask_rl_rewards.rm_hf import RewardModel
+from reward_builders import qwen_config, rollout, save_tokenizer, train_classifier
 
 
 @pytest.fixture(scope="module")

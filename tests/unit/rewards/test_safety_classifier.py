@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from reward_builders import rollout, train_classifier
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Verdict
 from multitask_rl_rewards.safety_classifier import SafetyClassifier, unsafe_labels_of
+from reward_builders import rollout, train_classifier
 
 EXAMPLES = [
     ("hello good", 0),

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from reward_builders import rollout
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
 from multitask_rl_rewards.shape import Format, JsonSchema, Length, Regex, Repetition
+from reward_builders import rollout
 
 EMPTY = ["", "  ", "\n"]
 

@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from reward_builders import real_rows, rollout
 
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
 from multitask_rl.scoring.wiring import plan_lane
 from multitask_rl_rewards.text_match import F1, ExactMatch, Rouge
+from reward_builders import real_rows, rollout
 
 LETTER = r"Answer:\s*\(?([A-Z])\b|^\W*([A-Z])\W*$"
 

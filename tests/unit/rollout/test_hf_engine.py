@@ -1,12 +1,12 @@
 import pytest
 import torch
-from rollout_models import ARCHITECTURES, build
 
 from multitask_rl.errors import EngineError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.testing.engine import sampled_logprobs
+from rollout_models import ARCHITECTURES, build
 
 REQUESTS = [
     GenerationRequest(

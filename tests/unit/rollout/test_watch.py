@@ -1,20 +1,15 @@
 """Responses that are watched while they are generated."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from model_builders import build_model
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.testing.engine import sampled_logprobs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-
-from model_builders import build_model
 
 LIMIT = 24
 REQUESTS = [

@@ -7,9 +7,9 @@ import pytest
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.records import Scored
-from multitask_rl.reward_batch import RewardBatch
 from multitask_rl.scoring.pending import Deferred
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.step.reward_batch import RewardBatch
 from multitask_rl.testing.builders import make_prompt, make_rollout
 
 PLUGINS = """

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
-from model_builders import build_actor
 
+from model_builders import build_actor
 from multitask_rl.errors import CheckpointError
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
 

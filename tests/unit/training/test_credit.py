@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from model_builders import build_actor
 
+from model_builders import build_actor
 from multitask_rl.algorithms.gdpo import GDPO
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.kl import KLController
@@ -12,8 +12,8 @@ from multitask_rl.config.run import RunConfig, ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.records import SamplingParams
 from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.stages import AdvantageStage, RewardStage
-from multitask_rl.task_run import TaskRun
+from multitask_rl.step.stages import AdvantageStage, RewardStage
+from multitask_rl.step.task_state import TaskRun
 from multitask_rl.testing.builders import make_rollout
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic

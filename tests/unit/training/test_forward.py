@@ -1,9 +1,9 @@
 import pytest
 import torch
-from model_builders import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from model_builders import build_model
 from multitask_rl.records import SamplingParams
 from multitask_rl.training import forward
 from multitask_rl.training.forward import forward_tokens, response_hidden, split_head

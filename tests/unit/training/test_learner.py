@@ -1,89 +1,16 @@
 import pytest
 import torch
-from model_builders import build_actor, build_model, sample_scored
 
+from learner_benches import Bench, relative_difference
+from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
-from multitask_rl.algorithms.ppo import PPO
-from multitask_rl.algorithms.reward_conditioned import RewardConditioned
-from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
+from multitask_rl.config.run import OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.learner import Learner
 from multitask_rl.training.optimizer import schedule_factor
 from multitask_rl.training.runner import ModelRunner
-
-
-class Bench:
-    """A learner over two tasks, with the gradient of its next update kept."""
-
-    def __init__(
-        self,
-        *,
-        layout="bucketed",
-        tokens=100_000,
-        second="grpo",
-        kl=None,
-        trunk="actor",
-        actor=None,
-        rate=1e-3,
-        **batch,
-    ):
-        self.actor = actor or build_actor()
-        self.config = RunConfig(
-            batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
-            optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0),
-        )
-        specs = {"a": TaskSpec(name="a", kl=KLSpec(coefficient=0.1)), "b": TaskSpec(name="b")}
-        self.algorithms = {"a": PPO(PPO.Config()), "b": GRPO(GRPO.Config())}
-        if second == "reward_conditioned":
-            self.algorithms["b"] = RewardConditioned(RewardConditioned.Config())
-            self.algorithms["b"].bind([40, 41, 42, 43, 44])
-            specs["b"].kl = KLSpec(coefficient=0.1)
-        if kl is not None:
-            specs["b"].kl = kl
-        critic = Critic(trunk=trunk)
-        critic.build(self.actor, ["a"])
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in critic.heads.parameters():
-                parameter.normal_(0, 0.1, generator=generator)
-        self.critic = critic
-        self.tasks = {
-            n: LearnerTask(spec=s, algorithm=self.algorithms[n], kl_coefficient=s.kl.coefficient)
-            for n, s in specs.items()
-        }
-        reference = None if self.actor.config.lora.rank else build_model(seed=3)
-        runner = ModelRunner(self.actor, critic, self.config, reference)
-        many = self.config.batch.num_minibatches * self.config.batch.num_epochs > 1
-        self.credit = CreditAssigner(runner, self.tasks, many_updates=many)
-        self.learner = Learner(runner, self.tasks, self.config)
-        self.gradient: dict[str, torch.Tensor] = {}
-        self.credited = []
-        step = self.learner.optimizer.step
-
-        def keep(factor):
-            named = [*self.actor.model.named_parameters(), *critic.named_parameters()]
-            self.gradient = {n: p.grad.clone() for n, p in named if p.grad is not None}
-            return step(factor)
-
-        self.learner.optimizer.step = keep
-
-    def update(self, scored, shares=None):
-        samples = [
-            s
-            for n, a in self.algorithms.items()
-            for s in a.select([x for x in scored if x.rollout.task == n])
-        ]
-        self.credited, _ = self.credit.credit(samples)
-        return self.learner.update(self.credited, shares=shares or {"a": 0.5, "b": 0.5}, step=0)
-
-
-def relative_difference(one, other):
-    assert one.keys() == other.keys()
-    norm = sum(g.norm() ** 2 for g in other.values()) ** 0.5
-    return float(sum((one[k] - other[k]).norm() ** 2 for k in one) ** 0.5 / norm)
 
 
 @pytest.mark.parametrize("second", ["grpo", "reward_conditioned"])

@@ -1,9 +1,9 @@
 """Weights below float32 learn at the rates that are usual for language models."""
 
 import torch
+
+from learner_benches import Bench, TeamBench, parameters_of, relative_difference
 from model_builders import build_actor, sample_scored
-from test_learner import Bench, relative_difference
-from test_ranks import TeamBench, parameters_of
 
 RATE = 1e-6
 """An update is far below what rounds to another bfloat16."""

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from model_builders import build_actor, build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from model_builders import build_actor, build_tokenizer
 from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import SamplingParams
-from multitask_rl.training.actor import Actor
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import forward_tokens
 from multitask_rl.training.microbatch import build_microbatches

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_builders import build_actor, sample_scored
 
+from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.ppo import PPO, PPOConfig
 from multitask_rl.algorithms.running import RunningMoments

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from model_builders import build_actor, build_tokenizer
 
+from model_builders import build_actor, build_tokenizer
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import CheckpointError
+from multitask_rl.models.actor import Actor, load_actor
+from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import SamplingParams
-from multitask_rl.task_run import TaskRun, build_algorithms
-from multitask_rl.training.actor import Actor, load_actor
+from multitask_rl.step.task_state import TaskRun, build_algorithms
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic, rename_head
-from multitask_rl.training.lora import add_adapters
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 
 

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from model_builders import build_actor, build_model, build_tokenizer
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -15,17 +14,18 @@ from transformers import (
     OPTForCausalLM,
 )
 
+from model_builders import build_actor, build_model, build_tokenizer
+from multitask_rl.attention import block as block_attention
+from multitask_rl.attention.block import Block, Blocks, attention_in_blocks, mask_of
 from multitask_rl.config.run import BatchConfig, LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.training import block_attention
-from multitask_rl.training.actor import Actor
-from multitask_rl.training.block_attention import Block, Blocks, attention_in_blocks, mask_of
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import forward_tokens, split_head
-from multitask_rl.training.lora import add_adapters
 from multitask_rl.training.microbatch import build_microbatches, padding_share
 from multitask_rl.training.offload import ActivationOffload
 from multitask_rl.training.runner import ModelRunner

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_builders import build_byte_tokenizer, build_model
 
+from model_builders import build_byte_tokenizer, build_model
 from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import Prompt, SamplingParams
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.stages import RolloutStage
-from multitask_rl.training.actor import Actor
+from multitask_rl.step.stages import RolloutStage
 
 
 @pytest.mark.parametrize("stop", ["<|end|>", "no"])

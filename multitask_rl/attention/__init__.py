@@ -1,0 +1,1 @@
+"""Attention of our own: packed blocks, shared prompts, wide rows of decoding."""

@@ -1,0 +1,65 @@
+"""``multitask-rl plugins list | check | new``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from multitask_rl.boundary.printable import printable
+from multitask_rl.errors import PluginError
+from multitask_rl.plugins import GROUPS, list_plugins
+from multitask_rl.testing import check, scaffold
+from multitask_rl.testing.listing import Description, describe
+
+__all__ = ["main"]
+
+_USAGE = """usage: multitask-rl plugins list [KIND] | check NAME ... | new KIND NAME ...
+
+  list   installed plugins: kind, name, distribution, what they are and need (imports none)
+  check  run the contract suite on a reward or constraint
+  new    write an installable reward or constraint with its tests
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command that ``argv`` begins with and return the exit code (2 = usage)."""
+    command, *rest = argv or [""]
+    if command == "list":
+        return _list(rest)
+    if command == "check":
+        return check.main(rest)
+    if command == "new":
+        return scaffold.main(rest)
+    asked = command in ("-h", "--help")
+    (sys.stdout if asked else sys.stderr).write(_USAGE)
+    return 0 if asked else 2
+
+
+def _list(argv: Sequence[str]) -> int:
+    kinds = {group.rpartition(".")[2]: group for group in GROUPS}
+    parser = argparse.ArgumentParser(prog="multitask-rl plugins list")
+    parser.add_argument("kind", nargs="?", choices=sorted(kinds), help="default: all")
+    kind = parser.parse_args(argv).kind
+    infos = list_plugins(kinds[kind] if kind else None)
+    if not infos:
+        raise PluginError("no plugins are installed; reinstall multitask-rl (pip install -e .)")
+    rows = [
+        (
+            info.group.rpartition(".")[2],
+            info.name,
+            f"{info.distribution} {info.version}",
+            *_words(describe(info)),
+        )
+        for info in infos
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        left = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        sys.stdout.write(printable(f"{left}  {row[3]}{row[4]}\n"))
+    return 0
+
+
+def _words(description: Description) -> tuple[str, str]:
+    needs = f" [reads {', '.join(description.needs)}]" if description.needs else ""
+    return description.summary, needs

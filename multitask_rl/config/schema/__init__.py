@@ -1,0 +1,1 @@
+"""From text to typed values with their places: building dataclasses, located YAML, ranges."""

@@ -1,0 +1,141 @@
+"""Mappings into dataclasses, strictly: unknown keys, wrong types and missing keys are errors that say where.
+
+The type hints of the dataclass are the schema; nothing else describes the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from multitask_rl.config.schema.located_yaml import Where, check_plain
+from multitask_rl.errors import ConfigError
+
+__all__ = ["build_dataclass", "check_keys", "suggest"]
+
+T = TypeVar("T")
+
+_KINDS: dict[type, str] = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+
+
+MOVED = {
+    "scheduler.patience": "scheduler.policy_config.patience",
+    "guard.guard_config.lower_is_better": "guard.guard_config.directions",
+}
+"""Keys that earlier versions had -> where they are now."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the closest known word, or an empty string."""
+    words = list(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    close = close or [w for w in words if len(word) > 2 and w.startswith(word)]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> None:
+    """Refuse the first key that is not allowed.
+
+    Raises:
+        ConfigError: names the place, the key, a close match and what is allowed.
+    """
+    allowed = sorted(allowed)
+    for key in given:
+        if key not in allowed:
+            raise ConfigError(
+                f"{where.at(key)}: unknown key {key!r}{_moved(where, key) or suggest(key, allowed)} "
+                f"(allowed: {', '.join(allowed) or 'none'})"
+            )
+
+
+def _moved(where: Where, key: str) -> str:
+    name = next((new for old, new in MOVED.items() if str(where.at(key)).endswith(old)), None)
+    return f"; it is {name} now" if name else ""
+
+
+def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:
+    """Return ``cls(**values)`` after checking every key and type against the hints of ``cls``.
+
+    Nested dataclasses, lists and tuples are built too; whole numbers are accepted as numbers. A field with
+    the metadata ``derived`` is filled in from elsewhere and is no key.
+
+    Raises:
+        ConfigError: unknown key, wrong type, missing key, or what ``__post_init__`` refuses.
+    """
+    fields = {
+        f.name: f
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.init and not f.metadata.get("derived")
+    }
+    check_keys(values, fields, where)
+    hints = typing.get_type_hints(cls)
+    built = {key: _convert(hints[key], value, where.at(key)) for key, value in values.items()}
+    for name, spec in fields.items():
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        if required and name not in built:
+            raise ConfigError(f"{where}: key {name!r} is missing; it has no default")
+    try:
+        return cls(**built)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _convert(hint: Any, value: Any, where: Where) -> Any:
+    """Check ``value`` against ``hint`` and return it, built if it is a nested dataclass."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        check_plain(value, where)
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert_union([a for a in args if a is not type(None)], value, where)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        return build_dataclass(hint, _expect(Mapping, value, "a mapping", where), where)
+    if origin in (list, tuple, Sequence):
+        items = _expect((list, tuple), value, "a list", where)
+        built = [_convert(args[0] if args else Any, item, where.at(i)) for i, item in enumerate(items)]
+        return tuple(built) if origin is tuple else built
+    if origin in (dict, Mapping):
+        mapping = dict(_expect(Mapping, value, "a mapping", where))
+        check_plain(mapping, where)
+        return mapping
+    if hint in _KINDS:
+        return _scalar(hint, value, where)
+    return value
+
+
+def _convert_union(options: list[Any], value: Any, where: Where) -> Any:
+    for option in options[:-1]:
+        try:
+            return _convert(option, value, where)
+        except ConfigError:
+            continue
+    return _convert(options[-1], value, where)
+
+
+def _scalar(hint: type, value: Any, where: Where) -> Any:
+    accepted: Any = (int, float) if hint is float else hint
+    if (isinstance(value, bool) and hint is not bool) or not isinstance(value, accepted):
+        quote = "; put it in quotes" if hint is str and not isinstance(value, (dict, list)) else ""
+        raise ConfigError(f"{where}: expected {_KINDS[hint]}, got {value!r} ({type(value).__name__}){quote}")
+    check_plain(value, where)
+    if hint is not float:
+        return value
+    number = float(value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{where}: must be a finite number, got {value!r}")
+    return number
+
+
+def _expect(kind: Any, value: Any, words: str, where: Where) -> Any:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{where}: expected {words}, got {value!r} ({type(value).__name__})")
+    return value

@@ -1,0 +1,103 @@
+"""Whether a constraint is satisfied: by the upper end of a one-sided interval, never by the mean alone.
+
+A rate of 0 in few prompts proves little: with no violation in n prompts the bound is about 3 / n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.records import Direction, Scored, Statistic
+from multitask_rl.statistics.definitions import violations
+from multitask_rl.statistics.intervals import rate_upper_bound
+
+__all__ = ["constraint_metrics", "constraint_warnings", "smallest_number"]
+
+PREFIX = "constraint/"
+"""Of the metrics' names: ``constraint/<name>/violation_rate`` and so on."""
+
+
+def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, Statistic]:
+    """Return what the held-out responses say of every constraint with a limit.
+
+    Per constraint ``constraint/<name>/...``: ``violation_rate`` of first attempts, so that refusing and
+    sampling again hides nothing, its ``upper_bound`` (one-sided, 95 %, Clopper-Pearson), ``satisfied`` (1 if
+    the bound is at most the limit, else 0), ``limit`` and ``n``, the responses it concerns; of mode
+    ``reject`` also ``served_violation_rate``. Without a response that it concerns there is no rate and
+    nothing is satisfied.
+
+    Args:
+        spec: the task.
+        scored: all attempts.
+    """
+    numbers: dict[str, Statistic] = {}
+    for constraint in spec.constraints:
+        if constraint.limit is None:
+            continue
+        name = constraint.name or constraint.plugin
+        prefix, rate = f"{PREFIX}{name}/", violations(name, scored, of_served=False)
+        bound = rate_upper_bound(round(rate.mean * rate.n) if rate.n else 0, rate.n)
+        satisfied = float(bound <= constraint.limit)
+        for key, value, direction in (
+            ("limit", constraint.limit, Direction.none),
+            ("n", float(rate.n), Direction.none),
+            ("upper_bound", bound, Direction.lower),
+            ("satisfied", satisfied, Direction.higher),
+        ):
+            numbers[prefix + key] = Statistic(mean=value, n=rate.n, error=math.nan, direction=direction)
+        if rate.n:
+            numbers[f"{prefix}violation_rate"] = rate
+        if constraint.mode == "reject" and (outcome := violations(name, scored, of_served=True)).n:
+            numbers[f"{prefix}served_violation_rate"] = outcome
+    return numbers
+
+
+def smallest_number(limit: float) -> float:
+    """Return how many responses without a violation it takes to prove ``limit``; infinite for 0.
+
+    >>> smallest_number(0.05), smallest_number(0.01)
+    (59, 299)
+    """
+    if limit <= 0:
+        return math.inf
+    return 1 if limit >= 0.95 else math.ceil(math.log(0.05) / math.log1p(-limit))
+
+
+def constraint_warnings(
+    spec: TaskSpec, traits: Mapping[str, PluginTraits], num_prompts: int | None
+) -> list[str]:
+    """Return what is allowed but will disappoint: limits nothing can prove, safety without its counterpart.
+
+    Args:
+        spec: the task.
+        traits: of the constraints' plugins, by the constraint's name.
+        num_prompts: held-out prompts of an evaluation; None = not known.
+    """
+    warnings = []
+    known = {n for p in spec.rewards for n in (p.name, p.plugin)}
+    known |= {n for p in spec.constraints for n in (p.name, p.plugin)}
+    for constraint in spec.constraints:
+        name = constraint.name or constraint.plugin
+        if constraint.limit is not None and num_prompts is not None:
+            needed = smallest_number(constraint.limit)
+            if num_prompts < needed:
+                remedy = (
+                    "a limit of 0 can never be proved; allow a small one"
+                    if math.isinf(needed)
+                    else f"evaluate on {needed} (eval.num_prompts and as many rows) or raise the limit"
+                )
+                warnings.append(
+                    f"constraint {name!r}: {num_prompts} held-out prompts without a single violation bound "
+                    f"the rate by {rate_upper_bound(0, num_prompts):.3g}, so the limit "
+                    f"{constraint.limit:g} never counts as satisfied; {remedy}"
+                )
+        counterpart = traits[name].counterpart if name in traits else ""
+        if counterpart and counterpart not in known:
+            warnings.append(
+                f"constraint {name!r} alone is satisfied by refusing everything; measure the other side "
+                f"too: add {counterpart!r} to the rewards (weight 0 only measures) or constraints"
+            )
+    return warnings

@@ -1,0 +1,358 @@
+"""The shared actor: one Hugging Face causal language model, its tokenizer, and the way to load and save both.
+
+``transformers`` is imported by this module (and by plugins that load models of their own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from multitask_rl.attention.wide import use_wide_attention
+from multitask_rl.config.run import ModelConfig, RunConfig
+from multitask_rl.errors import CheckpointError, ConfigError
+from multitask_rl.models.compiled import compile_blocks
+from multitask_rl.models.grammar import Grammars
+from multitask_rl.models.rope import context_length, scale_rope
+from multitask_rl.models.vocabulary import control_ids, control_names, fill_rows, fit_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from multitask_rl.training.backends.sharded import Shards
+
+__all__ = ["Actor", "load_actor"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Actor:
+    """The policy that every task trains."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
+    ) -> None:
+        # but while it learns: adapters come in training mode, with their dropout and the model's own on
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = config
+        self.engine = ""
+        """Rollout engine asked for in Python (``use_vllm``); empty = the run configuration's."""
+        self.device_map: dict[str, str] = {}
+        """Devices asked for in Python; they hold where the run configuration names none."""
+        self.policy_version = 0
+        self.shards: Shards | None = None
+        """Of a model that learner ranks have in parts."""
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
+        self._grammars: Grammars | None = None
+        self._own_rows = int(model.get_input_embeddings().weight.shape[0])
+        """Of the vocabulary as the model came, before control tokens."""
+        if config.autocast:
+            use_wide_attention(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled grammars cannot travel; they are made anew."""
+        return {**self.__dict__, "_grammars": None}
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """Return ``config`` with what was asked for when the actor was loaded in Python."""
+        if self.engine:
+            config = replace(config, rollout=replace(config.rollout, engine=self.engine))
+        return replace(config, device_map=config.device_map or self.device_map)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence the positions of the model cover, scaled; 0 = no limit known."""
+        return context_length(self.model.config)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the last hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiled grammars, for sampling and for training; made anew when the vocabulary has grown.
+
+        Raises:
+            MissingExtraError, ConfigError: see ``Grammars``.
+        """
+        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        known = self._grammars
+        if known is None or (known.tokenizer_size, known.logits_size) != (len(self.tokenizer), vocab_size):
+            eos = self.tokenizer.eos_token_id
+            known = self._grammars = Grammars(
+                self.tokenizer,
+                vocab_size=vocab_size,
+                eos_token_id=int(eos) if eos is not None else self.eos_token_ids[0],
+            )
+        return known
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Parameters with a gradient, in a fixed order; of a model in parts, what is here."""
+        parameters = self.model.parameters() if self.shards is None else self.shards.local
+        return [p for p in parameters if p.requires_grad and p.numel()]
+
+    def add_control_tokens(self, number: int) -> list[int]:
+        """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``, adding what the vocabulary lacks.
+
+        Their embedding rows start as the mean of the known (deterministic, no jump of the logits' scale),
+        also where the model has rows to spare: nobody trained those.
+        """
+        names = control_names(number)
+        known = self.tokenizer.get_vocab()
+        missing = [name for name in names if name not in known]
+        if missing:
+            num_rows = self.model.get_input_embeddings().weight.shape[0]
+            num_known = min(len(self.tokenizer), num_rows)
+            self.tokenizer.add_tokens(missing, special_tokens=True)
+            if len(self.tokenizer) > num_rows:
+                self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
+            # a tokenizer may have had more tokens than the model rows: those begin at random otherwise
+            new = {*self.tokenizer.convert_tokens_to_ids(missing), *range(num_rows, len(self.tokenizer))}
+            fill_rows(self.model, sorted(new), num_known)
+        if self.model.generation_config is not None:  # of what ``save`` writes
+            self.model.generation_config.suppress_tokens = list(self.control_token_ids)
+        return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
+
+    @property
+    def control_token_ids(self) -> tuple[int, ...]:
+        """Ids of all control tokens of the vocabulary, ascending; empty without one."""
+        return tuple(sorted(control_ids(self.tokenizer).values()))
+
+    def keep_control_tokens(self, directory: Path) -> None:
+        """Add the control tokens that ``save`` wrote with the actor, though no task uses them any more.
+
+        The vocabulary never shrinks in a run: weights, moments and engines have rows for all tokens it had.
+        Adapters leave the vocabulary as it is.
+
+        Raises:
+            CheckpointError: a token has another id than here.
+        """
+        if self.config.lora.rank > 0:
+            return
+        from transformers import AutoTokenizer
+
+        trust = self.config.trust_remote_code
+        saved = control_ids(AutoTokenizer.from_pretrained(directory, trust_remote_code=trust))
+        own = dict(zip(control_names(len(saved)), self.add_control_tokens(len(saved)), strict=True))
+        if own != saved:
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: its control tokens are {saved}, here they would "
+                f"be {own}; set model.name_or_path as it was"
+            )
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Put the model into the mode of an update: as it samples, but with gradient checkpointing.
+
+        Dropout stays off, for the update must see the distribution that was sampled (many architectures,
+        GPT-2 among them, come with dropout on); the adapters' own dropout is on where it was asked for.
+        """
+        self.model.eval()
+        layers = [m for m in self.model.modules() if getattr(m, "gradient_checkpointing", False)]
+        dropouts = [m for n, m in self.model.named_modules() if n.rpartition(".")[0].endswith("lora_dropout")]
+        for module in (*layers, *dropouts):
+            # the module alone: ``train()`` would switch on the dropout inside it
+            module.training = True
+        # some layers drop by functions with a share of their own, not by modules (OPT)
+        own = [(m, n, s) for m in layers for n, s in vars(m).items() if "drop" in n and isinstance(s, float)]
+        for module, name, _ in own:
+            setattr(module, name, 0.0)
+        try:
+            yield
+        finally:
+            for module, name, share in own:
+                setattr(module, name, share)
+            self.model.eval()
+
+    @contextlib.contextmanager
+    def reference_policy(self, reference: PreTrainedModel | None) -> Iterator[PreTrainedModel]:
+        """Yield the model that scores the reference: ``reference``, or this one with adapters off."""
+        if reference is not None:
+            yield reference
+        else:
+            with self.model.disable_adapter():
+                yield self.model
+
+    def clone_for_reference(self) -> PreTrainedModel | None:
+        """Return a frozen copy of the weights as they are now; None when adapters make it needless."""
+        if self.config.lora.rank > 0:
+            return None
+        reference = copy.deepcopy(self.model)
+        reference.requires_grad_(False)
+        return reference.eval()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights by name as an engine loads them: tied weights once, adapters merged."""
+        if self.config.lora.rank > 0:
+            from multitask_rl.models.lora import merged_state_dict
+
+            return merged_state_dict(self.model)
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        state = self.model.state_dict()
+        if getattr(self.model.config, "tie_word_embeddings", False):
+            return {name: value for name, value in state.items() if name not in tied}
+        return dict(state)
+
+    def save(self, directory: Path) -> None:
+        """Write model and tokenizer as an ordinary Hugging Face directory (safetensors)."""
+        self.model.save_pretrained(directory, safe_serialization=True)
+        self.tokenizer.save_pretrained(directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """Restore the weights that ``save`` wrote, in place (the optimizer keeps its references)."""
+        if self.config.lora.rank > 0:
+            from multitask_rl.models.lora import load_adapters
+
+            load_adapters(self.model, read_weights(directory))
+        else:
+            weights = fit_weights(self.model, read_weights(directory), at_least=self._own_rows)
+            copy_weights(self.model, weights)
+
+
+def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Copy ``weights`` into ``model`` in place.
+
+    Raises:
+        CheckpointError: a weight of the model is missing or has another shape.
+    """
+    if any("lora_" in name for name in weights):
+        raise CheckpointError(
+            "the checkpoint holds adapters and no whole model: set model.lora.* as it was, or begin a new "
+            "run in another output_dir"
+        )
+    own = model.state_dict()
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    wrong = [
+        name
+        for name, value in own.items()
+        if (weights[name].shape != value.shape if name in weights else name not in tied)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: {len(wrong)} weights are missing or differ in shape, "
+            f"the first is {wrong[0]!r}"
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            if name in own:
+                own[name].copy_(value)
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files of a model directory."""
+    from safetensors.torch import load_file
+
+    state: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        state.update(load_file(file))
+    return state
+
+
+def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
+    """Load any causal language model of ``transformers`` with its tokenizer; ``seed`` is of new adapters.
+
+    Raises:
+        ConfigError: no name given, nothing there, not a causal language model, or no tokenizer.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    # its bars for loading and saving shards would tear the run's own progress lines apart
+    transformers_logging.disable_progress_bar()
+    name = config.name_or_path
+    if not name:
+        raise ConfigError(
+            "model.name_or_path is empty; give the directory or Hugging Face id of a causal language model, "
+            "e.g. model.name_or_path=Qwen/Qwen2.5-0.5B"
+        )
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigError(
+            f"model.name_or_path {name!r} is no directory on this machine and cannot be a Hugging Face id "
+            "(owner/name); check the path"
+        )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _DTYPES.get(config.dtype) or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    try:
+        trust = {"trust_remote_code": config.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        architecture = AutoConfig.from_pretrained(name, **trust)
+        if config.rope_scaling:
+            scale_rope(architecture, config.rope_scaling)
+        model = _load_model(name, config=architecture, dtype=dtype, **trust)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(_load_problem(name, error)) from error
+    model.to(device)
+    if config.lora.rank > 0:
+        from multitask_rl.models.lora import add_adapters
+
+        model = add_adapters(model, config.lora, seed)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.compile:
+        compile_blocks(model)
+    return Actor(model, tokenizer, config)
+
+
+def _load_model(name: str, **kwargs: Any) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", **kwargs)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        # without it: attention of its own, or none (GPT-OSS, Mamba)
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    found: list[int] = []
+    generation = getattr(model, "generation_config", None)
+    for source in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
+        ids: Sequence[int] = (
+            source if isinstance(source, (list, tuple)) else [source] if source is not None else []
+        )
+        found.extend(int(i) for i in ids if i is not None and int(i) not in found)
+    if not found:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, so a response could "
+            "never end; set eos_token in its tokenizer_config.json"
+        )
+    return tuple(found)
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]) -> int:
+    return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos_token_ids[0]
+
+
+def _load_problem(name: str, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(name).is_dir():
+        have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
+        return (
+            f"model.name_or_path {name!r} is a directory without a loadable causal language model (it holds "
+            f"{have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
+        )
+    return (
+        f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had "
+        f"from the Hugging Face hub: {first}. Check the path, or download the model first."
+    )

@@ -1,0 +1,1 @@
+"""The vLLM engine: its start, its worker, its weights."""

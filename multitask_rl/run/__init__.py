@@ -1,0 +1,1 @@
+"""What a run is: its plan, its parts, its directory, its supervisor."""

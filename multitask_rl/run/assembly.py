@@ -1,0 +1,181 @@
+"""From a plan to the parts of a run: scorer, engine, scheduler and guard, each on its executor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from multitask_rl.config.run import RunConfig
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.executor.engine import EngineFactory, RayEngineFactory
+from multitask_rl.executor.scorer import RayScorer, Scorer
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.run.plan import RunPlan
+from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.tracking.alerts import AlertTracker
+from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.learner import Learner
+from multitask_rl.training.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from multitask_rl.models.actor import Actor
+
+__all__ = [
+    "Scorer",
+    "build_guard",
+    "build_learner",
+    "build_scheduler",
+    "build_scorer",
+    "build_trackers",
+    "describe_overlap",
+    "engine_factory",
+]
+
+
+def build_scorer(plan: RunPlan) -> Scorer:
+    """Return the reward pool, not started: in this process's workers, or in Ray actors."""
+    config = plan.config
+    if config.executor == "ray":
+        return RayScorer.build(
+            plan.specs,
+            config.scoring,
+            seed=config.seed,
+            devices=plan.devices,
+            num_pools=config.ray.num_reward_pools,
+        )
+    return RewardPool(plan.specs, config.scoring, seed=config.seed, devices=plan.devices)
+
+
+def engine_factory(plan: RunPlan) -> EngineFactory:
+    """Return what builds the rollout engine: its class, one over a snapshot, or replicas in Ray actors."""
+    engine: EngineFactory = plan.engine_class
+    ray = plan.config.ray
+    if plan.config.executor == "ray":
+        return RayEngineFactory(engine=engine, num_replicas=ray.num_engines, num_gpus=ray.gpus_per_engine)
+    if plan.config.rollout_lag > 0 and getattr(engine, "shares_weights", False):
+        from multitask_rl.rollout.snapshot import SnapshotFactory
+
+        return SnapshotFactory(engine)
+    return engine
+
+
+def describe_overlap(plan: RunPlan, actor: Actor) -> str:
+    """Return what runs at the same time, what is shared, and why, for a person."""
+    config = plan.config
+    name, bound = config.rollout.engine, config.rollout.max_staleness
+    if config.executor == "ray":
+        weights = "has its own weights in Ray actors and receives them after each update"
+    elif getattr(plan.engine_class, "shares_weights", False):
+        size = sum(p.numel() * p.element_size() for p in actor.model.parameters()) / 2**20
+        weights = (
+            f"samples from one snapshot of the training weights ({size:.1f} MiB more memory): they must "
+            "not change under a rollout; with rollout.max_staleness=0 it samples from them in place"
+        )
+    else:
+        weights = "keeps its own copy of the weights and receives them in memory after each update"
+    where = (
+        "on a CPU sampling and update share the cores, so what is hidden is the time rewards wait"
+        if actor.device.type == "cpu" and config.executor == "local"
+        else "sampling and update run at the same time, and both hide the time rewards take"
+    )
+    return (
+        f"hybrid engine: overlap on, rollout.max_staleness={bound}: the next rollout runs while rewards come "
+        "in and the update is made, rewards begin when a sample ends, stale samples are weighted by "
+        f"truncated importance sampling; rollout engine {name!r} {weights}; "
+        f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s) with "
+        f"{'parts' if plan.is_sharded else 'all'} of the weights, sequences in "
+        f"{config.batch.context_ranks} part(s), layers in {plan.tensor_ranks}; no pipeline parallelism"
+    )
+
+
+def build_learner(
+    plan: RunPlan, runner: ModelRunner, tasks: Mapping[str, LearnerTask], engine: RolloutEngine
+) -> tuple[Learner, CreditAssigner, RolloutEngine]:
+    """Return who makes the updates, who assigns credit and who samples.
+
+    Where there are other learner ranks they take part in all three; not in sampling by an engine that has
+    weights of its own, or that samples during the update, and not if they hold parts of the weights.
+
+    Raises:
+        ConfigError, MissingExtraError, TrainingError: see ``LearnerTeam`` and ``RayRanks``.
+    """
+    config = plan.config
+    learner = Learner(runner, tasks, config)
+    many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
+    devices = plan.rank_devices
+    if len(devices) == 1:
+        return learner, CreditAssigner(runner, tasks, many_updates=many_updates), engine
+    from multitask_rl.training.backends.rank_connections import Launch
+    from multitask_rl.training.backends.rank_group import LearnerTeam
+    from multitask_rl.training.backends.rank_starts import LocalRank, RayRanks
+    from multitask_rl.training.backends.spread import SpreadEngine
+
+    on_gpu = devices[0][0].startswith("cuda")
+    threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
+    launch: Launch = LocalRank
+    host = "127.0.0.1"
+    with contextlib.ExitStack() as undo:
+        if config.executor == "ray":
+            ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
+            undo.callback(ray_ranks.close)
+            launch, host = ray_ranks, ray_ranks.host
+            own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
+            devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
+        team = LearnerTeam(
+            learner,
+            config,
+            launch,
+            devices=devices,
+            context=config.batch.context_ranks,
+            sharded=plan.is_sharded,
+            tensor=plan.tensor_ranks,
+            host=host,
+            num_threads=threads,
+        )
+        undo.pop_all()
+    shares = getattr(engine, "shares_weights", False)
+    if config.executor == "local" and config.rollout_lag == 0 and shares and not plan.is_sharded:
+        engine = SpreadEngine(engine, team)
+    return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look), engine
+
+
+def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> DynamicTaskWeightScheduler:
+    """Return the configured scheduler."""
+    scheduler = config.scheduler
+    return DynamicTaskWeightScheduler(
+        initial_weights=weights,
+        metric_key=scheduler.metric_key,
+        min_weight=scheduler.min_weight,
+        policy=scheduler.policy,
+        **scheduler.policy_config,
+    )
+
+
+def build_guard(config: RunConfig) -> SafetyGuard | None:
+    """Return the configured guard; None when it is off."""
+    guard = config.guard
+    if not guard.enabled:
+        return None
+    return SafetyGuard(
+        monitor_metrics=guard.monitor_metrics or None,
+        threshold_delta=guard.threshold_delta,
+        rollback_steps=guard.rollback_steps,
+        absolute=guard.absolute,
+        max_rollbacks=guard.max_rollbacks,
+        **guard.guard_config,
+    )
+
+
+def build_trackers(
+    plan: RunPlan, guard: SafetyGuard | None, run_id: str | None, *, track: bool = True
+) -> Trackers:
+    """Return the configured trackers and, with a guard, its alerts; without ``track`` nothing is recorded."""
+    if not track:
+        return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id)
+    alerts = AlertTracker(plan.output_dir, guard.config.webhook if guard is not None else "")
+    return Trackers(plan.output_dir, plan.config.tracking, run_id, {"alerts": alerts})

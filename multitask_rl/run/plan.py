@@ -1,0 +1,379 @@
+"""Everything about a run that can be known, and refused, before a model loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.config.devices import parse_devices, resolve_devices
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.task import PASS_RATE, TaskSpec
+from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
+from multitask_rl.constraints.satisfaction import constraint_warnings
+from multitask_rl.data import load_rows, pools_by_column
+from multitask_rl.data.row_check import check_rows, held_out_warning
+from multitask_rl.data.rows import Row
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
+from multitask_rl.run.learnable import check_learnable
+from multitask_rl.scoring.adapt import find_plugin
+from multitask_rl.scoring.locate import absolute_reference
+from multitask_rl.step.task_state import build_algorithms, run_sampling
+
+if TYPE_CHECKING:
+    from multitask_rl.data import TaskDataLoader
+
+__all__ = ["RunPlan", "check_overlap", "plan_run", "scale_warning"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunPlan:
+    """A run that has passed every check that needs no model."""
+
+    config: RunConfig
+    specs: dict[str, TaskSpec]
+    algorithms: dict[str, Algorithm]
+    rows: dict[str, tuple[Sequence[Row], Sequence[Row]]]
+    """Task -> (training rows, held-out rows)."""
+    devices: dict[str, str]
+    rank_devices: list[tuple[str, str]]
+    """Devices of the actor and of the critic in each learner rank; ("", "") = wherever they are."""
+    engine_class: Any
+    is_sharded: bool = False
+    """Learner ranks hold parts of the weights, not copies."""
+    tensor_ranks: int = 1
+    """Those that compute every layer together."""
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.config.output_dir)
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the tasks that are trained, in order."""
+        return [name for name, spec in self.specs.items() if not spec.evaluation_only]
+
+    def describe(self) -> str:
+        """Return the resolved arithmetic of a step, in lines for a person."""
+        batch = self.config.batch
+        lines = [
+            f"{len(self.trained)} tasks trained, {len(self.specs) - len(self.trained)} evaluated only; "
+            f"{batch.prompts_per_step} prompts a step, {batch.num_epochs * batch.num_minibatches} optimizer "
+            f"update(s) a step"
+        ]
+        for name, spec in self.specs.items():
+            train, held_out = self.rows[name]
+            size = spec.group_size or batch.group_size
+            use = "evaluated only" if spec.evaluation_only else f"{len(train)} rows, {size} rollouts a prompt"
+            lines.append(f"  {name}: {spec.type}, {use}, {len(held_out)} held-out rows")
+        return "\n".join(lines)
+
+
+def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> RunPlan:
+    """Read and check everything that needs no model.
+
+    Args:
+        config: the run.
+        dataloader: rows given in Python; tasks it lacks need a ``dataset`` in the tasks file.
+
+    Raises:
+        ConfigError: tasks file, keys, devices, or an output directory that cannot be written.
+        PluginError: an unknown or broken plugin.
+        DataError: missing or empty data, or a row without a column of its prompt.
+    """
+    _check_resume(config.checkpoint.resume)
+    specs = load_specs(config)
+    validate_tasks(specs, need_data=dataloader is None)
+    if all(spec.evaluation_only for spec in specs.values()):
+        raise ConfigError("every task is evaluation_only; at least one task must be trained")
+    devices = resolve_devices(config.device_map, tasks=list(specs))
+    rank_devices = plan_ranks(config)
+    actor_devices = parse_devices(config.device_map.get("actor", "cpu"))
+    if dataloader is not None:
+        dataloader.check_tasks(list(specs))
+    rows = _load_rows(specs, dataloader)
+    plan = RunPlan(
+        config=config,
+        specs=specs,
+        algorithms=build_algorithms(specs),
+        rows=rows,
+        devices=devices,
+        rank_devices=rank_devices,
+        is_sharded=actor_devices.is_sharded,
+        tensor_ranks=actor_devices.tensor,
+        engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=("build", "generate")),
+    )
+    for name, spec in specs.items():
+        _check_combination(spec, plan.algorithms[name])
+        check_learnable(spec, plan.algorithms[name], spec.group_size or config.batch.group_size)
+        _check_stop(spec, config)
+        if spec.curriculum.by not in ("", PASS_RATE):
+            pools_by_column(rows[name][0], spec.curriculum, name)
+        _check_streaming(spec, plan)
+        num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
+        for warning in constraint_warnings(spec, {}, num_prompts):
+            logger.warning("task %s: %s", name, warning)
+    if plan.is_sharded:
+        _check_sharded(plan)
+    _check_placement(plan)
+    warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
+    if warning:
+        logger.warning("%s", warning)
+    if warning := reach_warning(config):
+        logger.warning("%s", warning)
+    check_overlap(plan)
+    _check_output_dir(plan.output_dir)
+    return plan
+
+
+def _load_rows(
+    specs: Mapping[str, TaskSpec], dataloader: TaskDataLoader | None
+) -> dict[str, tuple[Sequence[Row], Sequence[Row]]]:
+    """Return the rows to train on and those held out, by task, each of them checked."""
+    load = load_rows if dataloader is None else dataloader.load
+    rows: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {}
+    for name, spec in specs.items():
+        rows[name] = ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
+        for part in rows[name]:
+            check_rows(spec, part)
+        if warning := held_out_warning(*rows[name]):
+            logger.warning("task %s: %s", name, warning)
+    return rows
+
+
+def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
+    """Return the devices of the actor and of the critic in each learner rank.
+
+    Ranks that outnumber the critic's devices share them in turn.
+
+    Raises:
+        ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
+    """
+    device_map, context = config.device_map, config.batch.context_ranks
+    actor = parse_devices(device_map.get("actor", "cpu"), "device_map.actor")
+    number = len(actor.names)
+    if number % context:
+        raise ConfigError(
+            f"batch.context_ranks={context} must divide the number of learner ranks, {number}: the devices "
+            f"of device_map.actor, e.g. cuda:0-{context - 1} or cpu:0-{context - 1}"
+        )
+    if number == 1:
+        return [("", "")]
+    critic = parse_devices(device_map.get("critic", str(actor)), "device_map.critic")
+    if critic.names != actor.names and config.executor == "ray":
+        raise ConfigError(
+            f"device_map.critic={str(critic)!r}: with executor=ray and {number} learner ranks the critic "
+            "lives on the actor's devices; leave it out"
+        )
+    if context > 1:
+        if config.batch.layout not in ("auto", "bucketed"):
+            raise ConfigError(
+                f"batch.layout={config.batch.layout}: batch.context_ranks={context} needs samples in rows of "
+                "their own; set batch.layout=auto or bucketed"
+            )
+        if config.model.rope_scaling.get("type") == "dynamic":
+            raise ConfigError(
+                "model.rope_scaling: type dynamic depends on the longest sequence a rank has seen, so the "
+                "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
+            )
+    return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
+
+
+def _check_placement(plan: RunPlan) -> None:
+    """Refuse devices for what does not take its device from the device map."""
+    on_ray = plan.config.executor == "ray"
+    for role, device in plan.devices.items():
+        kind, _, task = role.partition(".")
+        if role == "rollout" and (on_ray or not getattr(plan.engine_class, "shares_weights", False)):
+            keys = "ray.num_engines and ray.gpus_per_engine" if on_ray else "rollout.engine_config"
+            raise ConfigError(
+                f"device_map.rollout: the engine {plan.config.rollout.engine!r} with executor="
+                f"{plan.config.executor} chooses its devices itself, by {keys}; leave rollout out"
+            )
+        if task and device != "cpu" and not _takes_device(kind, plan.specs[task]):
+            raise ConfigError(
+                f"device_map.{role}: no {kind} of task {task!r} runs a model of its own on a device; leave "
+                f"{role} out"
+            )
+
+
+def _takes_device(kind: str, spec: TaskSpec) -> bool:
+    """Return whether a plugin that ``device_map`` places by this role has a field ``device``."""
+    plugins = [("constraint", c.plugin) for c in spec.constraints]
+    plugins += [("reward", r.plugin) for r in spec.rewards] if kind == "reward" else []
+    where = f"tasks.{spec.name}"
+    return any(find_plugin(k, absolute_reference(name), where).takes("device") for k, name in plugins)
+
+
+def _check_sharded(plan: RunPlan) -> None:
+    """Refuse what cannot be computed from parts of the weights."""
+    config = plan.config
+    wants = {
+        "model.compile": config.model.compile,
+        "model.activation_offload": config.model.activation_offload,
+        "model.reference_decay": config.model.reference_decay < 1.0,
+        "critic.trunk": config.critic.trunk != "actor",
+        "batch.context_ranks": config.batch.context_ranks > 1,
+        "device_map.critic": "critic" in config.device_map,
+        "device_map.reference": "reference" in config.device_map,
+    }
+    for key, is_wanted in wants.items():
+        if is_wanted:
+            raise ConfigError(
+                f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
+                f"with which {key} does not work; leave that at its default, or sharded out"
+            )
+
+
+def load_specs(config: RunConfig) -> dict[str, TaskSpec]:
+    """Return the tasks of the file, overridden by those of the configuration.
+
+    Raises:
+        ConfigError: neither gives a task, or one is malformed.
+    """
+    if config.tasks_file:
+        return load_tasks(config.tasks_file, config.tasks or None)
+    if config.tasks:
+        return parse_tasks({"tasks": config.tasks}, "the run configuration")
+    raise ConfigError(
+        "no tasks: output_dir holds no run to take them from; set tasks_file=path/to/tasks.yaml (or give "
+        "tasks.<name>.* in the configuration), or the output_dir of a run"
+    )
+
+
+def initial_weights(specs: Mapping[str, TaskSpec], trained: Sequence[str]) -> dict[str, float]:
+    """Return the weight of every trained task."""
+    return {name: specs[name].weight for name in trained}
+
+
+def _check_combination(spec: TaskSpec, algorithm: Algorithm) -> None:
+    """Refuse settings that the task's algorithm would silently leave without effect."""
+    where = f"{spec.source or 'tasks'}: tasks.{spec.name}"
+    if any(c.mode == "lagrangian" for c in spec.constraints) and not algorithm.on_policy:
+        raise ConfigError(
+            f"{where}.constraints: mode lagrangian acts on advantages, which {spec.type} does not form; use "
+            "mode penalty or reject, or another type"
+        )
+    if spec.kl.target is not None and algorithm.wants_exact_kl:
+        raise ConfigError(
+            f"{where}.kl.target: {spec.type} measures no KL per response to steer by; leave the target out "
+            "(the coefficient is then fixed)"
+        )
+    kl = spec.kl
+    is_in_loss = kl.coefficient > 0 and kl.placement == "loss" and not algorithm.wants_exact_kl
+    if is_in_loss and kl.estimator == "k1":
+        raise ConfigError(
+            f"{where}.kl.estimator: k1 in the loss has an expected gradient of 0 and holds nothing; take "
+            "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
+        )
+
+
+def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
+    """Return what to know when tasks whose gradients differ in size by design share the actor; "" if none do.
+
+    Advantages that are not divided by a deviation, or losses divided by the longest response allowed, are
+    several times smaller: alone that is the learning rate's matter, beside other tasks it is one of weight.
+    """
+    unscaled = {
+        name
+        for name, algorithm in algorithms.items()
+        if getattr(algorithm.config, "normalisation", "") == "none"
+        or getattr(algorithm.config, "aggregation", "") == "constant"
+    }
+    if not unscaled or len(unscaled) == len(algorithms):
+        return ""
+    return (
+        f"tasks {', '.join(sorted(unscaled))} have unscaled advantages or losses (normalisation none, "
+        f"aggregation constant) and weigh less in the shared gradient than "
+        f"{', '.join(sorted(set(algorithms) - unscaled))}; give them algorithm_config {{normalisation: task, "
+        "aggregation: token}, a loss_weight, or the same type"
+    )
+
+
+def reach_warning(config: RunConfig) -> str:
+    """Return what to know when the guard can never roll back; "" if it can.
+
+    A rollback goes to weights that an evaluation judged good, at most ``guard.rollback_steps`` back.
+    """
+    every, reach = config.eval.every, config.guard.rollback_steps
+    if not config.guard.enabled or 0 < every <= reach:
+        return ""
+    return (
+        f"guard: eval.every={every} and guard.rollback_steps={reach}: no weights judged good are within "
+        f"reach of a rollback; set eval.every to 1 to {reach}, raise guard.rollback_steps, or turn it off"
+    )
+
+
+def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
+    """Refuse constraints that look at partial responses where nobody can show them any."""
+    if not any(c.stream_every for c in spec.constraints):
+        return
+    if not getattr(plan.engine_class, "can_watch", False):
+        raise ConfigError(
+            f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: stream_every needs an engine that can "
+            f"be watched while it generates: rollout.engine=hf or vllm, not {plan.config.rollout.engine!r}; "
+            "leave stream_every out to judge whole responses"
+        )
+
+
+def _check_stop(spec: TaskSpec, config: RunConfig) -> None:
+    """Refuse two judges of where a response ends."""
+    stop = spec.sampling_params(run_sampling(config)).stop
+    if spec.grammar and stop:
+        raise ConfigError(
+            f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: a grammar decides where a response "
+            f"ends, a stop string could cut it before ({', '.join(map(repr, stop))}); set "
+            f"tasks.{spec.name}.sampling.stop=[]"
+        )
+
+
+def check_overlap(plan: RunPlan) -> None:
+    """Refuse to learn from stale samples without a correction.
+
+    Raises:
+        ConfigError: a task turned truncated importance sampling off.
+    """
+    bound = plan.config.rollout.max_staleness
+    for name, spec in plan.specs.items():
+        algorithm = plan.algorithms[name]
+        if bound > 0 and algorithm.on_policy and algorithm.config.truncated_is == 0:
+            raise ConfigError(
+                f"{spec.source or 'tasks'}: tasks.{name}.algorithm_config.truncated_is is 0, and with "
+                f"rollout.max_staleness={bound} samples are older than the weights they train: nothing would "
+                "correct for it; give it a cap (default 2), or set rollout.max_staleness=0"
+            )
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("auto", "never") or (Path(resume) / "manifest.json").is_file():
+        return
+    run = Path(resume) / "checkpoints"
+    problem = f"no checkpoint; those of the run are in {str(run)!r}" if run.is_dir() else "no checkpoint"
+    raise ConfigError(
+        f"checkpoint.resume={resume!r} is {problem if Path(resume).exists() else 'not there'}; give the "
+        "directory of one (RUN/checkpoints/step_00000025), auto or never"
+    )
+
+
+def _check_output_dir(directory: Path) -> None:
+    problem = ""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".write_probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem or not os.access(directory, os.W_OK):
+        raise ConfigError(
+            f"output_dir {str(directory)!r} cannot be written: {problem or 'no permission'}; choose another "
+            "with output_dir=PATH"
+        )

@@ -1,0 +1,298 @@
+"""The directory of a run: what it keeps there to go on from, and how it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from multitask_rl.boundary.redaction import redact
+from multitask_rl.config.run import CheckpointConfig, RunConfig
+from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
+from multitask_rl.models.vocabulary import fit_weights
+from multitask_rl.records import Event
+from multitask_rl.run.directory_lock import DirectoryLock
+from multitask_rl.run.state import collect_state, collect_tensors, reading_state, renamed_tasks, restore
+from multitask_rl.tracking.record_files import RECORDS, cut_records, record_lengths, set_records_aside
+from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
+from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from multitask_rl.models.actor import Actor
+    from multitask_rl.step.task_state import TaskRun
+    from multitask_rl.trainer import Trainer
+
+__all__ = ["RunStore"]
+
+logger = logging.getLogger(__name__)
+
+_MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile")
+"""Settings of length and place; a change of one does not change the training itself."""
+
+
+class RunStore:
+    """Checkpoints of one run and the reference policy beside them.
+
+    Args:
+        output_dir: of the run.
+        config: which checkpoint it starts from.
+        track: the run goes on; no other process may have it then. False: it is only looked at.
+
+    Raises:
+        ConfigError: another process trains into the directory.
+    """
+
+    def __init__(self, output_dir: Path, config: CheckpointConfig, *, track: bool = True) -> None:
+        self._output_dir = output_dir
+        self._config = config
+        self._track = track
+        with disk_errors(str(output_dir)):
+            self._lock = DirectoryLock(output_dir) if track else None
+        directory = output_dir / "checkpoints"
+        try:
+            if track and config.resume == "never" and any(directory.glob("step_*")):
+                _set_aside(directory)
+            with disk_errors(str(directory)):
+                directory.mkdir(parents=True, exist_ok=True)
+            self.checkpoints = CheckpointStore(directory, config.keep, is_writer=track)
+            self._found = self._find()
+        except BaseException:
+            self.close()
+            raise
+        self.restored: Path | None = None
+        """The checkpoint whose weights the run began with."""
+        self.resumed_at: int | None = None
+        """The step at which the run goes on in its own records; None: they begin anew."""
+        self._recorded: set[str] = set()
+        """Record files that were there when the run looked last."""
+        self.events: list[Event] = []
+        """What is to be told of the resume."""
+
+    def close(self) -> None:
+        """Let others have the directory. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def check(self) -> None:
+        """See that the directory is still the one that the run began in, with all its records.
+
+        Raises:
+            CheckpointError: something was deleted or replaced, and records with it.
+        """
+        there = {name for name in RECORDS if (self._output_dir / name).exists()}
+        if self._lock is not None and self._lock.is_lost():
+            lost = f"output_dir {str(self._output_dir)!r}"
+        elif self._recorded - there:
+            lost = str(self._output_dir / min(self._recorded - there))
+        else:
+            self._recorded = there
+            return
+        raise CheckpointError(
+            f"{lost} was deleted or replaced while the run writes it: records are lost. The weights are "
+            "saved; start again: the run goes on from them"
+        )
+
+    @property
+    def timeline(self) -> Path:
+        """File of the busy spans of each stage."""
+        return self._output_dir / "timeline.jsonl"
+
+    def _find(self) -> Checkpoint | None:
+        if self._config.resume == "never":
+            return None
+        if self._config.resume == "auto":
+            return self.checkpoints.newest()
+        return self.checkpoints.load(Path(self._config.resume))
+
+    def settle_vocabulary(self, actor: Actor) -> None:
+        """Give ``actor`` the tokens of the checkpoint found: before anything is built that has their number.
+
+        Raises:
+            CheckpointError: they are another model's.
+        """
+        if self._found is not None:
+            actor.keep_control_tokens(self._found.actor_dir)
+
+    def reference(self, actor: Actor, runs: Mapping[str, TaskRun]) -> PreTrainedModel | None:
+        """Return the frozen policy that the KL is measured against: the actor as it was at the very start.
+
+        It is kept beside the checkpoints, so that a resumed run does not measure against itself. None: no
+        task has a KL term, or adapters make the base model the reference.
+
+        Raises:
+            CheckpointError: it is damaged; KL would be measured against other weights than before.
+        """
+        if all(run.spec.kl.coefficient == 0 for run in runs.values()):
+            return None
+        directory = self._output_dir / "reference"
+        reference = actor.clone_for_reference()
+        if reference is None:
+            return None
+        if self._found is not None and directory.is_dir():
+            from multitask_rl.models.actor import copy_weights, read_weights
+
+            _check_reference(directory)
+            copy_weights(reference, fit_weights(reference, read_weights(directory)))
+        elif self._track:
+            _write_reference(reference, directory)
+        return reference
+
+    def resume(self, trainer: Trainer) -> str | None:
+        """Restore the checkpoint found, if any; return the trackers' identity, if it is of this run.
+
+        If the run goes on, what it recorded after the checkpoint is cut off; else it is set aside.
+
+        Raises:
+            ConfigError: the run was made with another model.
+            CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
+        """
+        track = self._track
+        if self._found is None:
+            if track:
+                # those that cannot be read would be the newest of the new run's, and outlive its own
+                self.checkpoints.set_aside_after(-1)
+                set_records_aside(self._output_dir)
+            return None
+        changed = self._changed(trainer.config) if track else {}
+        restore(trainer, self._found)
+        if changed:
+            self.events.append(_changed_event(trainer.step, changed))
+        with reading_state(self._found):
+            trainer.scorer.load_state_dict(self._found.state["scorer"])
+            if trainer.guard is not None and self._found.state["guard"]:
+                names = renamed_tasks(trainer, self._found.state)
+                trainer.guard.load_state_dict(self._found.state["guard"], names)
+        if track:
+            self.checkpoints.set_aside_after(trainer.step)
+        logger.info("resumed from %s at step %d", self._found.path, trainer.step)
+        # a run that resumes from another run's checkpoint starts records of its own
+        is_own = self._found.path.resolve().parent == self.checkpoints.directory.resolve()
+        self.restored = self._found.path
+        run_id = self._found.state["run_id"] if is_own else None
+        if track and is_own:
+            cut_records(self._output_dir, self._found.state["records"])
+            self.resumed_at = trainer.step
+        elif track:
+            set_records_aside(self._output_dir)
+        self._found = None
+        return None if run_id is None else str(run_id)
+
+    def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the keys whose values the run had otherwise, without secrets: key -> (before, now)."""
+        old = dict(_flat(redact(self.read_config())))
+        new = dict(_flat(redact(json.loads(json.dumps(dataclasses.asdict(config))))))
+        if not (old.get("tasks_file") and new.get("tasks_file")):
+            new.pop("tasks_file", None)  # a run that goes on as recorded has its tasks from ``config.yaml``
+        model = "model.name_or_path"
+        if old.get(model) and Path(str(old[model])).name != Path(str(new[model])).name:
+            raise ConfigError(
+                f"the run in {str(self._output_dir)!r} was made with {model}={old[model]!r}, and now it is "
+                f"{new[model]!r}: its checkpoints would go on with the former weights. Choose another "
+                "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
+                "another name, correct config.yaml there"
+            )
+        return {key: (old.get(key), value) for key, value in new.items() if old.get(key, value) != value}
+
+    def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:
+        """Write a checkpoint of everything, and how far the run's records go with it."""
+        self.checkpoints.save(
+            CheckpointEntry(step=trainer.step, judged_good=judged_good, score=score),
+            save_actor=trainer.actor.save,
+            tensors=collect_tensors(trainer),
+            state={**collect_state(trainer), "records": record_lengths(self._output_dir)},
+        )
+
+    def read_config(self) -> dict[str, Any]:
+        """Return what ``config.yaml`` holds; nothing if it is lost or cannot be read."""
+        try:
+            value = yaml.safe_load((self._output_dir / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def settle_config(self, trainer: Trainer) -> dict[str, Any]:
+        """Write ``config.yaml`` (the resolved configuration, tasks included, without secrets) and return it.
+
+        A run that already made its steps keeps the one it was made with.
+
+        Raises:
+            TrainingError: it made them with other settings.
+        """
+        if self.resumed_at is not None and trainer.step >= trainer.config.max_steps:
+            said = (
+                f"the run in {self._output_dir} already made its {trainer.step} steps; raise max_steps to go "
+                "on, or choose another output_dir for a new run"
+            )
+            if self.events:
+                raise TrainingError(f"{said}. {self.events[0].reason}: nothing would be made with them")
+            logger.info("%s", said)
+            return self.read_config()
+        resolved = dataclasses.asdict(trainer.config)
+        resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in trainer.plan.specs.items()}
+        plain: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        with disk_errors(f"config.yaml in {self._output_dir}"):
+            aside = self._output_dir / ".writing_config.yaml"
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(self._output_dir / "config.yaml")
+        return plain
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif prefix or key not in _MAY_DIFFER:
+            yield f"{prefix}{key}", value
+
+
+def _changed_event(step: int, changed: Mapping[str, tuple[Any, Any]]) -> Event:
+    told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+    return Event(step=step, source="run", kind="changed", reason=f"resumed with other settings: {told}")
+
+
+def _write_reference(reference: PreTrainedModel, directory: Path) -> None:
+    """Write all of it or nothing: a resumed run takes what is there."""
+    aside = directory.with_name(f".writing_{directory.name}")
+    try:
+        with disk_errors(f"the reference policy {directory}"):
+            shutil.rmtree(aside, ignore_errors=True)
+            reference.save_pretrained(aside, safe_serialization=True)
+            write_manifest(aside)
+            shutil.rmtree(directory, ignore_errors=True)
+            os.replace(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _check_reference(directory: Path) -> None:
+    try:
+        check_files(directory, read_manifest(directory))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the reference policy, against which the KL is measured, is damaged: {error}. Copy {directory} "
+            "back from elsewhere; or delete it, then it is made anew from model.name_or_path"
+        ) from error
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot set aside what a former run left in {path}: {error}; choose another output_dir"
+        ) from error
+    logger.info("a new run begins: what a former one left is kept in %s", aside)

@@ -1,0 +1,1 @@
+"""What a number of a task means, and how certain it is."""

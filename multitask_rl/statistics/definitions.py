@@ -1,0 +1,275 @@
+"""What the numbers of a task mean: population, value, direction and range of each, in training as held out.
+
+docs/definitions.md says the same in a table. A *slot* is a response that a user would have seen: its record
+is the last attempt. Where that was refused too, nothing was served, and the slot has the *refused value*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.records import (
+    FLAGGED,
+    OVERRUN,
+    Direction,
+    Score,
+    Scored,
+    Statistic,
+    Verdict,
+    concerned_cost,
+)
+from multitask_rl.statistics.intervals import summarise
+
+__all__ = ["REWARD", "TaskMetrics", "served"]
+
+REWARD = "reward_mean"
+"""Name of the reward's statistic."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Direction and declared range of a metric."""
+
+    direction: Direction
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def worst(self) -> float:
+        """The bad end of the range; not finite where none is declared."""
+        return {1: self.low, -1: self.high, 0: math.nan}[self.direction.sign]
+
+
+_BAD_RATE = _Kind(Direction.lower, 0.0, 1.0)
+_GOOD_RATE = _Kind(Direction.higher, 0.0, 1.0)
+_PLAIN = _Kind(Direction.none)
+_Column = tuple[_Kind, Sequence[Scored], Sequence[float]]
+"""Of a metric: what it is, its records, the value of each (NaN = not in the population)."""
+
+
+class TaskMetrics:
+    """Turns the records of one task into statistics.
+
+    Args:
+        spec: the task.
+        algorithm: says what a refused response earns where it is trained on.
+    """
+
+    def __init__(self, spec: TaskSpec, algorithm: Algorithm) -> None:
+        self._spec = spec
+        self._algorithm = algorithm
+        self._traits: Mapping[str, PluginTraits] = {}
+        self._refused: dict[str, float] = {}
+
+    def declare(self, traits: Mapping[str, PluginTraits]) -> None:
+        """Take in what the task's rewards declare, by name: ranges and directions."""
+        self._traits = traits
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        """Declared range of the reward, penalties included; None where a weighted reward declares none."""
+        kind = self._kind("reward")
+        return (kind.low, kind.high) if math.isfinite(kind.high - kind.low) else None
+
+    @property
+    def primary_direction(self) -> Direction:
+        """Direction of the primary metric: as the task says, else as its reward declares."""
+        stated = self._spec.higher_is_better
+        if stated is None:
+            declared = self._kind(self._spec.primary_metric).direction
+            return declared if declared.sign else Direction.higher
+        return Direction.higher if stated else Direction.lower
+
+    def primary(self, scored: Sequence[Scored]) -> Statistic:
+        """Return the primary metric over the slots of held-out records, with its values per prompt."""
+        name, final = self._spec.primary_metric, served(scored)
+        kind = replace(self._kind(name), direction=self.primary_direction)
+        # a resumed run may have another primary metric, or another direction of it
+        key = f"primary/{name}/{kind.direction.value}"
+        return _summary(kind, final, self._over_slots(name, kind, final, key=key), _groups(final))
+
+    def describe(self, scored: Sequence[Scored], *, held_out: bool = False) -> dict[str, Statistic]:
+        """Return every statistic that records of a step or an evaluation have, by name.
+
+        Args:
+            scored: all attempts of every slot.
+            held_out: they are an evaluation: values per prompt are kept.
+        """
+        final = served(scored)
+        ends = [s for s in final if not _has_failed(s)]
+        numbers: dict[str, _Column] = {}
+        for name in self._reward_names(ends):
+            kind = self._kind(name)
+            values = self._over_slots(name, kind, final, key=name)
+            numbers[REWARD if name == "reward" else f"reward/{name}"] = kind, final, values
+        numbers["length"] = _PLAIN, ends, [len(s.rollout.response_ids) for s in ends]
+        numbers["truncated_rate"] = _BAD_RATE, ends, [s.rollout.is_truncated for s in ends]
+        numbers["failure_rate"] = _BAD_RATE, final, [_has_failed(s) for s in final]
+        bound = [s for s in ends if s.rollout.sampling.grammar]
+        # the end token is allowed after a sentence only
+        sentences = [s.rollout.finish_reason == "stop" for s in bound]
+        numbers["grammar/accepted_rate"] = _GOOD_RATE, bound, sentences
+        numbers.update(_of_constraints([s for s in scored if not _has_failed(s)], ends))
+        keep = _groups(final) if held_out else ()
+        found = {name: _summary(*column, keep) for name, column in numbers.items()}
+        return {name: statistic for name, statistic in found.items() if statistic.n}
+
+    def slot_rewards(self, scored: Sequence[Scored]) -> dict[str, list[float]]:
+        """Return the rewards of the slots of every group, by group; failed slots are left out."""
+        final = served(scored)
+        found: dict[str, list[float]] = {}
+        values = self._over_slots("reward", self._kind("reward"), final, key="reward")
+        for slot, value in zip(final, values, strict=True):
+            if math.isfinite(value):
+                found.setdefault(slot.rollout.group_id, []).append(value)
+        return found
+
+    def _reward_names(self, ends: Sequence[Scored]) -> list[str]:
+        names = ["reward", *(r.name or r.plugin for r in self._spec.rewards)]
+        for scored in ends:
+            for name, result in scored.breakdown.items():
+                if isinstance(result, Score):
+                    names += [name, *(f"{name}/{part}" for part in result.components)]
+        return list(dict.fromkeys(names))
+
+    def _kind(self, name: str) -> _Kind:
+        if name == "reward":
+            return self._reward_kind()
+        plugin, _, component = name.partition("/")
+        if component or plugin not in self._traits:
+            return _PLAIN
+        traits = self._traits[plugin]
+        direction = Direction.higher if traits.higher_is_better else Direction.lower
+        return _Kind(direction, traits.low, traits.high)
+
+    def _reward_kind(self) -> _Kind:
+        if not self._spec.rewards:  # 1 - cost
+            return _GOOD_RATE
+        low = high = 0.0
+        for reward in self._spec.rewards:
+            if reward.weight:
+                traits = self._traits.get(reward.name or reward.plugin, PluginTraits())
+                weight = reward.weight if traits.higher_is_better else -reward.weight
+                ends = weight * traits.low, weight * traits.high
+                low, high = low + min(ends), high + max(ends)
+        low -= math.fsum(c.weight for c in self._spec.constraints if c.mode == "penalty")
+        return _Kind(Direction.higher, low, high)
+
+    def _over_slots(self, name: str, kind: _Kind, final: Sequence[Scored], *, key: str) -> list[float]:
+        """Return the value of every slot; NaN = failed or not applicable."""
+        lost = [s.rollout.rejected or _overruns(name, s) for s in final]
+        served_values = [
+            math.nan if is_lost else _value(name, s) for s, is_lost in zip(final, lost, strict=True)
+        ]
+        finite = [kind.direction.sign * value for value in served_values if math.isfinite(value)]
+        if finite and kind.direction.sign and key not in self._refused:
+            self._refused[key] = kind.direction.sign * min(finite)
+        fallback = kind.worst if math.isfinite(kind.worst) else self._refused.get(key, math.nan)
+
+        def value_of_lost(scored: Scored) -> float:
+            if _has_failed(scored):
+                return math.nan
+            trained = name == "reward" and self._algorithm.trains_rejected
+            return self._algorithm.outcome(scored) if trained else fallback
+
+        return [
+            value_of_lost(s) if is_lost else value
+            for s, is_lost, value in zip(final, lost, served_values, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the refused values fixed so far, by metric."""
+        return dict(self._refused)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self._refused = {name: float(value) for name, value in state.items()}
+
+
+def served(scored: Sequence[Scored]) -> list[Scored]:
+    """Return the last attempt of every slot, in order: what a user would have seen."""
+    last: dict[tuple[str, int], Scored] = {}
+    for s in scored:
+        last[(s.rollout.group_id, s.rollout.sample)] = s
+    return list(last.values())
+
+
+def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) -> Statistic:
+    """Return the rate at which a constraint is violated, with values per prompt.
+
+    Args:
+        constraint: its name.
+        scored: all attempts of every slot.
+        of_served: last attempts, what a user sees; else first ones, what the actor itself does.
+    """
+    final = served(scored)
+    own = final if of_served else [s for s in scored if s.rollout.attempt == 0]
+    own = [s for s in own if not _has_failed(s)]
+    return _summary(_BAD_RATE, own, [_violates(s, constraint) for s in own], _groups(final))
+
+
+def _of_constraints(scored: Sequence[Scored], ends: Sequence[Scored]) -> dict[str, _Column]:
+    judged = [s for s in scored if s.rollout.verdicts]
+    first = [s for s in judged if s.rollout.attempt == 0]
+    columns: dict[str, _Column] = {
+        "cost": (_BAD_RATE, judged, [s.cost if s.concerned else math.nan for s in judged]),
+        "flagged_rate": (_BAD_RATE, judged, [s.rollout.finish_reason == FLAGGED for s in judged]),
+        "rejection_rate": (_BAD_RATE, judged, [s.rollout.rejected for s in judged]),
+        # before the constraint intervened: what the actor itself does
+        "violation_rate": (_BAD_RATE, first, [_violates(s) for s in first]),
+        "served_violation_rate": (_BAD_RATE, ends, [_violates(s) for s in ends]),
+    }
+    for name in dict.fromkeys(name for s in judged for name in s.rollout.verdicts):
+        costs = [math.nan if (cost := concerned_cost(s, name)) is None else cost for s in judged]
+        columns[f"cost/{name}"] = _BAD_RATE, judged, costs
+    return columns
+
+
+def _has_failed(scored: Scored) -> bool:
+    return scored.failure is not None or scored.rollout.failure is not None
+
+
+def _value(name: str, scored: Scored) -> float:
+    """Return what a served record says of ``reward``, a reward or a ``<reward>/<component>``."""
+    if _has_failed(scored):
+        return math.nan
+    if name == "reward":
+        return scored.reward if scored.reward is not None else math.nan
+    plugin, _, component = name.partition("/")
+    result = scored.breakdown.get(plugin)
+    if not isinstance(result, Score):
+        return math.nan
+    return result.components.get(component, math.nan) if component else result.value
+
+
+def _overruns(name: str, scored: Scored) -> bool:
+    """Whether a response has no ``<reward>/<component>`` because it passes the limits of the reward."""
+    plugin, _, component = name.partition("/")
+    result = scored.breakdown.get(plugin)
+    parts = result.components if isinstance(result, Score) else {}
+    return bool(component) and OVERRUN in parts and component not in parts
+
+
+def _violates(scored: Scored, constraint: str = "") -> float:
+    """1 = a constraint (or the one named) is violated, 0 = none is, NaN = none concerns the record."""
+    verdicts = scored.rollout.verdicts
+    asked = [verdicts.get(constraint)] if constraint else list(verdicts.values())
+    own = [v.violated for v in asked if isinstance(v, Verdict) and v.applicable]
+    return float(any(own)) if own else math.nan
+
+
+def _groups(scored: Sequence[Scored]) -> list[str]:
+    return list(dict.fromkeys(s.rollout.group_id for s in scored))
+
+
+def _summary(
+    kind: _Kind, scored: Sequence[Scored], values: Sequence[float], keep: Sequence[str] = ()
+) -> Statistic:
+    prompts = [s.rollout.group_id for s in scored]
+    return summarise(values, prompts, direction=kind.direction, low=kind.low, high=kind.high, keep=keep)

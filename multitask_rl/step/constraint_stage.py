@@ -1,0 +1,150 @@
+"""The constraint node of the flow: rollouts are judged, and sampled again where a constraint refuses them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from multitask_rl.records import Failure, Rollout, Verdict
+from multitask_rl.scoring.pending import Pending, Span
+from multitask_rl.step.flow import Stage
+from multitask_rl.step.stages import RolloutStage, Scorer
+from multitask_rl.step.task_state import TaskRun
+
+__all__ = ["ConstraintStage"]
+
+
+@dataclass(slots=True)
+class _Round:
+    """All attempts of one number, on their way to be judged."""
+
+    judging: Pending[dict[str, Verdict | Failure]]
+    rollouts: list[Rollout] = field(default_factory=list)
+    undecided: dict[int, None] = field(default_factory=dict)
+    """Those that may have to be sampled again."""
+    followed: set[int] = field(default_factory=set)
+    """Those whose next attempt is under way."""
+    num_taken: int = 0
+
+    def add(self, rollout: Rollout) -> None:
+        self.undecided[len(self.rollouts)] = None
+        self.rollouts.append(rollout)
+
+    def take_new(self) -> list[Rollout]:
+        new = self.rollouts[self.num_taken :]
+        self.num_taken = len(self.rollouts)
+        return new
+
+
+class ConstraintStage(Stage):
+    """Asks each task's constraints; where one of mode ``reject`` refuses, the slot is sampled again.
+
+    Refused responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
+    them out silently would bias the estimate (see ``algorithms/constrained_decoding.py``).
+    """
+
+    name = "constraints"
+    consumes = Rollout
+    produces = Rollout
+
+    def __init__(self, scorer: Scorer, rollout: RolloutStage, runs: Mapping[str, TaskRun]) -> None:
+        self._scorer = scorer
+        self._rollout = rollout
+        self._runs = runs
+        self.spans: list[Span] = []
+        """When verdicts were waited for, since the caller last cleared it."""
+
+    def process(self, items: list[Rollout]) -> list[Rollout]:
+        """Return the rollouts with verdicts, attempts of one slot side by side."""
+        attempts: dict[tuple[str, int], list[Rollout]] = {}
+        for rollout in (r for part in self.stream([items]) for r in part):
+            attempts.setdefault((rollout.group_id, rollout.sample), []).append(rollout)
+        return [a for r in items for a in attempts[(r.group_id, r.sample)]]
+
+    def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
+        """Yield rollouts without constraints as they come, the others when all of an attempt are judged.
+
+        A slot that is refused while the engine is at work is sampled again beside the rest, if the engine
+        takes more (``RolloutStage.join``); else together with the others, after the batch. Seeds make that
+        the same rollouts, and judges that take batches get the same ones.
+        """
+        rounds: list[_Round] = []
+        for part in parts:
+            free = [r for r in part if not self._runs[r.task].spec.judged]
+            if free:
+                yield free
+            own = [r for r in part if self._runs[r.task].spec.judged]
+            self._take(rounds, own + self._rollout.take_joined())
+        number = 0
+        while number < len(rounds):
+            judged = self._judge(rounds[number])
+            yield [rollout for _, rollout in judged]
+            following = [self._next_attempt(r) for i, r in judged if i not in rounds[number].followed]
+            again = [slot for slot in following if slot is not None]
+            for part in self._rollout.sample(again) if again else []:
+                self._take(rounds, part)
+            number += 1
+
+    def _take(self, rounds: list[_Round], rollouts: Sequence[Rollout]) -> None:
+        """Have rollouts judged, and those sampled again of which it is known by now that they must be."""
+        for rollout in rollouts:
+            if rollout.attempt == len(rounds):
+                rounds.append(_Round(self._scorer.begin_judging()))
+            rounds[rollout.attempt].add(rollout)
+        for current in rounds:
+            if new := current.take_new():
+                current.judging.add(new)
+        if not self._rollout.can_join:
+            return
+        again = []
+        for current in rounds:
+            for index in list(current.undecided):
+                known = current.judging.known(index)
+                if known is not None:
+                    del current.undecided[index]
+                    slot = self._next_attempt(self._with_verdicts(current.rollouts[index], known))
+                    if slot is not None:
+                        current.followed.add(index)
+                        again.append(slot)
+        if again:
+            self._rollout.join(again)
+
+    def _judge(self, current: _Round) -> list[tuple[int, Rollout]]:
+        """Return the rollouts of a round, all there will be, with index and verdicts, in order."""
+        began = time.monotonic()
+        order = sorted(range(len(current.rollouts)), key=lambda index: current.rollouts[index].order)
+        current.judging.seal(order)
+        current.judging.wait()
+        self.spans.append((began, time.monotonic()))
+        results = current.judging.results(order)
+        return [
+            (index, self._with_verdicts(current.rollouts[index], verdicts))
+            for index, verdicts in zip(order, results, strict=True)
+        ]
+
+    def _with_verdicts(self, rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
+        # what ended a response stands, though a judge that draws might now think better of it
+        verdicts = {**judged_whole, **rollout.verdicts}
+        rejecting = {c.name or c.plugin for c in self._runs[rollout.task].spec.judged if c.mode == "reject"}
+        failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
+        refused = any(
+            isinstance(v, Verdict) and v.violated for name, v in verdicts.items() if name in rejecting
+        )
+        return replace(rollout, verdicts=verdicts, rejected=refused, failure=rollout.failure or failed)
+
+    def _next_attempt(self, rollout: Rollout) -> Rollout | None:
+        """Return the empty slot after a refused attempt; None if they ran out, or it would be the same again.
+
+        A greedy response would repeat itself: the attempts after it are sampled as in training.
+        """
+        if not rollout.rejected:
+            return None
+        run = self._runs[rollout.task]
+        most = max(c.max_attempts for c in run.spec.constraints if c.mode == "reject")
+        sampling = rollout.sampling if rollout.sampling.temperature > 0 else run.sampling
+        if rollout.attempt + 1 >= most or sampling.temperature == 0:
+            return None
+        return Rollout(
+            prompt=rollout.prompt, sample=rollout.sample, attempt=rollout.attempt + 1, sampling=sampling
+        )

@@ -1,0 +1,153 @@
+"""Held-out evaluation per task: fixed prompts, fixed seeds, so that two evaluations are paired."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.constraints.satisfaction import constraint_metrics
+from multitask_rl.models.actor import Actor
+from multitask_rl.records import Scored, Statistic, TaskEvaluation
+from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.scoring.stats import ScoreTally
+from multitask_rl.statistics.definitions import served
+from multitask_rl.step.constraint_stage import ConstraintStage
+from multitask_rl.step.flow import DataFlow
+from multitask_rl.step.stages import RewardStage, RolloutStage, Scorer
+from multitask_rl.step.task_state import TaskRun, render_rows
+from multitask_rl.tracking.record_files import RecordFile
+
+__all__ = ["Evaluator"]
+
+
+class Evaluator:
+    """Runs the same nodes as training over each task's held-out prompts, one response a prompt."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        runs: Mapping[str, TaskRun],
+        *,
+        seed: int,
+        temperature: float,
+    ) -> None:
+        self._actor = actor
+        self._engine = engine
+        self._scorer = scorer
+        self._runs = runs
+        self._seed = seed
+        self._temperature = temperature
+        self.tally = ScoreTally()
+        """What was scored of each task; a trainer adds the records of its steps."""
+
+    def evaluate(
+        self,
+        step: int,
+        *,
+        tasks: Sequence[str] | None = None,
+        purpose: str = "evaluation",
+        must_score: bool = False,
+    ) -> dict[str, TaskEvaluation]:
+        """Return the evaluation of each task (default: all).
+
+        Args:
+            step: training step, for the record.
+            tasks: names.
+            purpose: names the random streams; another purpose gives fresh samples of the same prompts.
+            must_score: a task of which no sample was scored is an error.
+
+        Raises:
+            RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.
+        """
+        names = list(self._runs if tasks is None else tasks)
+        flow = self._flow(purpose)
+        prompts = [p for n in names for p in render_rows(self._runs[n], self._runs[n].eval_rows, self._actor)]
+        by_task: dict[str, list[Scored]] = {name: [] for name in names}
+        for scored in flow(prompts):
+            by_task[scored.rollout.task].append(scored)
+            self.tally.note([scored])
+        if must_score:
+            self.tally.check()
+        version = self._engine.policy_version
+        return {name: _evaluation(self._runs[name], own, step, version) for name, own in by_task.items()}
+
+    def _flow(self, purpose: str) -> DataFlow:
+        rollout = RolloutStage(
+            self._engine,
+            self._runs,
+            lambda ids: str(self._actor.tokenizer.decode(ids, skip_special_tokens=True)),
+            seed=self._seed,
+            scorer=self._scorer,
+            purpose=purpose,
+            group_size=1,
+            temperature=self._temperature,
+        )
+        constraints = ConstraintStage(self._scorer, rollout, self._runs)
+        return DataFlow([rollout, constraints, RewardStage(self._scorer, self._runs)])
+
+
+def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:
+    """Append one line per task to ``evaluations.jsonl``.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with contextlib.closing(RecordFile(file)) as record:
+        record.append(json.dumps(evaluation_row(evaluation)) + "\n" for evaluation in evaluations.values())
+
+
+def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
+    """Return the evaluation as JSON data; a value that failed is null."""
+    primary = evaluation.primary
+    low, high = primary.interval
+    return {
+        "step": evaluation.step,
+        "task": evaluation.task,
+        "metric": evaluation.metric,
+        "policy_version": evaluation.policy_version,
+        "prompts": evaluation.prompts,
+        **_numbers(primary),
+        "low": _plain(low),
+        "high": _plain(high),
+        "metrics": {k: _numbers(s) for k, s in evaluation.metrics.items()},
+        "values": [_plain(v) for v in primary.values],
+    }
+
+
+def _numbers(statistic: Statistic) -> dict[str, Any]:
+    return {
+        "mean": _plain(statistic.mean),
+        "n": statistic.n,
+        "error": _plain(statistic.error),
+        "direction": statistic.direction.value,
+    }
+
+
+def _evaluation(run: TaskRun, scored: list[Scored], step: int, version: int) -> TaskEvaluation:
+    return TaskEvaluation(
+        task=run.spec.name,
+        metric=run.spec.primary_metric,
+        primary=run.metrics.primary(scored),
+        step=step,
+        policy_version=version,
+        prompts=_hash_prompts(served(scored)),
+        metrics={**run.metrics.describe(scored, held_out=True), **constraint_metrics(run.spec, scored)},
+    )
+
+
+def _hash_prompts(scored: Sequence[Scored]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for s in scored:
+        digest.update(json.dumps([s.rollout.prompt.prompt_id, s.rollout.prompt.text]).encode())
+    return digest.hexdigest()
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None

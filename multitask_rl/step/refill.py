@@ -1,0 +1,111 @@
+"""Exact quotas after filtering: groups without a gradient are replaced by more prompts of the same task.
+
+Naive filtering shifts the mix towards the tasks whose groups are easy to keep (MT-GRPO, arXiv:2602.05547);
+here every task gets back what its own filter took, within a bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from multitask_rl.records import Scored
+from multitask_rl.step.metrics import Groups, by_group, is_informative
+from multitask_rl.step.task_state import TaskRun
+
+__all__ = ["Refill"]
+
+MIN_RATE = 0.05
+"""Below this share of groups with a gradient a refill would spend many rollouts for few: it is not tried."""
+PRIOR_GROUPS = 4.0
+"""Weight, in groups, of the task's smoothed rate beside the step's own: two groups of a step tell little."""
+MAX_OVERSAMPLING = 3.0
+"""Prompts drawn per missing group at most."""
+
+
+class Refill:
+    """Draws until each task has its quota of groups with a gradient, or the rounds are used up.
+
+    Args:
+        runs: the tasks.
+        rounds: extra rounds at most; 0 = none.
+        informative_rate: task -> smoothed share of its groups that give a gradient.
+    """
+
+    def __init__(
+        self, runs: Mapping[str, TaskRun], rounds: int, informative_rate: Callable[[str], float]
+    ) -> None:
+        self._runs = runs
+        self._rounds = rounds
+        self._informative_rate = informative_rate
+
+    def collect(
+        self,
+        quotas: Mapping[str, int],
+        experience: Callable[[Mapping[str, int]], list[Scored]],
+        late: Callable[[], Mapping[str, int]] = dict,
+    ) -> tuple[list[Scored], list[Scored]]:
+        """Return ``(all records drawn, those to train on)``.
+
+        Args:
+            quotas: groups per task.
+            experience: draws and scores so many prompts per task.
+            late: groups per task that are not scored yet; they may still give a gradient.
+        """
+        drawn = experience(quotas)
+        for _ in range(self._rounds):
+            missing = self._missing(by_group(drawn), quotas, late())
+            if not missing:
+                break
+            drawn = drawn + experience(missing)
+        return drawn, self.keep(drawn, quotas)
+
+    def shortfall(self, kept: Sequence[Scored], quotas: Mapping[str, int]) -> dict[str, int]:
+        """Return how many groups of each task's quota gave no gradient after all; nothing without rounds.
+
+        A task that gives next to none is not counted: it would be owed for ever.
+        """
+        if not self._rounds:
+            return {}
+        found = self.num_informative(by_group(kept))
+        short = {name: number - found.get(name, 0) for name, number in quotas.items()}
+        return {n: s for n, s in short.items() if s > 0 and self._informative_rate(n) >= MIN_RATE}
+
+    def num_informative(self, groups: Mapping[str, Groups]) -> dict[str, int]:
+        """Return how many groups of each task give a gradient."""
+        return {n: sum(is_informative(self._runs[n], g) for g in own.values()) for n, own in groups.items()}
+
+    def _missing(
+        self, groups: Mapping[str, Groups], quotas: Mapping[str, int], late: Mapping[str, int]
+    ) -> dict[str, int]:
+        missing: dict[str, int] = {}
+        for name, found in self.num_informative(groups).items():
+            lacking, known = quotas[name] - found - late.get(name, 0), self._informative_rate(name)
+            rate = (found + PRIOR_GROUPS * known) / (len(groups[name]) + PRIOR_GROUPS)
+            if lacking > 0 and rate >= MIN_RATE:
+                missing[name] = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
+        return missing
+
+    def keep(self, drawn: Sequence[Scored], quotas: Mapping[str, int]) -> list[Scored]:
+        """Return the groups to train on, by task, at least the quota of each if so many were drawn.
+
+        - Without a KL or entropy term: the quota, groups with a gradient first, in order of drawing.
+        - With one, every group has its gradient, so none is passed over: all groups in order of drawing, up
+          to the last that the quota of groups with a gradient needs. The term then sees the prompts as the
+          stream draws them, not only those that are not solved yet.
+        """
+        kept: list[Scored] = []
+        for name, own in by_group(drawn).items():
+            run, groups = self._runs[name], list(own.values())
+            informative = [is_informative(run, group) for group in groups]
+            if run.learner.is_regularised:
+                found = itertools.accumulate(informative, initial=0)
+                chosen = [
+                    group for group, before in zip(groups, found, strict=False) if before < quotas[name]
+                ]
+            else:
+                order = sorted(range(len(groups)), key=lambda i: not informative[i])
+                chosen = [groups[i] for i in order[: quotas[name]]]
+            kept.extend(s for group in chosen for s in group)
+        return kept

@@ -1,0 +1,135 @@
+"""What a step looked like: the statistics for the controllers, the numbers for the trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from multitask_rl.records import Direction, Event, Scored, TaskStats
+from multitask_rl.step.metrics import aggregate, by_group, group_rewards, is_informative, task_stats
+from multitask_rl.step.task_state import TaskRun
+
+__all__ = ["StepReport", "collect_stats", "observe_groups", "some_of_each", "step_numbers"]
+
+_LEAST_S = 1e-3
+"""A shorter stage is no rate: the rewards were there when it began, or there were none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepReport:
+    """What one training step did."""
+
+    step: int
+    quotas: Mapping[str, int]
+    """Prompts asked for, by task."""
+    drawn: Sequence[Scored]
+    """Every record of the step, refills included."""
+    kept: Sequence[Scored]
+    """Those that were trained on."""
+    train: dict[str, float] = field(default_factory=dict)
+    """Numbers of the update: ``grad_norm``, ``learning_rate``, ``padding_share``..."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock by stage, ``update`` and ``step`` among them."""
+
+    def shares(self, tasks: Collection[str]) -> dict[str, float]:
+        """Return the weight of the loss of each of ``tasks`` that are trained on: its quota's share.
+
+        A task without a quota in this step is there with late groups of earlier ones: they count themselves.
+        """
+        kept = by_group(self.kept)
+        parts = {name: self.quotas.get(name) or len(kept.get(name, ())) for name in tasks}
+        total = sum(parts.values())
+        return {name: part / total for name, part in parts.items() if total}
+
+
+def observe_groups(report: StepReport, runs: Mapping[str, TaskRun]) -> list[Event]:
+    """Let each task's stream see what its groups earned; return what its curriculum decided."""
+    events: list[Event] = []
+    for name, groups in by_group(report.drawn).items():
+        stream, run = runs[name].stream, runs[name]
+        if stream is not None:
+            earned = {g[0].rollout.prompt.draw: group_rewards(run, g) for g in groups.values()}
+            events += stream.observe(earned, report.step)
+    return events
+
+
+def collect_stats(
+    report: StepReport,
+    runs: Mapping[str, TaskRun],
+    weights: Mapping[str, float],
+    sources: Sequence[Mapping[str, Mapping[str, float]]],
+) -> dict[str, TaskStats]:
+    """Return the step's statistics of every task that has a weight.
+
+    Args:
+        report: the step.
+        runs: the tasks.
+        weights: share of each trained task at the start of the step.
+        sources: per-task numbers of the stages (update, advantages, reward pool), merged in this order.
+    """
+    drawn, kept = by_group(report.drawn), by_group(report.kept)
+    trained = {n: sum(is_informative(runs[n], g) for g in own.values()) for n, own in kept.items()}
+    num_asked, num_trained = sum(report.quotas.values()), sum(trained.values())
+    num_drawn = sum(len(own) for own in drawn.values())
+    stats = {}
+    for name, weight in weights.items():
+        own = drawn.get(name, {})
+        metrics: dict[str, float] = {}
+        for source in sources:
+            metrics.update(source.get(name, {}))
+        stream = runs[name].stream
+        metrics.update(stream.metrics() if stream is not None else {})
+        metrics.update(
+            weight=weight,
+            share_requested=report.quotas.get(name, 0) / max(1, num_asked),
+            share_sampled=len(own) / max(1, num_drawn),
+            share_trained=trained.get(name, 0) / max(1, num_trained),
+            overlong_prompts=float(runs[name].num_overlong),
+            kl_coefficient=runs[name].kl.coefficient,
+            **{f"multiplier/{c}": m.value for c, m in runs[name].multipliers.items()},
+        )
+        shift = stream.shift() if stream is not None and own else 0.0
+        stats[name] = replace(task_stats(runs[name], own, metrics), shift=shift)
+    return stats
+
+
+def step_numbers(
+    report: StepReport, stats: Mapping[str, TaskStats], runs: Mapping[str, TaskRun]
+) -> dict[str, float]:
+    """Return every number of the step by its name in the logs."""
+    seconds = report.seconds["step"]
+    counts: dict[str, int] = {}
+    for scored in report.drawn:
+        counts[scored.rollout.task] = counts.get(scored.rollout.task, 0) + 1
+    per_task = {
+        name: {
+            **s.metrics,
+            "reward_mean": s.reward_mean,
+            "reward_std": s.reward_std,
+            "informative_rate": s.num_informative / max(1, s.num_prompts),
+            "samples_per_s": counts.get(name, 0) / seconds,
+        }
+        for name, s in stats.items()
+    }
+    numbers = aggregate(per_task, "reward_mean", dict.fromkeys(stats, Direction.higher))
+    numbers.update({f"train/{k}": v for k, v in report.train.items()})
+    numbers.update({f"time/{k}_s": v for k, v in report.seconds.items()})
+    num_tokens = sum(len(s.rollout.response_ids) for s in report.drawn)
+    numbers["time/samples_per_s"] = len(report.drawn) / seconds
+    numbers["time/tokens_per_s"] = num_tokens / seconds
+    if (waited := report.seconds.get("rewards", 0.0)) > _LEAST_S:
+        numbers["time/rewards_per_s"] = len(report.drawn) / waited
+    return numbers
+
+
+def some_of_each(scored: Sequence[Scored], number: int) -> list[Scored]:
+    """Return the first ``number`` records of each task; all for a negative number."""
+    if number < 0:
+        return list(scored)
+    taken: dict[str, int] = {}
+    result = []
+    for s in scored:
+        taken[s.rollout.task] = taken.get(s.rollout.task, 0) + 1
+        if taken[s.rollout.task] <= number:
+            result.append(s)
+    return result

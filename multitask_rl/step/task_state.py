@@ -1,0 +1,309 @@
+"""The tasks of a run at work: specification, algorithm, controllers and data of each, side by side."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.algorithms.kl import KLController
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.constraints.multiplier import LagrangeMultiplier
+from multitask_rl.data import PooledStream, PromptStream, render_prompt
+from multitask_rl.data.rows import Row, row_id
+from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.models.actor import Actor
+from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
+from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
+from multitask_rl.seeding import random_stream
+from multitask_rl.statistics.definitions import TaskMetrics
+from multitask_rl.training.credit import LearnerTask
+
+logger = logging.getLogger(__name__)
+
+_REPORTED_RATIO = math.log(1.25)
+"""An adaptive coefficient moves every step; an event is made when it has moved by a quarter."""
+
+__all__ = ["TaskRun", "build_task_runs", "draw_prompts", "render_rows", "suppress_control_tokens"]
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskRun:
+    """One task in a run: what is fixed and what moves."""
+
+    spec: TaskSpec
+    algorithm: Algorithm
+    sampling: SamplingParams
+    group_size: int
+    kl: KLController
+    learner: LearnerTask
+    metrics: TaskMetrics = field(init=False)
+    """What its numbers mean (``statistics/definitions.py``)."""
+    multipliers: dict[str, LagrangeMultiplier] = field(default_factory=dict)
+    """By name of the constraint, for those of mode ``lagrangian``."""
+    stream: PromptStream | None = None
+    """None: the task is evaluated only."""
+    eval_rows: list[Row] = field(default_factory=list)
+    """Held-out rows, always the same ones in the same order."""
+    max_prompt_tokens: int = 0
+    """0 = no limit."""
+    kl_reported: float = 1.0
+    """Coefficient of the last event."""
+    num_overlong: int = 0
+    """Training prompts left out since the start because they did not fit."""
+
+    def __post_init__(self) -> None:
+        """Define the task's numbers."""
+        self.metrics = TaskMetrics(self.spec, self.algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that moves, JSON-able."""
+        return {
+            "type": self.spec.type,
+            "algorithm": self.algorithm.state_dict(),
+            "kl": self.kl.state_dict(),
+            "kl_reported": self.kl_reported,
+            "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
+            "stream": self.stream.state_dict() if self.stream else None,
+            "num_overlong": self.num_overlong,
+            "refused_values": self.metrics.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``; parts the task had not then start fresh, with a warning if they changed."""
+        name, kind = self.spec.name, state.get("type", self.spec.type)
+        if kind == self.spec.type:
+            self.algorithm.load_state_dict(state["algorithm"])
+        else:
+            logger.warning("task %r was of type %s: its %s starts fresh", name, kind, self.spec.type)
+        self.kl.load_state_dict(state["kl"])
+        beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
+        if beta == saved:
+            self.kl_reported = state.get("kl_reported", self.kl_reported)
+        else:
+            logger.warning("task %r: kl.coefficient goes on with %g, it was %g", name, beta, saved)
+        for constraint, multiplier in self.multipliers.items():
+            if constraint in state.get("multipliers", {}):
+                multiplier.load_state_dict(state["multipliers"][constraint])
+        if self.stream and state["stream"]:
+            self.stream.load_state_dict(state["stream"])
+        self.num_overlong = state["num_overlong"]
+        self.metrics.load_state_dict(state.get("refused_values", {}))
+        self.sync_learner()
+
+    def control(self, stats: TaskStats, step: int) -> list[Event]:
+        """Let the task's controllers see the step; return what they decided."""
+        events: list[Event] = []
+        name = self.spec.name
+        if "kl" in stats.metrics:
+            change = self.kl.update(stats.metrics["kl"])
+            if change is not None and abs(math.log(change.new / self.kl_reported)) > _REPORTED_RATIO:
+                self.kl_reported = change.new
+                data = {"from": change.old, "to": change.new, "observed": change.observed}
+                events.append(
+                    Event(
+                        step=step, source="kl", kind="coefficient", reason=change.reason, task=name, data=data
+                    )
+                )
+        for constraint, multiplier in self.multipliers.items():
+            if (cost := stats.metrics.get(f"cost/{constraint}")) is not None:
+                for event in multiplier.update(cost, step):
+                    events.append(replace(event, task=name, data={**event.data, "constraint": constraint}))
+        self.sync_learner()
+        return events
+
+    def sync_learner(self) -> None:
+        """Hand the controllers' values to the learner."""
+        self.learner.kl_coefficient = self.kl.coefficient
+        self.learner.multipliers = {name: m.value for name, m in self.multipliers.items()}
+
+
+def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
+    """Load and configure each task's algorithm; nothing heavy but torch is imported."""
+    return {
+        name: build_plugin(
+            load_plugin(ALGORITHMS, spec.type, expects=("credit", "loss", "select")),
+            spec.algorithm_config,
+            where=f"{spec.source}: tasks.{name}.algorithm_config",
+        )
+        for name, spec in specs.items()
+    }
+
+
+def build_task_runs(
+    specs: Mapping[str, TaskSpec],
+    algorithms: Mapping[str, Algorithm],
+    rows: Mapping[str, tuple[Sequence[Row], Sequence[Row]]],
+    config: RunConfig,
+    actor: Actor,
+) -> dict[str, TaskRun]:
+    """Put each task together.
+
+    Args:
+        specs: checked specifications.
+        algorithms: by task, as ``build_algorithms`` made them.
+        rows: ``(training rows, held-out rows)`` by task.
+        config: the run.
+        actor: its vocabulary and longest sequence are needed.
+
+    Raises:
+        ConfigError: the model's context cannot hold the response, or its vocabulary not the task's grammar.
+    """
+    _bind_control_tokens(algorithms, actor)
+    runs: dict[str, TaskRun] = {}
+    for name, spec in specs.items():
+        algorithm, (train_rows, eval_rows) = algorithms[name], rows[name]
+        sampling = spec.sampling_params(run_sampling(config))
+        _check_grammar(spec, sampling, actor)
+        run = TaskRun(
+            spec=spec,
+            algorithm=algorithm,
+            sampling=sampling,
+            group_size=spec.group_size or config.batch.group_size,
+            kl=KLController(spec.kl),
+            learner=LearnerTask(spec=spec, algorithm=algorithm),
+            kl_reported=spec.kl.coefficient or 1.0,
+            multipliers={
+                c.name or c.plugin: LagrangeMultiplier(limit=c.limit or 0.0, config=c.multiplier)
+                for c in spec.constraints
+                if c.mode == "lagrangian"
+            },
+            stream=None if spec.evaluation_only else _stream(spec, train_rows, config),
+            eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
+            max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),
+        )
+        run.sync_learner()
+        runs[name] = run
+    return runs
+
+
+def run_sampling(config: RunConfig) -> SamplingParams:
+    """Return the run's sampling parameters."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+
+
+def draw_prompts(runs: Mapping[str, TaskRun], quotas: Mapping[str, int], actor: Actor) -> list[Prompt]:
+    """Draw the next prompts of each task; those that do not fit are counted and replaced.
+
+    Raises:
+        DataError: no prompt of a task fits.
+    """
+    prompts: list[Prompt] = []
+    for name, count in quotas.items():
+        run = runs[name]
+        misses = 0
+        found: list[Prompt] = []
+        while len(found) < count and run.stream is not None:
+            for draw, row in run.stream.next(count - len(found)):
+                prompt = render(run, row, draw, actor)
+                if run.max_prompt_tokens and len(prompt.prompt_ids) > run.max_prompt_tokens:
+                    run.num_overlong += 1
+                    misses += 1
+                else:
+                    found.append(prompt)
+                    misses = 0
+            # every row was tried, with room for streams that prefer some of them
+            if misses > min(max(50, 4 * run.stream.num_rows), 10_000):
+                raise DataError(
+                    f"task {name!r}: the last {misses} prompts were all longer than {run.max_prompt_tokens} "
+                    "tokens; raise rollout.max_prompt_tokens (the model's positions less the response bound "
+                    "it too: model.rope_scaling) or shorten the prompt template"
+                )
+        prompts.extend(found)
+    return prompts
+
+
+def render(run: TaskRun, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
+    """Return the prompt of ``row``; for training as the algorithm wants it sampled, else not conditioned."""
+    text, ids = render_prompt(run.spec, row, actor.tokenizer)
+    return Prompt(
+        task=run.spec.name,
+        prompt_id=f"{run.spec.name}/{row_id(row)}",
+        draw=draw,
+        row=row,
+        text=text,
+        prompt_ids=ids if evaluation else run.algorithm.condition(ids, evaluation=False),
+    )
+
+
+def render_rows(run: TaskRun, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
+    """Return evaluation prompts of ``rows``; one that does not fit keeps its end (the question)."""
+    prompts = []
+    for index, row in enumerate(rows):
+        prompt = render(run, row, index, actor, evaluation=True)
+        # cut before the algorithm conditions: its control token must survive
+        keep = run.max_prompt_tokens or len(prompt.prompt_ids)
+        prompt.prompt_ids = run.algorithm.condition(prompt.prompt_ids[-keep:], evaluation=True)
+        prompts.append(prompt)
+    return prompts
+
+
+def _stream(spec: TaskSpec, rows: Sequence[Row], config: RunConfig) -> PromptStream:
+    if spec.curriculum.by:
+        late_steps = config.rollout.max_staleness if config.batch.quorum < 1.0 else 0
+        return PooledStream(
+            rows, task=spec.name, seed=config.seed, spec=spec.curriculum, late_steps=late_steps
+        )
+    return PromptStream(rows, task=spec.name, seed=config.seed)
+
+
+def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> None:
+    number = max((a.num_control_tokens for a in algorithms.values()), default=0)
+    if number == 0:
+        return
+    if actor.config.lora.rank > 0:
+        raise ConfigError(
+            "an algorithm with control tokens (reward_conditioned) cannot train with model.lora.rank > 0: "
+            "the tokens' embeddings would stay as they are; set model.lora.rank=0 or another type"
+        )
+    ids = actor.add_control_tokens(number)
+    for algorithm in algorithms.values():
+        if algorithm.num_control_tokens:
+            algorithm.bind(ids[: algorithm.num_control_tokens])
+
+
+def suppress_control_tokens(runs: Mapping[str, TaskRun], actor: Actor) -> None:
+    """Give the control tokens of the vocabulary probability 0 in the responses of every task."""
+    if ids := actor.control_token_ids:
+        for run in runs.values():
+            run.sampling = replace(run.sampling, suppressed_ids=ids)
+
+
+def _check_grammar(spec: TaskSpec, sampling: SamplingParams, actor: Actor) -> None:
+    if sampling.grammar:
+        try:
+            actor.grammars.check(sampling.grammar, sampling.max_new_tokens)
+        except ConfigError as error:
+            where = f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints"
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def _max_prompt_tokens(name: str, sampling: SamplingParams, config: RunConfig, actor: Actor) -> int:
+    limit = config.rollout.max_prompt_tokens
+    if actor.max_length:
+        # one place is kept for a control token
+        room = actor.max_length - sampling.max_new_tokens - 1
+        if room < 1:
+            raise ConfigError(
+                f"task {name!r}: max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in the "
+                f"model's {actor.max_length} positions; lower rollout.max_new_tokens"
+            )
+        limit = min(limit, room) if limit else room
+    return limit
+
+
+def _choose(rows: Sequence[Row], number: int, seed: int, task: str) -> list[Row]:
+    if len(rows) <= number:
+        return list(rows)
+    return [rows[i] for i in random_stream(seed, "eval-rows", task).sample(range(len(rows)), number)]

@@ -1,0 +1,1 @@
+"""Where learning runs: ranks that compute one gradient together, by samples and by parts of sequences."""

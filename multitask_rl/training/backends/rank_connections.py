@@ -1,0 +1,256 @@
+"""Rank 0's connections to the other learner ranks: started, admitted, heard, missed when they are late."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from multitask_rl.boundary.channel import Channel
+from multitask_rl.errors import MultitaskRLError, TrainingError
+
+__all__ = ["Helper", "Launch", "RankLines"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_LIMIT_S = 180.0
+REPORT_EVERY_S = 30.0
+
+
+class Helper(Protocol):
+    """A started process."""
+
+    def ended(self) -> str:
+        """Return how it ended; empty while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
+Launch = Callable[[dict[str, Any]], Helper]
+"""Starts a process that calls ``replica.serve`` with these arguments."""
+
+
+class RankLines:
+    """A connection to each of the ranks 1 .. ``size`` - 1.
+
+    Args:
+        launch: how a rank is started.
+        size: number of ranks, this one counted.
+        host: where this process can be reached by the others.
+
+    Raises:
+        TrainingError: a rank did not start.
+    """
+
+    def __init__(self, launch: Launch, size: int, host: str) -> None:
+        self._size = size
+        self._inbox: queue.SimpleQueue[tuple[int, str, Any, float]] = queue.SimpleQueue()
+        self._channels: dict[int, Channel] = {}
+        self._helpers: dict[int, Helper] = {}
+        self.arrived: dict[int, float] = {}
+        """Rank -> when it last said that it was ready for the sum of gradients (this process's clock)."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called, in a thread of its own, when a rank has failed or hung up: who waits for it must not."""
+        self._lost: MultitaskRLError | None = None
+        """The first failure; the ranks cannot be used after it."""
+        try:
+            self._connect(launch, host)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, launch: Launch, host: str) -> None:
+        """Start the ranks and wait until all have connected."""
+        token = secrets.token_hex(16)
+        with socket.create_server((host, 0)) as server:
+            server.settimeout(0.2)
+            where = {"host": host, "port": server.getsockname()[1], "token": token}
+            for rank in range(1, self._size):
+                self._helpers[rank] = launch({**where, "rank": rank})
+            deadline = time.monotonic() + START_LIMIT_S
+            while len(self._channels) < self._size - 1:
+                for rank, helper in self._helpers.items():
+                    if rank not in self._channels and (end := helper.ended()):
+                        raise TrainingError(f"learner rank {rank} did not start: it {end}")
+                if time.monotonic() > deadline:
+                    missing = sorted(set(self._helpers) - set(self._channels))
+                    raise TrainingError(
+                        f"learner ranks {missing} did not connect within {START_LIMIT_S:g} s to {host}; look "
+                        "whether that address can be reached from where they run"
+                    )
+                try:
+                    sock, _ = server.accept()
+                except TimeoutError:
+                    continue
+                self._admit(sock, token)
+
+    def _admit(self, sock: socket.socket, token: str) -> None:
+        """Take the connection of a rank that knows the token; nothing is unpickled before."""
+        sock.settimeout(2.0)
+        greeting = b""
+        with contextlib.suppress(OSError):
+            while len(greeting) < len(token) + 9 and (more := sock.recv(len(token) + 9 - len(greeting))):
+                greeting += more
+        said, _, number = greeting.decode(errors="replace").partition(" ")
+        if not secrets.compare_digest(said.encode(), token.encode()) or not number.isdigit():
+            logger.warning("a stranger connected to the port of the learner ranks and was sent away")
+            sock.close()
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = self._channels[int(number)] = Channel(sock)
+        threading.Thread(
+            target=self._read, args=(int(number), channel), name=f"learner-rank-{int(number)}", daemon=True
+        ).start()
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        while True:
+            try:
+                kind, content = channel.receive()
+            except (EOFError, OSError):
+                self._inbox.put((rank, "gone", None, time.monotonic()))
+                self.on_lost()
+                return
+            except Exception as error:  # noqa: BLE001 - unpickling can raise anything; raised by who waits
+                text = f"its message cannot be read: {error!r}"
+                self._inbox.put((rank, "failed", (None, text), time.monotonic()))
+                self.on_lost()
+                return
+            self._inbox.put((rank, kind, content, time.monotonic()))
+            if kind == "failed":
+                self.on_lost()
+
+    def send(self, rank: int, message: Any) -> None:
+        """Send ``message`` to ``rank``.
+
+        Raises:
+            TrainingError: it died.
+            pickle.PicklingError: ``message`` holds something that cannot travel.
+        """
+        try:
+            self._channels[rank].send(message)
+        except OSError as error:
+            self.collect("done", "the start of a call", until=time.monotonic() + 5.0)
+            raise TrainingError(f"learner rank {rank} cannot be reached: {error}") from error
+
+    def collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
+        """Return every other rank's message of ``kind``; those that are there at ``until``.
+
+        Raises:
+            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+        """
+        found: dict[int, Any] = {}
+        while len(found) < self._size - 1:
+            late = [rank for rank in range(1, self._size) if rank not in found]
+            message = self.receive(what, late, until)
+            if message is None:
+                break
+            rank, got, content = message
+            if got == kind:
+                found[rank] = content
+        return found
+
+    def receive(
+        self, what: str, late: Sequence[int], until: float | None = None
+    ) -> tuple[int, str, Any] | None:
+        """Return the next message (rank, kind, content); None if there is none at ``until``.
+
+        Args:
+            what: is being done, for the log and for errors.
+            late: ranks that are waited for.
+            until: ``time.monotonic()`` value; None = wait for ever.
+
+        Raises:
+            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+        """
+        if self._lost is not None:
+            raise self._lost
+        began = time.monotonic()
+        while True:
+            now = time.monotonic()
+            left = REPORT_EVERY_S if until is None else max(0.0, until - now)
+            try:
+                rank, kind, content, at = self._inbox.get(timeout=min(left, REPORT_EVERY_S))
+            except queue.Empty:
+                if until is not None and time.monotonic() >= until:
+                    return None
+                names = ", ".join(map(str, late))
+                logger.warning("waiting for learner rank %s in %s for %.0f s", names, what, now - began)
+                continue
+            if kind in ("gone", "failed"):
+                self._lost = self._failure(rank, what, content)
+                raise self._lost
+            if kind == "arrived":
+                self.arrived[rank] = at
+            return rank, kind, content
+
+    def _failure(
+        self, rank: int, what: str, content: tuple[type[MultitaskRLError] | None, str] | None
+    ) -> MultitaskRLError:
+        """Return the error of a rank that failed or (None) hung up."""
+        if content is None:
+            how = ""
+            for _ in range(50):
+                if rank not in self._helpers or (how := self._helpers[rank].ended()):
+                    break
+                time.sleep(0.1)
+            return TrainingError(
+                f"learner rank {rank} {how or 'hung up'} during {what}; the last checkpoint is intact. Less "
+                "memory per rank: lower batch.tokens_per_microbatch"
+            )
+        error_class, text = content
+        if error_class is not None:
+            return error_class(text)
+        return TrainingError(
+            f"learner rank {rank} failed during {what}; the last checkpoint is intact\n{text}"
+        )
+
+    def meet(self, make: Callable[[], T], what: str) -> T:
+        """Return what ``make`` returns, which waits for all ranks; the loss of one ends the waiting.
+
+        A library that meets other processes hears of a dead one by its own time limit alone, and is left in
+        its thread then.
+
+        Raises:
+            RuntimeError: what ``make`` raised.
+            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+        """
+        meeting: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                meeting.set_result(make())
+            except RuntimeError as error:
+                meeting.set_exception(error)
+            self._inbox.put((0, "met", None, time.monotonic()))
+
+        threading.Thread(target=run, name="learner-ranks-meet", daemon=True).start()
+        while not meeting.done():
+            self.receive(what, range(1, self._size))
+        return meeting.result()
+
+    def give_up(self, why: str) -> None:
+        """Let every later call fail: the ranks are no longer where this process believes them to be."""
+        self._lost = self._lost or TrainingError(
+            f"the learner ranks were left in the middle of a call: {why}"
+        )
+
+    def close(self) -> None:
+        """End the other ranks. Idempotent."""
+        self._lost = self._lost or TrainingError("the learner ranks are closed")
+        for channel in self._channels.values():
+            channel.hang_up()
+        for helper in self._helpers.values():
+            helper.kill()
+        self._helpers = {}

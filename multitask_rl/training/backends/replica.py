@@ -1,0 +1,267 @@
+"""A learner rank other than the trainer's: holds copies of the models and does what rank 0 says.
+
+It ends when the connection to rank 0 does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import output_capturing
+
+from multitask_rl.boundary.channel import Channel
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import MultitaskRLError
+from multitask_rl.models.compiled import compile_blocks
+from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
+from multitask_rl.records import TrainSample
+from multitask_rl.rollout.base import GenerationRequest, RolloutEngine, stream
+from multitask_rl.training.backends.context import check_model
+from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
+from multitask_rl.training.backends.sharded import Shards
+from multitask_rl.training.backends.sharded_learner import Traits, probe, shard_learner
+from multitask_rl.training.backends.sharded_state import ShardedState
+from multitask_rl.training.backends.shared_state import SharedState
+from multitask_rl.training.backends.skeleton import thaw
+from multitask_rl.training.credit import Before, look_before
+from multitask_rl.training.learner import Learner, Learnt, Weighted
+from multitask_rl.training.runner import ModelRunner
+
+__all__ = ["Described", "Done", "Setup", "describe", "main", "register_outputs", "serve"]
+
+Described = tuple[str, torch.Size, torch.dtype]
+"""Name, shape and type of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a rank is told at its start."""
+
+    size: int
+    context: int
+    tensor: int
+    host: str
+    port: int
+    device: str
+    places: Mapping[str, str]
+    """Device of a tensor in rank 0 -> in this rank."""
+    num_threads: int
+    frozen: bytes
+    """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """What a rank answers."""
+
+    result: Any
+    traffic: Traffic
+
+
+def main() -> None:
+    """Serve rank 0. One line on standard input says where it is: JSON of ``serve``'s arguments."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer's to handle: it hangs up
+        signal.signal(number, signal.SIG_IGN)
+    serve(**json.loads(sys.stdin.readline()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of the process groups must not keep the process
+
+
+def serve(*, host: str, port: int, token: str, rank: int) -> bool:
+    """Connect to rank 0 and do what it says until it hangs up; return whether nothing failed.
+
+    After a failure the process has to end: others may wait in collectives for it.
+
+    Args:
+        host: of rank 0.
+        port: its listening port.
+        token: proves to rank 0 that this process was started by it.
+        rank: of this process.
+    """
+    sock = socket.create_connection((host, port))
+    address = str(sock.getsockname()[0])
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.sendall(f"{token} {rank:08d}".encode())
+    channel = Channel(sock)
+    replica: _Replica | None = None
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            replica = _Replica(rank, channel.receive(), channel, address)
+            while True:
+                method, arguments = channel.receive()
+                channel.send(("done", replica.do(method, arguments)))
+        except (EOFError, ConnectionError):
+            raise
+        except MultitaskRLError as error:
+            channel.send(("failed", (type(error), str(error))))
+            return False
+        except Exception:  # noqa: BLE001 - rank 0 raises it; the collectives it may wait in end with this process
+            channel.send(("failed", (None, traceback.format_exc())))
+            return False
+    if replica is not None:
+        replica.ranks.close()
+    channel.close()
+    return True
+
+
+def register_outputs(model: nn.Module) -> None:
+    """Let unpickled models record hidden states: transformers notes in their ``__init__`` that they can."""
+    registry: dict[str, Any] = getattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            registry.setdefault(str(type(module)), module._can_record_outputs)
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
+    """Return what a receiver has to know of ``tensors``."""
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+
+
+class _Replica:
+    """The models of this rank and what may be done with them."""
+
+    def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
+        torch.set_num_threads(setup.num_threads)
+        self._channel = channel
+        self._engine: RolloutEngine | None = None
+        device = torch.device(setup.device)
+        thawed, self._tensors = thaw(setup.frozen, setup.places)
+        actor, critic, reference, average, tasks, config = thawed
+        for model in (actor.model, reference, critic.trunk):
+            if model is not None:
+                register_outputs(model)
+        self._config: RunConfig = config
+        critic.device = torch.device(setup.places[str(critic.device)])
+        channel.send(("thawed", None))
+        store = join_store(setup.host, setup.port)
+        self.ranks = Ranks(
+            rank, setup.size, setup.context, setup.tensor, address=address, store=store, device=device
+        )
+        self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
+        if config.model.compile:
+            compile_blocks(actor.model)
+        runner = ModelRunner(actor, critic, config, reference, self.ranks)
+        runner.average = average
+        self._learner = Learner(runner, tasks, config)
+        self._learner.optimizer.share_out(SharedState(self.ranks, *self._learner.optimizer.parameters))
+
+    def do(self, method: str, arguments: tuple[Any, ...]) -> Done:
+        result = getattr(self, method)(*arguments)
+        traffic, self.ranks.traffic = self.ranks.traffic, Traffic()
+        return Done(result=result, traffic=traffic)
+
+    def fill(self, numbers: Sequence[int]) -> None:
+        """Receive the tensors ``numbers`` from rank 0."""
+        self.ranks.broadcast([self._tensors[i] for i in numbers])
+
+    def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: Traits) -> None:
+        """Keep a part of actor and reference.
+
+        Args:
+            places: numbers of the tensors that are the actor's parameters.
+            gone: numbers of the reference's.
+            traits: of the models.
+        """
+        for number in (*places, *gone):
+            self._tensors[number] = torch.empty(0)
+        whole = self._learner.runner
+        self._learner = shard_learner(
+            whole.actor, whole.critic, whole.reference, self._learner.tasks, self._config, self.ranks, traits
+        )
+
+    def fill_parts(self, numbers: Sequence[int]) -> None:
+        """Receive this rank's part of the parameters ``numbers``."""
+        self._shards.fill(numbers)
+
+    def gather(self) -> None:
+        """Show rank 0 the weights of this rank's parts."""
+        for _ in self._shards.gather():
+            pass
+
+    def probe(self) -> None:
+        """Take part in a pass over fixed tokens."""
+        probe(self._learner.runner.actor.model)
+
+    @property
+    def _shards(self) -> Shards:
+        shards = self._learner.runner.actor.shards
+        if shards is None:
+            raise AssertionError("the models are whole")
+        return shards
+
+    @property
+    def _shared(self) -> SharedState | ShardedState:
+        shared = self._learner.optimizer.shared
+        if shared is None:
+            raise AssertionError("the state was not shared out")
+        return shared
+
+    def load_optimizer(self, described: Sequence[Described]) -> None:
+        """Receive this rank's part of the optimizer's state from rank 0."""
+        state = {name: self.ranks.receive(shape, dtype, 0) for name, shape, dtype in described}
+        numbered = {self._shared.names[id(p)]: p for p in self._shared.parameters}
+        self._learner.optimizer.load_tensors(state, numbered)
+
+    def describe_optimizer(self) -> list[Described]:
+        """Return what ``send_optimizer`` sends."""
+        return describe(self._learner.optimizer.tensors(self._shared.names))
+
+    def send_optimizer(self) -> None:
+        """Send this rank's part of the optimizer's state to rank 0."""
+        for tensor in self._learner.optimizer.tensors(self._shared.names).values():
+            self.ranks.send(tensor, 0)
+
+    def check(self) -> None:
+        """Try whether the actor can be computed in parts of a sequence."""
+        actor = self._learner.runner.actor
+        check_model(self.ranks, actor.model, actor.pad_token_id)
+
+    def look(
+        self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool
+    ) -> Before | None:
+        """Return what the models say of this rank's samples; one of the peers answers."""
+        runner = self._learner.runner
+        before = look_before(runner, task, samples, want_values=want_values, want_ref=want_ref)
+        if self.ranks.peer_index:
+            return None
+        return before.compact()
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> None:
+        """Sample ``requests``; what ends is sent at once."""
+        if self._engine is None:
+            name = self._config.rollout.engine
+            build = load_plugin(ROLLOUT_ENGINES, name, expects=("build", "generate")).build
+            directory = Path(self._config.output_dir) / f"rank{self.ranks.rank}"
+            actor, seed = self._learner.runner.actor, self._config.seed
+            self._engine = build(actor, self._config.rollout, seed=seed, output_dir=directory)
+        for ended in stream(self._engine, requests):
+            self._channel.send(("ended", ended))
+
+    def learn(
+        self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float], seed: int
+    ) -> Learnt | None:
+        """Make an optimizer step with the others; one of the peers answers."""
+        torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
+        for name, coefficient in coefficients.items():
+            self._learner.tasks[name].kl_coefficient = coefficient
+        with self._learner.runner.actor.learning():
+            learnt = self._learner.learn(active, factor)
+        return learnt if self.ranks.peer_index == 0 else None
+
+    def follow(self) -> None:
+        """Move the reference towards the actor."""
+        self._learner.follow()

@@ -1,0 +1,226 @@
+"""Models of which every learner rank holds a part: torch's FSDP2 over the ranks' own process group.
+
+A block of the model is gathered when its forward or backward pass needs it and given up after; its gradient
+arrives summed, cut like the weights. All ranks pass through a model together, so each must make as many
+passes as the others (``ModelRunner.cut`` fills up with idle ones).
+
+Ranks may compute every layer together besides (``tensor.py``); each then cuts its part of a layer further.
+
+Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from multitask_rl.training.backends.ranks import Ranks
+from multitask_rl.training.backends.tensor import Cuts, cut_layers
+
+__all__ = ["Shards", "blocks", "forward_pass", "shard_model"]
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """Return what is gathered as one, inner before outer: the layers that transformers would not part."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in kinds]
+
+
+def shard_model(model: Any, ranks: Ranks) -> Cuts:
+    """Leave this rank a part of each parameter of ``model``, in place; return which the peers have cut.
+
+    Args:
+        model: a model of ``transformers``, adapted or not, the same on every rank.
+        ranks: all of them.
+    """
+    cuts = cut_layers(model, ranks) if ranks.tensor > 1 else Cuts()
+    mesh = ranks.mesh()
+    # bfloat16 gradients are summed in float32, as those of whole models are
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # a sum: the loss has counted all ranks' samples
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    # an expert that no token of this rank met
+    model.set_reduce_scatter_unused_params(True)
+    # the head is read outside of the model's own forward: any function may be the pass
+    model.one_pass = MethodType(_one_pass, model)
+    register_fsdp_forward_method(model, "one_pass")
+    return cuts
+
+
+def _one_pass(_model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    # a hook on a view would be lost where the view is changed in place
+    return {
+        name: value.clone() if isinstance(value, Tensor) and value._is_view() else value
+        for name, value in act().items()
+    }
+
+
+def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``act`` returns, which makes one forward pass of ``model``, sharded or not.
+
+    Args:
+        model: what ``act`` calls.
+        act: returns tensors that the backward pass begins at, by name.
+    """
+    if not hasattr(model, "one_pass"):
+        return act()
+    found: dict[str, Any] = model.one_pass(act)
+    if not any(p.requires_grad for p in model.parameters()):
+        model.reset_iter_state()  # what torch notes in a pass it else forgets after the backward pass
+    elif not torch.is_grad_enabled():
+        model.reshard()  # torch keeps the outermost weights gathered for a backward pass
+    return found
+
+
+def _note(names: set[str], name: str, _parameter: Tensor) -> None:
+    names.add(name)
+
+
+@torch.no_grad()
+def _collect(local: nn.Parameter, sharded: Any) -> None:
+    """Add the gradient of a backward pass to that of ``local``: in float32 where the weights are in less."""
+    arrived = sharded.grad.to_local().to(local.grad_dtype)
+    sharded.grad = None  # torch would add up in the type of the weights
+    local.grad = arrived if local.grad is None else local.grad.add_(arrived)
+
+
+class Shards:
+    """This rank's part of a sharded model's parameters, and how wholes are cut and put together.
+
+    Args:
+        model: after ``shard_model``.
+        ranks: all of them.
+        cuts: what ``shard_model`` returned.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks, cuts: Cuts | None = None) -> None:
+        self._model, self._ranks, self._cuts = model, ranks, cuts or Cuts()
+        named = dict(model.named_parameters())
+        self.names = list(named)
+        """Of the parameters, tied ones once."""
+        self._sharded: list[Any] = list(named.values())
+        # what the optimizer moves shares its memory with torch's own parameter
+        self.local = [
+            nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in self._sharded
+        ]
+        """[names] this rank's parts; one may be empty."""
+        self._met: set[str] = set()
+        """Parameters that a backward pass here gave a gradient."""
+        for name, gathered in self._unsharded():  # torch gathers into the same parameters every time
+            if gathered.requires_grad:
+                # the set alone: a hook that held this object would keep it and the model for ever
+                cast(Any, gathered).register_post_accumulate_grad_hook(partial(_note, self._met, name))
+        for local, sharded in zip(self.local, self._sharded, strict=True):
+            if sharded.requires_grad:
+                sharded.register_post_accumulate_grad_hook(partial(_collect, local))
+
+    def is_cut(self, number: int) -> bool:
+        """The peers have different parts of the parameter."""
+        return self.names[number] in self._cuts.dims
+
+    def cut(self, number: int, whole: Tensor) -> list[Tensor]:
+        """Return the ranks' parts of ``whole``, of the parameter's shape; the last ones may be empty."""
+        ranks = self._ranks
+        columns = [whole] * ranks.tensor
+        if self.is_cut(number):
+            columns = list(whole.chunk(ranks.tensor, self._cuts.dims[self.names[number]]))
+        num_rows = ranks.size // ranks.tensor
+        parts = [list(column.chunk(num_rows)) for column in columns]
+        return [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
+
+    def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole of the parts that are not empty, in the order of the ranks."""
+        peers = self._ranks.tensor
+        if not self.is_cut(number):
+            return torch.cat(list(parts[::peers]))
+        columns = [torch.cat(list(parts[index::peers])) for index in range(peers)]
+        return torch.cat(columns, self._cuts.dims[self.names[number]])
+
+    def holders(self, number: int) -> list[int]:
+        """Return the ranks whose part of the parameter is not empty."""
+        peers = self._ranks.tensor
+        parts = torch.empty(self._sharded[number].shape[0]).chunk(self._ranks.size // peers)
+        return list(range(len(parts) * peers))
+
+    @torch.no_grad()
+    def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
+        """Take this rank's part of the parameters ``numbers``, which rank 0 has in ``wholes``."""
+        for place, number in enumerate(numbers):
+            sharded = self._sharded[number]
+            shape = list(sharded.shape)
+            if self.is_cut(number):
+                shape[self._cuts.dims[self.names[number]]] *= self._ranks.tensor
+            whole = torch.empty(shape, dtype=sharded.dtype, device=self._ranks.device)
+            if wholes is not None:
+                whole.copy_(wholes[place])
+            self._ranks.broadcast([whole])
+            self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
+
+    def take_gradients(self) -> None:
+        """Settle the gradients that the backward passes added to the local parts.
+
+        torch has zeros for parameters that no rank met. They get none: the optimizer leaves them alone.
+        """
+        met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
+        self._ranks.sum(met)
+        self._met.clear()
+        for local, number in zip(self.local, met.tolist(), strict=True):
+            if not number:
+                local.grad = None
+        if self._ranks.tensor > 1:
+            self._agree()
+
+    def _agree(self) -> None:
+        """Give the peers the same gradient of what all of them have.
+
+        Each has a part of some; of the others, which should be the same already, they take the mean: sums in
+        another order (scattered adds on a GPU) would let the copies drift apart.
+        """
+        chosen = [
+            (local.grad, 1.0 if name in self._cuts.partial else 1.0 / self._ranks.tensor)
+            for name, local in zip(self.names, self.local, strict=True)
+            if local.grad is not None and name not in self._cuts.dims
+        ]
+        if not chosen:
+            return
+        flat = torch.cat([(grad.float() * share).reshape(-1) for grad, share in chosen])
+        self._ranks.sum_peers(flat)
+        for (grad, _), part in zip(chosen, torch.split(flat, [g.numel() for g, _ in chosen]), strict=True):
+            grad.copy_(part.view(grad.shape))
+
+    @torch.no_grad()
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole weights, each there until the next is asked for.
+
+        Every rank has to go through to the end.
+        """
+        for name, found in self._unsharded():
+            dim = self._cuts.dims.get(name)
+            yield name, found if dim is None else torch.cat(list(self._ranks.gather_peers(found)), dim)
+
+    def _unsharded(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and what the peers of this rank have of the weights."""
+        known = set(self.names)
+        for module in [m for m in self._model.modules() if isinstance(m, FSDPModule)]:
+            sharded = {id(p) for p in self._sharded}
+            module.unshard()
+            for name, found in self._model.named_parameters():
+                if id(found) not in sharded and name in known:
+                    yield name, found
+            module.reshard()

@@ -1,0 +1,167 @@
+"""The optimizer's work shared out: every rank keeps the state of some parameters and moves those.
+
+Gradients are summed where a parameter's state is, which moves it and tells the others (ZeRO, stage 1). Whole
+parameters have an owner, not slices: what a checkpoint names lies in one place, and the moments of a value
+head stay where they are when another task's had no sample.
+
+Source: Rajbhandari et al., "ZeRO" (arXiv:1910.02054), sec. 5.1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from multitask_rl.errors import TrainingError
+from multitask_rl.training.backends.balance import share_out
+from multitask_rl.training.backends.ranks import Ranks
+
+__all__ = ["SharedState"]
+
+BUCKET_CELLS = 2**24
+"""Numbers sent at once: 64 MiB in float32."""
+
+
+class SharedState:
+    """Which rank owns which parameter, and how gradients and weights travel. Alike on every rank.
+
+    Args:
+        ranks: all of them.
+        actor: parameters whose gradients are parts.
+        critic: parameters whose gradients every peer has whole.
+    """
+
+    def __init__(
+        self, ranks: Ranks, actor: Sequence[nn.Parameter], critic: Sequence[nn.Parameter] = ()
+    ) -> None:
+        self._ranks = ranks
+        self.parameters = [*actor, *critic]
+        self.names = {id(p): str(number) for number, p in enumerate(self.parameters)}
+        """``id(parameter)`` -> its number, by which ranks speak of it."""
+        self._share = [1.0] * len(actor) + [1.0 / ranks.peers] * len(critic)
+        self._groups = [range(len(actor)), range(len(actor), len(self.parameters))]
+        self._owner = [0] * len(self.parameters)
+        for rank, share in enumerate(share_out([p.numel() for p in self.parameters], ranks.size)):
+            for number in share:
+                self._owner[number] = rank
+        self._moving: list[int] = []
+        self._is_closed = False
+
+    def is_own(self, parameter: nn.Parameter) -> bool:
+        """Its state is in this process."""
+        number = self.names.get(id(parameter))
+        return number is not None and self._owner[int(number)] == self._ranks.rank
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of all ranks in float32, each at its owner; the others' copies are dropped.
+
+        A parameter that has a gradient on some rank gets one at its owner.
+
+        Raises:
+            TrainingError: the other ranks have ended.
+        """
+        ranks = self._ranks
+        self.check_open()
+        ranks.before_sum()
+        # the flag of nobody keeps it from being empty; here early ranks wait for late ones, too
+        present = torch.tensor([*(float(p.grad is not None) for p in self.parameters), 0.0])
+        present = present.to(ranks.device)
+        ranks.sum(present)
+        began = time.monotonic()
+        self._moving = [number for number, n in enumerate(present.tolist()) if n]
+        for owner, bucket in self._buckets():
+            flat = torch.cat([self._flat_gradient(number) for number in bucket])
+            ranks.sum(flat, at=owner)
+            for number, part in zip(bucket, self._split(flat, bucket), strict=True):
+                parameter = self.parameters[number]
+                if owner != ranks.rank:
+                    parameter.grad = None
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+                parameter.grad.copy_(part)
+        ranks.summed_at = time.monotonic()
+        ranks.traffic.seconds += ranks.summed_at - began
+
+    def norms(self) -> list[float | None]:
+        """Return the norm of the whole gradient of actor and critic; None where no rank had any."""
+        squares = torch.zeros(len(self._groups), dtype=torch.float64, device=self._ranks.device)
+        for place, group in enumerate(self._groups):
+            own = [g for i in group if (g := self.parameters[i].grad) is not None]
+            if own:
+                squares[place] = nn.utils.get_total_norm(own, foreach=True).double() ** 2
+        self._ranks.sum(squares)
+        moving = set(self._moving)
+        return [
+            None if moving.isdisjoint(group) else float(norm)
+            for norm, group in zip(squares.sqrt().tolist(), self._groups, strict=True)
+        ]
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """Give every rank the weights that their owners have moved since ``sum_gradients``."""
+        ranks = self._ranks
+        began = time.monotonic()
+        for owner, bucket in self._buckets():
+            chosen = [self.parameters[number] for number in bucket]
+            if owner == ranks.rank:
+                flat = torch.cat([p.reshape(-1).to(ranks.device) for p in chosen])
+                ranks.traffic.num_bytes += flat.numel() * flat.element_size()
+            else:
+                size = sum(p.numel() for p in chosen)
+                flat = torch.empty(size, dtype=chosen[0].dtype, device=ranks.device)
+            ranks.broadcast([flat], root=owner)
+            if owner != ranks.rank:
+                for parameter, part in zip(chosen, self._split(flat, bucket), strict=True):
+                    parameter.copy_(part)
+        ranks.traffic.seconds += time.monotonic() - began
+
+    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
+        """Return which ranks are to have (what of) the whole state ``value`` of ``<number>|<key>``."""
+        return [(self._owner[int(name.partition("|")[0])], value)]
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole of what the ranks, in their order, have of ``<number>|<key>``."""
+        return parts[0]
+
+    def check_open(self) -> None:
+        """Raise if the other ranks, and their parts of the state, are gone."""
+        if self._is_closed:
+            raise TrainingError(
+                "the learner ranks have ended and their parts of the optimizer's state with them; start "
+                "again from the last checkpoint"
+            )
+
+    def close(self) -> None:
+        """The other ranks end. Idempotent."""
+        self._is_closed = True
+
+    def _flat_gradient(self, number: int) -> Tensor:
+        parameter, share = self.parameters[number], self._share[number]
+        if parameter.grad is None:
+            return torch.zeros(parameter.numel(), device=self._ranks.device)
+        flat = parameter.grad.detach().reshape(-1).to(device=self._ranks.device, dtype=torch.float32)
+        return flat if share == 1.0 else flat * share
+
+    def _split(self, flat: Tensor, bucket: Sequence[int]) -> list[Tensor]:
+        chosen = [self.parameters[number] for number in bucket]
+        parts = torch.split(flat, [p.numel() for p in chosen])
+        return [part.view(p.shape) for part, p in zip(parts, chosen, strict=True)]
+
+    def _buckets(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield owner and numbers of the parameters that move, of one type and bounded size."""
+        waiting: dict[tuple[int, torch.dtype], list[int]] = {}
+        cells: dict[tuple[int, torch.dtype], int] = {}
+        for number in self._moving:
+            parameter = self.parameters[number]
+            key = (self._owner[number], parameter.dtype)
+            if key in waiting and cells[key] + parameter.numel() > BUCKET_CELLS:
+                yield key[0], waiting.pop(key)
+                cells[key] = 0
+            waiting.setdefault(key, []).append(number)
+            cells[key] = cells.get(key, 0) + parameter.numel()
+        for (owner, _), bucket in waiting.items():
+            yield owner, bucket

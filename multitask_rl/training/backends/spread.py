@@ -1,0 +1,50 @@
+"""Sampling on all learner ranks, for an engine that samples from the actor's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect, stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from multitask_rl.training.backends.rank_group import LearnerTeam
+
+__all__ = ["SpreadEngine"]
+
+
+class SpreadEngine:
+    """``engine`` in rank 0 and one like it in every other rank.
+
+    Samples carry their seeds: where one is drawn changes nothing but the last bits of its log-probabilities.
+
+    Args:
+        engine: of this process, with ``shares_weights``.
+        team: the ranks; it sends them weights that have changed before they sample.
+    """
+
+    shares_weights = True
+
+    def __init__(self, engine: RolloutEngine, team: LearnerTeam) -> None:
+        self._engine, self._team = engine, team
+        self.can_watch = bool(getattr(engine, "can_watch", False))
+        self.policy_version = engine.policy_version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
+        return collect(requests, self.generate_stream(requests))
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        """Yield samples as they end (see ``rollout.base.stream``)."""
+        return self._team.sample(requests, lambda own: stream(self._engine, own))
+
+    def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
+        """Take note of the version; the weights are the actor's own."""
+        self._engine.update_weights(weights, policy_version)
+        self.policy_version = policy_version
+
+    def close(self) -> None:
+        """Free the engine of this process. Idempotent."""
+        self._engine.close()

@@ -1,1 +1,0 @@
-"""Learner ranks: processes that compute one gradient together, by samples and by parts of sequences."""

@@ -1,0 +1,157 @@
+"""A complete small run: three tasks, three algorithms, rewards in a file, a tiny actor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+
+from model_builders import VOCABULARY, build_actor, build_tokenizer
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoringConfig,
+    TrackingConfig,
+)
+from multitask_rl.trainer import Trainer
+
+__all__ = [
+    "TASKS",
+    "VOCABULARY",
+    "build_actor",
+    "build_tokenizer",
+    "lines",
+    "run_config",
+    "train",
+    "undocumented",
+    "weights_hash",
+    "write_run",
+]
+
+REWARDS = """
+def starts_right(response, reference):
+    return float(response[:1] == reference[:1]) if response else 0.0
+
+
+def is_short(response):
+    return 1.0 / (1.0 + len(response))
+
+
+def has_no_digit(response):
+    return float(any(c.isdigit() for c in response))
+"""
+
+TASKS = """
+tasks:
+  copy:
+    type: grpo
+    dataset: copy.jsonl
+    weight: 2
+    rewards:
+      - plugin: rewards.py:starts_right
+      - {plugin: rewards.py:is_short, weight: 0}
+  digit:
+    type: ppo
+    dataset: digit.jsonl
+    rewards: [rewards.py:starts_right]
+    kl: {coefficient: 0.01, target: 0.5}
+  quark:
+    type: reward_conditioned
+    dataset: copy.jsonl
+    rewards: [rewards.py:is_short]
+    kl: {coefficient: 0.01}
+    algorithm_config: {quantiles: 3}
+  clean:
+    type: constrained_decoding
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints:
+      - {plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 3}
+"""
+
+
+def write_run(directory: Path, tasks: str = TASKS, *, num_rows: int = 120) -> Path:
+    """Write actor, data, rewards and tasks file; return the tasks file."""
+    rng = random.Random(0)
+    for name, letters in (("copy", "abc"), ("digit", "012")):
+        rows = [
+            {"id": i, "prompt": f"{(w := rng.choice(letters))}{w}{rng.choice(letters)}>", "reference": w}
+            for i in range(num_rows)
+        ]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (directory / "rewards.py").write_text(REWARDS)
+    (directory / "tasks.yaml").write_text(tasks)
+    if not (directory / "actor").exists():
+        build_actor().save(directory / "actor")
+    return directory / "tasks.yaml"
+
+
+def run_config(directory: Path, output: str, max_steps: int, **changes: object) -> RunConfig:
+    """Return a small configuration writing to ``directory/output``."""
+    settings: dict[str, object] = {
+        "tasks_file": str(directory / "tasks.yaml"),
+        "output_dir": str(directory / output),
+        "max_steps": max_steps,
+        "num_threads": 1,
+        "model": ModelConfig(name_or_path=str(directory / "actor")),
+        "rollout": RolloutConfig(max_new_tokens=4),
+        "batch": BatchConfig(prompts_per_step=12, group_size=4),
+        "optimizer": OptimizerConfig(learning_rate=1e-3),
+        "eval": EvalConfig(every=2, num_prompts=12),
+        "checkpoint": CheckpointConfig(every=2),
+        "guard": GuardConfig(),
+        "scoring": ScoringConfig(num_workers=1),
+        "tracking": TrackingConfig(trackers=["jsonl"], store_rollouts=-1),
+    }
+    return RunConfig(**(settings | changes))
+
+
+def train(config: RunConfig) -> Trainer:
+    """Train and return the trainer."""
+    trainer = Trainer.from_config(config)
+    trainer.train()
+    return trainer
+
+
+def undocumented(directory: Path) -> set[str]:
+    """Return the metrics of the run in ``directory`` that no row of docs/metrics.md names."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    patterns = []
+    for name in (name for cell in cells for name in re.findall("`([^`]+)`", cell)):
+        parts = re.split(r"(<\w+>)", name)
+        kinds = {"<metric>": "(?P<metric>.+)", "<watched>": ".+"}
+        patterns.append("".join(kinds.get(p, "[^/]+") if p[:1] == "<" else re.escape(p) for p in parts))
+
+    def is_covered(name: str) -> bool:
+        found = [match for pattern in patterns if (match := re.fullmatch(pattern, name))]
+        inner = [match["metric"] for match in found if "metric" in match.groupdict()]
+        return len(found) > len(inner) or any(is_covered(f"task/any/{metric}") for metric in inner)
+
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {name for row in rows for name in row if name not in ("step", "time") and not is_covered(name)}
+
+
+def weights_hash(trainer: Trainer) -> str:
+    """Return a hash of the actor's weights and the critic's."""
+    digest = hashlib.blake2b()
+    for parameter in [*trainer.actor.model.parameters(), *trainer.critic.parameters()]:
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def lines(directory: Path, name: str, *, without: tuple[str, ...] = ("time",)) -> list[str]:
+    """Return the lines of a JSONL file without what depends on the clock."""
+    rows = [json.loads(line) for line in (directory / name).read_text().splitlines()]
+    return [
+        json.dumps({k: v for k, v in row.items() if not any(w in k for w in without)}, sort_keys=True)
+        for row in rows
+    ]

@@ -1,0 +1,97 @@
+import pytest
+import torch
+from transformers import DynamicCache
+
+from multitask_rl.attention.shared import attention_over_shared_prompts, shared_prompt_attention
+from multitask_rl.rollout.decoder import PlainDecoder, SharedDecoder, can_decode_cached, can_share_prompts
+from rollout_models import build
+
+PROMPTS = [[5, 6, 7]] * 3 + [[8]] * 2 + [list(range(3, 43))] * 4 + [list(range(9, 54))]
+"""Groups of four sizes; the two longest prompts share a bucket, padded."""
+
+
+@pytest.mark.parametrize("name", ["qwen2.Qwen2", "llama.Llama", "gpt_neox.GPTNeoX", "opt.OPT"])
+@torch.no_grad()
+def test_rows_see_their_prompt_and_their_own_tokens_while_others_leave(name):
+    model = build(name)
+    torch.manual_seed(0)
+    texts = [list(prompt) for prompt in PROMPTS]
+    leaving = {3: [0], 5: [1, 4], 6: [0, 2], 8: [0, 1], 12: [0]}
+    with attention_over_shared_prompts(model):
+        decoder = SharedDecoder(model, PROMPTS, 0)
+        for step in range(14):
+            expected = [model(torch.tensor([text]), use_cache=False).logits[0, -1] for text in texts]
+            assert torch.allclose(decoder.logits, torch.stack(expected), atol=1e-5)
+            tokens = torch.randint(3, 60, (len(texts),))
+            if step in leaving:
+                kept = [i for i in range(len(texts)) if i not in leaving[step]]
+                order = decoder.keep(torch.tensor(kept)).tolist()
+                assert sorted(order) == kept
+                texts, tokens = [texts[i] for i in order], tokens[order]
+            texts = [[*text, token] for text, token in zip(texts, tokens.tolist(), strict=True)]
+            decoder.advance(tokens)
+
+
+@torch.no_grad()
+def test_a_prompt_is_kept_once_and_leaves_with_its_last_row():
+    model = build("qwen2.Qwen2")
+    with attention_over_shared_prompts(model):
+        decoder = SharedDecoder(model, PROMPTS, 0)
+        layer = decoder._cache.layers[0]
+        assert sum(keys.shape[0] for keys, _ in layer.prompts) == len({tuple(p) for p in PROMPTS})
+        decoder.keep(torch.tensor([3, 9]))
+        assert sum(keys.shape[0] for keys, _ in layer.prompts) == 2
+        assert sum(bucket.slots for bucket in decoder._cache.grid.buckets) == 2
+
+
+@torch.no_grad()
+def test_the_plain_decoder_says_the_same():
+    model = build("llama.Llama")
+    with attention_over_shared_prompts(model):
+        shared = SharedDecoder(model, PROMPTS, 0).logits
+    for cached in (True, False):
+        rows = [i for i, p in enumerate(PROMPTS) if cached or len(p) == 40]
+        plain = PlainDecoder(model, [PROMPTS[i] for i in rows], 0, cached=cached).logits
+        assert torch.allclose(plain, shared[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen2.Qwen2", True),
+        ("opt.OPT", True),
+        ("mistral.Mistral", False),  # attention windows
+        ("bloom.Bloom", False),  # attention of its own, with position biases
+        ("mamba.Mamba", False),  # another state
+    ],
+)
+def test_models_that_cannot_share_are_found_out(name, expected):
+    model = build(name)
+    before = model.config._attn_implementation
+    assert can_share_prompts(model) is expected
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("mistral.Mistral", True), ("bloom.Bloom", True), ("mamba.Mamba", False), ("lfm2.Lfm2", False)],
+)
+def test_models_that_need_more_than_keys_and_values_are_computed_without_a_cache(name, expected):
+    assert can_decode_cached(build(name)) is expected
+
+
+@torch.no_grad()
+def test_other_forwards_are_untouched_while_it_is_on():
+    model = build("qwen2.Qwen2")
+    ids, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    expected = model(ids, attention_mask=mask).logits
+    with attention_over_shared_prompts(model):
+        found = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
+    assert torch.equal(found[mask.bool()], expected[mask.bool()])
+
+
+def test_attention_that_wants_more_is_refused():
+    key = torch.zeros(1, 1, 1, 4)
+    key.shared_prompt_layer = object()
+    with pytest.raises(NotImplementedError, match="softcap"):
+        shared_prompt_attention(None, torch.zeros(1, 1, 1, 4), key, key, None, softcap=30.0)

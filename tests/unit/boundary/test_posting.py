@@ -1,0 +1,47 @@
+"""A redirect does not carry a token to another host."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from multitask_rl.boundary.posting import open_request
+
+
+def test_a_redirect_is_an_error_and_nothing_is_sent_to_where_it_leads() -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(302 if self.path == "/first" else 200)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/other")
+            self.end_headers()
+
+        do_GET = do_POST
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            headers = {"Authorization": "Bearer secret"}
+            request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/first", b"{}", headers)
+            with (
+                pytest.raises(urllib.error.HTTPError, match="302") as caught,
+                open_request(request, timeout=5),
+            ):
+                pytest.fail("the redirect was followed")
+            caught.value.close()
+            request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/fine", b"{}", headers)
+            with open_request(request, timeout=5) as answer:
+                assert answer.status == 200
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked == [("/first", "Bearer secret"), ("/fine", "Bearer secret")]

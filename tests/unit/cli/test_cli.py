@@ -1,0 +1,465 @@
+"""The command line as a user meets it: exit codes, messages, speed, composition of the configuration."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from multitask_rl.cli import main
+from multitask_rl.cli.train import compose_and_run, config_keys
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.tasks_file import load_tasks
+from multitask_rl.errors import ConfigError, GuardStop, TrainingError
+from multitask_rl.records import Prompt, Rollout, Score, Scored
+from multitask_rl.run.plan import load_specs
+from multitask_rl.run.store import RunStore
+from multitask_rl.tracking.lines import dump_line, scored_to_dict
+
+ROOT = Path(__file__).parents[3]
+REFERENCE = str(ROOT / "configs" / "reference_tasks.yaml")
+
+COMMANDS = [
+    "train",
+    "eval",
+    "tasks",
+    "plugins",
+    "compare",
+    "report",
+    "rescore",
+    "bench",
+    "sandbox corpus",
+    "doctor",
+]
+
+TASKS = """
+tasks:
+  math:
+    dataset: math.jsonl
+    prompt: "Q: {prompt}"
+    rewards: [{plugin: math_answer}]
+  words:
+    dataset: math.jsonl
+    weight: 3
+    rewards: [exact_match]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": str(i), "prompt": f"{i}+1=", "reference": str(i + 1)} for i in range(50)]
+    (tmp_path / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks.yaml").write_text(TASKS)
+    (tmp_path / "grade.py").write_text(
+        "def trl(completions, reference, **row): ...\ndef absent(response, absent): ...\n"
+        "def absent_too(completions, absent): ...\n"
+    )
+    return tmp_path
+
+
+def compose(arguments: list[str]) -> RunConfig:
+    seen: list[RunConfig] = []
+    assert compose_and_run(arguments, "train", seen.append) == 0
+    return seen[-1]
+
+
+def test_help_lists_every_command_and_costs_nothing() -> None:
+    def seconds(*arguments: str) -> float:
+        code = (
+            "import time; begin = time.perf_counter(); import sys; from multitask_rl.cli import main;"
+            "main(sys.argv[1:]); print(time.perf_counter() - begin, file=sys.stderr);"
+            "heavy = {'torch', 'ray', 'vllm', 'mlflow', 'transformers', 'hydra', 'datasets'};"
+            "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        for command in COMMANDS:
+            assert f"  {command}" in done.stdout
+        return float(done.stderr.splitlines()[-1])
+
+    assert sorted(seconds("--help") for _ in range(3))[1] < 0.3
+
+
+def test_no_command_and_unknown_command_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["trian"]) == 2
+    assert main(["sandbox"]) == 2
+    told = capsys.readouterr().err
+    assert "did you mean 'train'" in told
+    assert "did you mean 'sandbox corpus'" in told
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("multitask-rl 0.")
+
+
+def test_reference_file_validates_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "validate", REFERENCE]) == 0
+    told = capsys.readouterr().out
+    assert "3 tasks are valid" in told
+    assert "warning: " in told  # its models are not on this machine
+    assert "device 'cuda:4' does not exist" in told
+    assert "Llama-Guard-3-8B' cannot be read" in told
+    assert "fact_checking: constrained_decoding; no data set here" in told
+
+
+def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "validate", "tasks.yaml", "tasks.words.weight=5"]) == 0
+    told = capsys.readouterr().out
+    assert "2 tasks are valid" in told
+    assert "training rows" in told
+    assert main(["tasks", "validate", "tasks.yaml", "weight=5"]) == 2
+    assert "expected tasks.NAME.KEY=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("tasks.math.prompt='{question}'", ["lacks question", "prompt, reference"]),
+        ("tasks.math.algorithm_config={clip_hihg: 1}", ["algorithm_config", "clip_hihg", "clip_high"]),
+        ("tasks.math.rewards=[{plugin: math_answer, config: {nope: 1}}]", ["rewards[0].config", "nope"]),
+        ("tasks.math.weight=-1", ["override: tasks.math.weight", ">= 0"]),
+        ("tasks.math.dataset=gone.jsonl", ["gone.jsonl", "does not exist"]),
+        ("tasks.math.rewards=['trl:grade.py:nofn']", ["rewards[0]", "grade.py' has no 'nofn'"]),
+        ("tasks.math.rewards=['trl:gone.py:f']", ["rewards[0]", "cannot read 'gone.py'"]),
+        ("tasks.math.rewards=['verl:grade.py:trl']", ["rewards[0]", "is not a verl reward function"]),
+        ("tasks.math.rewards=['grade.py:trl']", ["rewards[0]", "as 'trl:/", "/grade.py:trl' and"]),
+        ("tasks.math.rewards=['grade.py:absent']", ["tasks.math: row '", "lacks absent,"]),
+        ("tasks.math.rewards=['trl:grade.py:absent_too']", ["tasks.math: row '", "lacks absent,"]),
+    ],
+)
+def test_validate_finds_what_a_run_would_trip_over(
+    here: Path, capsys: pytest.CaptureFixture[str], override: str, parts: list[str]
+) -> None:
+    assert main(["tasks", "validate", "tasks.yaml", override]) == 2
+    told = capsys.readouterr().err
+    assert [part for part in parts if part not in told] == [], told
+    assert told.count("\n") == 1
+
+
+def test_a_row_that_is_trained_on_and_held_out_is_warned_of(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    (here / "math.jsonl").write_text('{"prompt": "1+1=", "reference": "2"}\n')
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("the held-out rows are those that are trained on (1)") == 2
+    assert "warning: tasks.yaml:3: tasks.math: " in told
+
+
+def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages) + capsys.readouterr().out
+    assert text.count("plugins new reward") + text.count("plugins new constraint") == text.count(
+        "plugins new "
+    )
+    assert "new KIND NAME" in text
+
+
+def test_validate_knows_what_a_function_is_given_and_what_it_reads(here: Path) -> None:
+    (here / "good.py").write_text(
+        "def one(answer, reference, other=None, *, scale): ...\n"
+        "def many(responses, prompts, rollouts, reference): ...\n"
+        "def trl(prompts, completions, completion_ids, trainer_state, log_metric, reference, k): ...\n"
+    )
+    rewards = (
+        "[{plugin: 'good.py:one', config: {scale: 2}}, 'good.py:many', "
+        "{plugin: 'trl:good.py:trl', config: {arguments: {k: 1}}}]"
+    )
+    assert main(["tasks", "validate", "--quick", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
+
+
+def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "validate", "absent.yaml", "--debug"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in told
+    assert "error: absent.yaml" in told
+
+
+def test_a_reward_without_a_range_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "grade.py").write_text("def short(response): return 0.1\n")
+    rewards = {
+        "a": "grade.py:short",
+        "b": "exact_match",
+        "c": "{plugin: grade.py:short, weight: 0}, exact_match",
+    }
+    tasks = "\n".join(f"  {n}: {{dataset: math.jsonl, rewards: [{own}]}}" for n, own in rewards.items())
+    (here / "tasks.yaml").write_text(f"tasks:\n{tasks}\n")
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if "declares no range" in line]
+    assert len(found) == 1
+    assert "tasks.a.rewards[0]" in found[0]
+    assert "low and high" in found[0]
+
+
+def test_show_prints_shares_and_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "show", "tasks.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert "0.250" in told  # one that is not given is 1
+    assert "0.750" in told
+    assert "exact_match x 1" in told
+    assert main(["tasks", "show", "tasks.yaml", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["words"]["weight"] == 3.0
+    assert shown["math"]["kl"]["estimator"] == "k3"
+
+
+def test_overrides_and_experiments_become_dataclasses(here: Path) -> None:
+    experiment = here / "configs" / "experiment"
+    experiment.mkdir(parents=True)
+    (experiment / "small.yaml").write_text("# @package _global_\nmax_steps: 7\nbatch: {group_size: 4}\n")
+    config = compose(
+        [
+            "+experiment=small",
+            "--config-dir",
+            "configs",
+            "batch.group_size=2",
+            "tasks.math.weight=2",
+            "model.lora.rank=4",
+        ]
+    )
+    assert type(config) is RunConfig
+    assert (config.max_steps, config.batch.group_size, config.model.lora.rank) == (7, 2, 4)
+    assert config.tasks == {"math": {"weight": 2}}
+    assert (here / "runs" / "default" / "train.log").is_file()
+
+
+RECORDED = """
+tasks:
+  plain: {dataset: math.jsonl, rewards: ['grade.py:absent'], prompt: '${HOME} {prompt}', weight: 2}
+  every_key:
+    type: dapo
+    dataset: math.jsonl
+    sampling: {temperature: 0.7, stop: ['${x}']}
+    kl: {coefficient: 1e-6}
+    rewards: [{plugin: math_answer, weight: 0.5}]
+    constraints:
+      - {mode: grammar, config: {choices: ['${b}', c]}}
+      - {plugin: safety_classifier, mode: lagrangian, limit: 0.1, config: {model_name: m}}
+  words: {type: ppo, dataset: math.jsonl, rewards: [exact_match], curriculum: {by: pass_rate}}
+"""
+
+
+def test_a_run_goes_on_from_what_it_recorded_and_overrides_come_on_top(here: Path) -> None:
+    (here / "tasks.yaml").write_text(RECORDED)
+    before = load_tasks("tasks.yaml")
+    config = RunConfig(tasks_file="tasks.yaml", output_dir="elsewhere", max_steps=7)
+    config.checkpoint.resume, config.rollout.max_new_tokens = "never", 5
+    (here / "run").mkdir()
+    trainer = SimpleNamespace(config=config, plan=SimpleNamespace(specs=before))
+    RunStore(here / "run", config.checkpoint, track=False).settle_config(trainer)
+    (here / "tasks.yaml").write_text("tasks: {}")
+
+    again = compose(["output_dir=run", "max_steps=9", "tasks.plain.weight=3"])
+    assert (again.rollout.max_new_tokens, again.max_steps, again.output_dir) == (5, 9, "run")
+    assert again.checkpoint.resume == "auto"
+    after = load_specs(again)
+    before["plain"].weight = 3.0
+    for spec in (*before.values(), *after.values()):
+        spec.source = ""
+    assert after == before
+    assert compose(["output_dir=run", "tasks_file=tasks.yaml"]).rollout.max_new_tokens != 5
+    assert compose(["output_dir=gone"]).rollout.max_new_tokens != 5
+
+
+def test_a_sweep_writes_below_the_output_directory_that_is_given(here: Path) -> None:
+    configs: list[RunConfig] = []
+    compose_and_run(["--multirun", "seed=0,1", f"output_dir={here}/mine"], "train", configs.append)
+    assert [Path(c.output_dir) for c in configs] == [here / "mine/0", here / "mine/1"]
+    with pytest.raises(ConfigError, match="has a directory below output_dir"):
+        compose_and_run(["--multirun", "seed=0,1", "output_dir=a,b"], "train", configs.append)
+
+
+def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Path) -> None:
+    seen: list[RunConfig] = []
+
+    def action(config: RunConfig) -> None:
+        seen.append(config)
+        if config.seed == 0:
+            raise TrainingError("seed 0 diverged")
+
+    with pytest.raises(TrainingError, match="seed 0 diverged"):
+        compose_and_run(["--multirun", "seed=0,1"], "train", action)
+    assert [config.seed for config in seen] == [0, 1]
+    assert len({config.output_dir for config in seen}) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["modle.name_or_path=x"], ["'modle'", "did you mean 'model'"]),
+        (["model.nam=x"], ["'nam'", "did you mean 'name_or_path'"]),
+        (["scheduler.patience=5"], ["it is scheduler.policy_config.patience now"]),
+        (["max_steps=many"], ["max_steps=many", "Integer"]),
+        (["max_steps=0"], ["max_steps must be >= 1"]),
+        (["executor=cloud"], ["executor", "local, ray"]),
+        (["+experiment=none"], ["no key or group 'experiment'", "--config-dir"]),
+        (["--config-dir", "nowhere"], ["nowhere", "not found"]),
+        (["tasks.math"], ["tasks.math"]),
+        (["output_dir=/proc/run"], ["output directory", "/proc/run"]),
+        (["output_dir=o"], ["tasks_file=path"]),
+        (["tasks_file=absent.yaml"], ["absent.yaml"]),
+        (["checkpoint.resume=nowhere"], ["checkpoint.resume='nowhere' is not there", "step_00000025"]),
+        (["checkpoint.resume=."], ["checkpoint.resume='.' is no checkpoint; give"]),
+    ],
+)
+def test_bad_configuration_is_one_paragraph_and_exit_code_2(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert [part for part in parts if part not in told] == [], told
+    assert told.count("\n") == 1, told
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TrainingError("loss is nan"), 1), (GuardStop("stopped"), 3), (ZeroDivisionError("x"), 1)],
+)
+def test_exit_code_says_how_it_ended(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    def fails(config: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("multitask_rl.cli.train._train", fails)
+    assert main(["train"]) == code
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_there_are_fewer_than_80_keys() -> None:
+    assert len(config_keys()) < 80
+
+
+def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    told = capsys.readouterr().out
+    assert "ok       torch" in told
+    assert "devices" in told
+
+
+def test_console_script_is_installed() -> None:
+    script = Path(sys.executable).with_name("multitask-rl")
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert done.stdout.startswith("multitask-rl ")
+
+
+def test_rescore_finds_what_a_changed_reward_says_of_stored_answers(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = here / "run"
+    run.mkdir()
+    (here / "grade.py").write_text("def length(response, **row):\n    return float(len(response))\n")
+    (here / "tasks.yaml").write_text("tasks: {words: {rewards: ['grade.py:length']}}")
+    resolved = {name: dataclasses.asdict(spec) for name, spec in load_tasks("tasks.yaml").items()}
+    (run / "config.yaml").write_text(json.dumps({"seed": 3, "tasks": resolved}))
+    stored = []
+    for sample, response in enumerate(["a", "bb", "ccc"]):
+        prompt = Prompt(task="words", prompt_id="words/0", draw=0, row={"id": "0"}, text="?", prompt_ids=[1])
+        rollout = Rollout(prompt=prompt, sample=sample, response=response, response_ids=[5])
+        stored.append(Scored(rollout=rollout, reward=1.0, breakdown={"length": Score(value=1.0)}))
+    (run / "rollouts.jsonl").write_text("".join(dump_line(scored_to_dict(s, 0)) for s in stored))
+    assert main(["rescore", "run", "--output", "again.jsonl"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("words/length"))
+    assert row.split() == ["words/length", "3", "1.0000", "2.0000", "2", "0"]
+    again = [json.loads(line) for line in (here / "again.jsonl").read_text().splitlines()]
+    assert [line["breakdown"]["length"]["value"] for line in again] == [1.0, 2.0, 3.0]
+
+
+def test_rescore_of_a_directory_without_rollouts_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rescore", "."]) == 2
+    assert "--tasks" in capsys.readouterr().err
+    assert main(["rescore", ".", "--tasks", "tasks.yaml"]) == 2
+    assert "stored no rollouts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rewards", "part"),
+    [
+        ("rewards: [rm_hf]", "model_name"),
+        ("rewards: [{plugin: rm_hf, config: {model_name: nowhere/x}}, broken.py:Broken]", "no such card"),
+        ("rewards: [broken.py:Broken]", "no such card"),
+        ("rewards: [broken.py:raises]", "cannot read"),
+    ],
+)
+def test_validate_refuses_what_train_refuses(tmp_path, monkeypatch, capsys, rewards, part):
+    """It builds the plugins as a run does and scores a row; ``--quick`` does not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n    def __init__(self):\n        raise RuntimeError('no such card')\n"
+        "    def score(self, rollouts):\n        return []\n\n\n"
+        "def raises(response):\n    raise ValueError('cannot read')\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "reference": "b"}\n{"prompt": "c", "reference": "d"}\n'
+    )
+    (tmp_path / "tasks.yaml").write_text(f"tasks:\n  a: {{dataset: rows.jsonl, {rewards}}}\n")
+    assert main(["tasks", "validate", str(tmp_path / "tasks.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert part in told
+    assert "not foreseen" not in told
+    if "broken" in rewards:
+        assert main(["tasks", "validate", "--quick", str(tmp_path / "tasks.yaml")]) == 0
+
+
+def test_a_model_that_this_machine_lacks_is_a_warning(here, capsys):
+    """The file may be meant for another machine; training here refuses it."""
+    rewards = "[{plugin: rm_hf, config: {model_name: nowhere/no-such-model}}, math_answer]"
+    assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
+    told = capsys.readouterr().out
+    assert "2 tasks are valid" in told
+    place = "tasks.yaml:3: tasks.math.rewards[0].config"
+    assert f"{place}: rm_hf: the model 'nowhere/no-such-model' cannot be read" in told
+    assert "tasks.math: tasks.yaml" not in told
+    assert "train refuses it on this machine" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["tasks", "validate", "none.yaml"], ["none.yaml:1: tasks", "holds no task", "name: {dataset"]),
+        (["tasks", "validate", "limits.yaml"], ["limits.yaml", "tasks.a.rewards[0].overrun", "[0, 1]"]),
+        (["tasks", "validate", "model.yaml"], ["model.yaml", "tasks.a.rewards[0].config", "`model_name`"]),
+        (["plugins", "check", "rewards.py"], ["rewards.py:FUNCTION"]),
+        (["plugins", "check", "exact_mach"], ["exact_match"]),
+        (["plugins", "new", "reward", "exact_match"], ["exact_match", "installed", "choose another"]),
+        (["sandbox", "corpus", "gone.json"], ["gone.json", "cannot be read"]),
+        (["eval", "output_dir=."], ["no tasks", "no run", "tasks_file="]),
+        (["bench", "output_dir=gone"], ["no tasks", "no run", "tasks_file="]),
+    ],
+    ids=lambda v: " ".join(v[:3]) if len(v) > 1 else "",
+)
+def test_a_mistake_is_one_paragraph_that_says_where(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    rows = '{"prompt": "a", "reference": "b"}\n{"prompt": "c", "reference": "d"}\n'
+    (here / "two.jsonl").write_text(rows, encoding="utf-8")
+    (here / "none.yaml").write_text("tasks: {}\n", encoding="utf-8")
+    for name, reward in (("limits", "{plugin: exact_match, overrun: 5}"), ("model", "rm_hf")):
+        text = f"tasks: {{a: {{dataset: two.jsonl, rewards: [{reward}]}}}}\n"
+        (here / f"{name}.yaml").write_text(text, encoding="utf-8")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert [part for part in parts if part not in error] == []
+    assert not (here / "exact_match").exists()

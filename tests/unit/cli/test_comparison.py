@@ -1,0 +1,362 @@
+"""Verdicts of compare and report follow from the values; the numbers are checked by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from multitask_rl.cli.comparison import main_compare, main_report
+from multitask_rl.errors import ConfigError
+from multitask_rl.statistics.intervals import compare_means, holm, student_quantile, student_tails
+
+Values = list[float | None]
+
+
+def _write_run(
+    directory: Path,
+    evaluations: list[tuple[int, str, Values]],
+    config: dict[str, Any] | None = None,
+    *,
+    prompts: str = "",
+    direction: str = "higher",
+) -> Path:
+    directory.mkdir()
+    with (directory / "evaluations.jsonl").open("w", encoding="utf-8") as stream:
+        for step, task, values in evaluations:
+            line = {
+                "step": step,
+                "task": task,
+                "metric": "accuracy",
+                "values": values,
+                "direction": direction,
+            }
+            stream.write(json.dumps({**line, **({"prompts": prompts} if prompts else {})}) + "\n")
+    (directory / "config.yaml").write_text(yaml.safe_dump(config or {"seed": 0}))
+    return directory
+
+
+def _compare(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    assert main_compare([*map(str, arguments), "--json"]) == 0
+    result: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["result"]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (9, 2.2622), (29, 2.0452), (255, 1.9693)],
+)
+def test_student_quantiles(degrees: int, expected: float) -> None:
+    assert student_quantile(0.975, degrees) == pytest.approx(expected, rel=0.01)
+    assert student_tails(expected, degrees) == pytest.approx(0.05, rel=1e-3)
+    assert student_tails(-expected, degrees) == student_tails(expected, degrees)
+
+
+def test_tails_of_student_far_out_and_with_many_degrees() -> None:
+    # of 2 degrees P(|T| >= t) = 1 - t / sqrt(2 + t^2); of many, the normal's
+    assert student_tails(0.0, 7.3) == pytest.approx(1.0)
+    assert student_tails(30.0, 2) == pytest.approx(1 - 30 / math.sqrt(902), rel=1e-4)
+    assert student_tails(1.95996, 1e6) == pytest.approx(0.05, rel=1e-4)
+    assert student_tails(2.5, 1001) == pytest.approx(student_tails(2.5, 1000), rel=0.02)
+
+
+def test_paired_difference_by_hand() -> None:
+    # differences 1, 0, 1, 2, 1: mean 1, standard deviation sqrt(0.5), standard error sqrt(0.1), t(4) = 2.776
+    difference = compare_means([0, 1, 2, 3, 4], [1, 1, 3, 5, 5], paired=True)
+    assert difference.delta == pytest.approx(1.0)
+    assert difference.low == pytest.approx(1 - 2.776 * math.sqrt(0.1), abs=2e-3)
+    assert difference.high == pytest.approx(1 + 2.776 * math.sqrt(0.1), abs=2e-3)
+    assert difference.verdict(higher_is_better=True) == "better"
+    assert difference.verdict(higher_is_better=False) == "worse"
+
+
+def test_welch_difference_by_hand() -> None:
+    # variances 1 and 4 over n = 3: error sqrt(5/3), degrees (5/3)^2 / ((1/3)^2/2 + (4/3)^2/2) = 2.941
+    difference = compare_means([1, 2, 3], [2, 4, 6], paired=False)
+    assert difference.delta == pytest.approx(2.0)
+    half = (difference.high - difference.low) / 2
+    assert half == pytest.approx(3.22 * math.sqrt(5 / 3), rel=0.02)
+
+
+def test_pairing_finds_what_welch_cannot() -> None:
+    stream = random.Random(0)
+    base = [stream.gauss(0, 10) for _ in range(50)]
+    other = [value + 0.5 + stream.gauss(0, 0.1) for value in base]
+    assert compare_means(base, other, paired=True).verdict(True) == "better"
+    assert compare_means(base, other, paired=False).verdict(True) == "same"
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "paired", "verdict"),
+    [
+        ([0.0] * 2, [1.0] * 2, True, "unknown"),  # both prompts by chance: p = 1/4
+        ([0.0] * 4, [1.0] * 4, True, "unknown"),
+        ([0.0] * 5, [1.0] * 5, True, "better"),  # mid-p 1/32
+        ([0.0] * 3, [1.0] * 3, False, "unknown"),  # 2 of 20 ways to deal six values out
+        ([1.0] * 4, [0.0] * 4, False, "worse"),  # 2 of 70
+        ([0.5] * 4, [0.6] * 4, True, "unknown"),
+        ([0.5] * 5, [0.6] * 5, True, "better"),
+        ([0.0, 0.1, 0.2], [2.0, 2.1, 2.2], True, "unknown"),  # but for rounding
+        ([0.5] * 5, [0.5] * 5, True, "same"),
+        ([0.5] * 5, [0.5] * 5, False, "same"),
+    ],
+)
+def test_values_without_variance_prove_as_much_as_their_number(
+    base: list[float], other: list[float], paired: bool, verdict: str
+) -> None:
+    difference = compare_means(base, other, paired=paired)
+    assert difference.verdict(True) == verdict
+    assert math.isnan(difference.low) or difference.low < difference.high
+
+
+def test_pairs_of_0_and_1_by_hand() -> None:
+    # 6 better, 1 worse, 5 same: mid-p 2 x 4.5/128; Bonett and Price: 7/14 and 2/14 of 14
+    difference = compare_means([0] * 6 + [1] + [1] * 5, [1] * 6 + [0] + [1] * 5, paired=True)
+    assert difference.p_value == pytest.approx(9 / 128)
+    half = 1.96 * math.sqrt((9 / 14 - (5 / 14) ** 2) / 14)
+    assert (difference.low, difference.high) == pytest.approx((5 / 14 - half, 5 / 14 + half), abs=1e-4)
+
+
+@pytest.mark.parametrize(("number", "rate"), [(4, 0.5), (8, 0.5), (8, 0.1), (16, 0.1), (64, 0.5)])
+def test_equal_actors_rarely_differ(number: int, rate: float) -> None:
+    stream, found, rounds = random.Random(0), 0, 1000
+    for _ in range(rounds):
+        base, other = ([float(stream.random() < rate) for _ in range(number)] for _ in "ab")
+        found += compare_means(base, other, paired=True).verdict(True) in ("better", "worse")
+    assert found / rounds <= 0.065
+
+
+def test_holm_by_hand() -> None:
+    found = holm([0.03, math.nan, 0.01, 0.02, 0.9])
+    assert [found[i] for i in (0, 2, 3, 4)] == pytest.approx([0.06, 0.04, 0.06, 0.9])
+    assert math.isnan(found[1])
+
+
+def test_interval_covers_the_true_difference_95_times_in_100() -> None:
+    stream = random.Random(1)
+    hits = 0
+    for _ in range(2000):
+        base = [stream.gauss(0, 1) for _ in range(8)]
+        difference = compare_means(base, [b + stream.gauss(0.3, 1) for b in base], paired=True)
+        hits += difference.low <= 0.3 <= difference.high
+    assert 0.935 <= hits / 2000 <= 0.965
+
+
+def test_failed_prompts_leave_the_pairs_and_too_few_give_no_verdict() -> None:
+    nan = math.nan
+    difference = compare_means([1, nan, 1, 0], [0, 1, nan, 0], paired=True)
+    assert (difference.n, difference.delta) == (2, -0.5)
+    assert compare_means([1, nan], [nan, 1], paired=True).verdict(True) == "unknown"
+    assert compare_means([1.0], [2.0], paired=True).verdict(True) == "unknown"
+
+
+def test_compare_takes_the_last_evaluations_and_names_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zeros: Values = [0.0] * 20
+    mixed: Values = [0.0, 1.0] * 10
+    base = _write_run(
+        tmp_path / "a",
+        [(0, "math", zeros), (9, "math", zeros), (9, "code", mixed), (9, "old", mixed)],
+        {"seed": 0, "output_dir": "a", "optimizer": {"learning_rate": 0.1}},
+    )
+    other = _write_run(
+        tmp_path / "b",
+        [(0, "math", zeros), (7, "math", [1.0] * 19 + [None]), (7, "code", mixed)],
+        {"seed": 0, "output_dir": "b", "optimizer": {"learning_rate": 0.2}},
+    )
+    (result,) = _compare(capsys, base, other)
+    assert result["config"] == {"optimizer.learning_rate": [0.1, 0.2]}
+    assert result["only_in_one"] == ["old"]
+    math_row, code_row = result["tasks"]["math"], result["tasks"]["code"]
+    assert (math_row["delta"], math_row["n"], math_row["paired"]) == (1.0, 19, True)
+    assert math_row["verdict"] == "better"
+    assert math_row["steps"] == [9, 7]
+    assert code_row["verdict"] == "same"
+    (start,) = _compare(capsys, base, base)
+    assert {row["verdict"] for row in start["tasks"].values()} == {"same"}
+
+
+def test_many_tasks_make_no_verdict_by_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, stream = [f"task{i}" for i in range(20)], random.Random(2)
+    base = {name: [stream.gauss(0, 1) for _ in range(30)] for name in names}
+    other = {name: [stream.gauss(2.0 * (name == "task7"), 1) for _ in range(30)] for name in names}
+    runs = [
+        _write_run(tmp_path / run, [(1, name, [*values[name]]) for name in names])
+        for run, values in (("a", base), ("b", other))
+    ]
+    alone = [compare_means(base[name], other[name], paired=True) for name in names]
+    assert sum(difference.p_value < 0.05 for difference in alone) > 1, "one is real"
+    (result,) = _compare(capsys, *runs)
+    changed = {task: row["verdict"] for task, row in result["tasks"].items() if row["verdict"] != "same"}
+    assert changed == {"task7": "better"}
+    assert main_compare(list(map(str, runs))) == 0
+    assert "over all 20 tasks together (Holm)" in capsys.readouterr().out
+
+
+def test_tables_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = _write_run(tmp_path / "a", [(3, "math", [0.0, 0.1, 0.0, 0.1])], {"seed": 0, "x": [1]})
+    other = _write_run(tmp_path / "b", [(3, "math", [0.5, 0.6, 0.5, 0.7])], {"seed": 0})
+    assert main_compare([str(base), str(other)]) == 0
+    text = capsys.readouterr().out
+    row = next(line for line in text.splitlines() if line.startswith("math"))
+    assert row.split()[:5] == ["math", "accuracy", "0.05", "0.575", "0.525"]
+    assert row.endswith("yes   better")
+    assert "other against base: 1 better" in text
+    assert "[1]   null" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "paired"),
+    [
+        ({"prompts": "p"}, {"prompts": "p", "config": {"seed": 1}}, True),
+        ({"prompts": "p"}, {"prompts": "q"}, False),
+        ({"prompts": "p"}, {}, False),
+        ({}, {"config": {"seed": 1}}, False),
+        ({}, {"config": {"seed": 0, "eval": {"temperature": 0.0}}}, False),
+        ({}, {"config": {"seed": 0, "batch": {"group_size": 2}}}, True),
+    ],
+)
+def test_values_are_paired_only_when_the_prompts_are_the_same(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    first: dict[str, Any],
+    second: dict[str, Any],
+    paired: bool,
+) -> None:
+    values: Values = [0.0, 1.0, 0.0]
+    base = _write_run(tmp_path / "a", [(1, "math", values)], **first)
+    other = _write_run(tmp_path / "b", [(1, "math", values)], **second)
+    (result,) = _compare(capsys, base, other)
+    assert result["tasks"]["math"]["paired"] is paired
+
+
+def test_lower_is_better_turns_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        _write_run(tmp_path / str(i), [(1, "kl", [i + 0.0, i + 0.1, 1.1 * i + 0.2])], direction="lower")
+        for i in range(3)
+    ]
+    results = _compare(capsys, *runs)
+    assert [result["tasks"]["kl"]["verdict"] for result in results] == ["worse", "worse"]
+
+
+def test_report_shows_before_and_after_weights_and_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _write_run(tmp_path / "a", [(0, "math", [0.0, 0.0, 0.1]), (8, "math", [1.0, 1.0, 0.9])])
+    with (run / "metrics.jsonl").open("w", encoding="utf-8") as stream:
+        for step in range(1, 41):
+            stream.write(json.dumps({"step": step, "task/math/weight": step / 40, "time/step_s": 1.0}) + "\n")
+        stream.write('{"step": 41, "task/ma')
+    event = {"step": 5, "source": "guard", "kind": "rollback", "reason": "fell", "task": "math", "data": {}}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert main_report([str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "step 5  guard rollback [math]: fell" in text
+    weights = text[text.index("weights at step") :].split("\n\n")[0].splitlines()
+    assert 5 <= len(weights) <= 16
+    assert weights[-1].split() == ["40", "1"]
+    assert main_report([str(run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["tasks"]["math"]["verdict"] == "better"
+    assert result["weights"]["math"]["10"] == 0.25
+
+
+def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def line(step: int, task: str, values: Values, metric: str = "reward", prompts: str = "p") -> str:
+        entry = {"step": step, "task": task, "metric": metric, "prompts": prompts, "values": values}
+        entry["direction"] = "higher"
+        return json.dumps(entry) + "\n"
+
+    low: Values = [0.1, 0.2, 0.1, 0.2, 0.15]
+    high: Values = [0.3, 0.41, 0.32, 0.4, 0.36]
+    run = _write_run(tmp_path / "a", [], {"tasks": {"new": {"renamed_from": "old"}}})
+    (run / "evaluations.jsonl").write_text(
+        line(0, "metric", [0.1, 0.2])
+        + line(2, "metric", [7.0, 8.0, 7.0, 8.0], "length")
+        + line(4, "metric", [7.5, 8.5, 7.6, 8.4], "length")
+        + line(0, "seed", [0.1, 0.2])
+        + line(4, "seed", [0.3, 0.4], prompts="q")
+        + line(2, "old", low)
+        + line(4, "new", high)
+        + line(4, "single", [0.3, 0.4])
+    )
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "task/old/weight": 0.5}\n{"step": 3, "task/new/weight": 0.6}\n'
+    )
+    assert main_report([str(run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    rows = {
+        task: (row["steps"], row["before"], row["paired"], row["verdict"])
+        for task, row in result["tasks"].items()
+    }
+    assert rows == {
+        "metric": ([2, 4], 7.5, True, "better"),
+        "seed": ([0, 4], pytest.approx(0.15), False, "same"),
+        "new": ([2, 4], pytest.approx(0.15), True, "better"),
+        "single": ([None, 4], None, False, "unknown"),
+    }
+    assert result["weights"] == {"new": {"1": 0.5, "3": 0.6}}
+    assert main_report([str(run)]) == 0
+    assert "metric: not compared with the evaluations at steps 0, which were not judged by 'length'" in (
+        capsys.readouterr().out
+    )
+
+
+def test_steps_a_rollback_or_resume_undid_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = [(0, 0.0), (5, 0.2), (10, 0.9), (5, 0.3), (8, 0.4)]
+    run = _write_run(tmp_path / "a", [(step, "math", [v, v + 0.01]) for step, v in values])
+    assert main_report([str(run), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["result"]["tasks"]["math"]
+    assert row["steps"] == [0, 8]
+    with pytest.raises(ConfigError, match="it has: 0, 5, 8"):
+        main_compare([str(run), str(run), "--step", "10"])
+
+
+def test_bad_runs_are_configuration_errors(tmp_path: Path) -> None:
+    good = _write_run(tmp_path / "a", [(1, "math", [0.0, 1.0])])
+    other = _write_run(tmp_path / "b", [(1, "code", [0.0, 1.0])])
+    with pytest.raises(ConfigError, match="share no task"):
+        main_compare([str(good), str(other)])
+    with pytest.raises(ConfigError, match=r"holds no evaluations\.jsonl"):
+        main_report([str(tmp_path)])
+    (other / "evaluations.jsonl").write_text("not json\n")
+    with pytest.raises(ConfigError, match=r"evaluations\.jsonl:1"):
+        main_report([str(other)])
+    with pytest.raises(SystemExit, match="2"):
+        main_compare([str(good)])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_run_is_read_from_mlflow_as_from_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    from multitask_rl.config.run import TrackingConfig
+    from multitask_rl.records import Event
+    from multitask_rl.tracking.mlflow import MLflowTracker
+
+    run = _write_run(tmp_path / "a", [(0, "math", [0.0, 0.1]), (2, "math", [1.0, 0.9])], {"seed": 4})
+    tracker = MLflowTracker(run, TrackingConfig(), None)
+    tracker.start({"seed": 4})
+    tracker.log_metrics({"task/math/weight": 0.5}, 1)
+    tracker.log_event(Event(step=1, source="guard", kind="alarm", reason="fell"))
+    tracker.finish("finished")
+    name = f"mlflow:{tracker.run_id}"
+    assert main_report([name, "--tracking-uri", tracker.uri, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["weights"] == {"math": {"1": 0.5}}
+    assert result["tasks"]["math"]["after"] == pytest.approx(0.95)
+    assert [event["reason"] for event in result["events"]] == ["fell"]
+    (compared,) = _compare(capsys, run, name, "--tracking-uri", tracker.uri)
+    assert compared["tasks"]["math"]["delta"] == 0
+    assert compared["config"] == {}
+    with pytest.raises(ConfigError, match="no run"):
+        main_report(["mlflow:" + "0" * 32, "--tracking-uri", tracker.uri])

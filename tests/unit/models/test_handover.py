@@ -1,0 +1,66 @@
+"""What an engine starts from is the actor as it is: adapters merged, control tokens in, tied weights tied."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multitask_rl.config.run import LoraConfig, ModelConfig
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.handover import save_for_engine
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def _actor(rank: int, tie: bool) -> Actor:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"abcdefgh"])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=len(vocabulary),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tie,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        model: Any = Qwen2ForCausalLM(config).eval()
+        lora = LoraConfig(rank=rank)
+        if rank:
+            from multitask_rl.models.lora import add_adapters
+
+            model = add_adapters(model, lora).eval()
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.5)
+    return Actor(model, tokenizer, ModelConfig(lora=lora))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(2, marks=pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"))]
+)
+def test_a_plain_model_loads_with_the_actors_logits(tmp_path: Path, rank: int, tie: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    actor = _actor(rank, tie)
+    control = actor.add_control_tokens(2)
+    save_for_engine(actor, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    ids = torch.tensor([[2, 5, control[1], 3]])
+    with torch.no_grad():
+        expected, found = actor.model(input_ids=ids).logits, loaded(input_ids=ids).logits
+    assert torch.allclose(found, expected, atol=1e-5)

@@ -1,0 +1,55 @@
+"""Weights on their way to workers in other processes; no vLLM needed."""
+
+import json
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from multitask_rl.errors import EngineError
+from multitask_rl.rollout.vllm.weights import WeightLoader
+from multitask_rl.rollout.vllm.worker import SharedWeights, WeightReceiver
+
+
+def _weights(scale: int) -> dict[str, torch.Tensor]:
+    return {
+        "odd": torch.arange(7).float().mul(scale),
+        "half": torch.arange(6).reshape(2, 3).bfloat16() * scale,
+        "scalar": torch.tensor(3 * scale),
+        "none": torch.empty(0, 4),
+        "view": torch.arange(12.0).reshape(3, 4).t()[1:] * scale,
+    }
+
+
+def _read(parcels, answers) -> None:
+    receiver = WeightReceiver()
+    while (parcel := parcels.recv()) is not None:
+        found = receiver._open_parcel(parcel)
+        answers.send({name: (str(t.dtype), t.tolist()) for name, t in found.items()})
+
+
+def test_another_process_reads_what_is_shared_and_its_renewal() -> None:
+    context = multiprocessing.get_context("spawn")
+    (parcels, ours), (theirs, answers) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    child = context.Process(target=_read, args=(parcels, answers))
+    child.start()
+    shared = SharedWeights(1)
+    try:
+        more = {**_weights(3), "added": torch.ones(10_000)}
+        for weights in (_weights(1), _weights(2), more, _weights(4)):
+            parcel = shared.parcel(weights)
+            ours.send(json.loads(json.dumps(parcel)))  # plain values, for any serialisation
+            expected = {name: (str(t.dtype), t.tolist()) for name, t in weights.items()}
+            assert theirs.recv() == expected
+    finally:
+        ours.send(None)
+        child.join()
+        shared.close()
+        shared.close()
+
+
+def test_keys_and_values_of_old_weights_are_not_kept_in_silence() -> None:
+    llm = SimpleNamespace(collective_rpc=lambda method, args: [""], reset_prefix_cache=lambda: False)
+    with pytest.raises(EngineError, match="prefixes of the old weights"):
+        WeightLoader(llm, lambda: [0.0], num_elsewhere=0).load({"weight": torch.ones(1)})

@@ -1,0 +1,59 @@
+import os
+import signal
+
+import pytest
+
+from multitask_rl.run.interrupts import Terminated, check_interrupt, finishing, stopping_on_signals
+
+
+@pytest.fixture(autouse=True)
+def nothing_ignored():
+    """As in a terminal: a shell ignores some of them for what it runs in the background."""
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in (
+            (signal.SIGINT, signal.default_int_handler),
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGHUP, signal.SIG_DFL),
+        )
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def update(done, *numbers):
+    with finishing():
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        done.append("the update")
+
+
+def test_what_must_be_finished_is_and_then_the_signal_counts():
+    done = []
+    with stopping_on_signals():
+        update(done, signal.SIGHUP)
+        with pytest.raises(Terminated) as ended:
+            check_interrupt()
+        check_interrupt()  # told once
+    assert done == ["the update"]
+    assert ended.value.exit_code == 128 + signal.SIGHUP
+
+
+def test_a_second_signal_does_not_wait():
+    done = []
+    with stopping_on_signals(), pytest.raises(KeyboardInterrupt):
+        update(done, signal.SIGINT, signal.SIGINT)
+    assert not done
+
+
+def test_signals_that_are_ignored_stay_so_and_handlers_are_put_back():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    own = signal.getsignal(signal.SIGINT)
+    try:
+        with stopping_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGINT) is own

@@ -1,0 +1,127 @@
+"""What a plan tells about tasks that fit together badly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from multitask_rl.config.run import EvalConfig, GuardConfig, RolloutConfig, RunConfig
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.errors import ConfigError
+from multitask_rl.run.learnable import check_learnable
+from multitask_rl.run.plan import plan_run, reach_warning, scale_warning
+from multitask_rl.step.task_state import build_algorithms
+
+
+def _warning(**types: tuple[str, dict[str, str]]) -> str:
+    specs = {
+        name: TaskSpec(name=name, type=kind, algorithm_config=config)
+        for name, (kind, config) in types.items()
+    }
+    return scale_warning(build_algorithms(specs))
+
+
+def test_algorithms_with_gradients_of_another_size_are_named() -> None:
+    warning = _warning(hard=("dr_grpo", {}), easy=("grpo", {}), voice=("reinforce_pp", {}))
+    assert "tasks hard have unscaled" in warning
+    assert "than easy, voice;" in warning
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        {"a": ("dr_grpo", {}), "b": ("dr_grpo", {})},
+        {"a": ("grpo", {}), "b": ("ppo", {}), "c": ("reward_conditioned", {})},
+        {"a": ("dr_grpo", {"normalisation": "task", "aggregation": "token"}), "b": ("grpo", {})},
+    ],
+)
+def test_tasks_of_one_kind_are_not_warned_of(types: dict[str, tuple[str, dict[str, str]]]) -> None:
+    assert _warning(**types) == ""
+
+
+_METERED = {"rewards": [{"plugin": "length", "weight": 0}]}
+_REJECT = {"constraints": [{"plugin": "over_refusal", "mode": "reject"}]}
+_PENALTY = {"constraints": [{"plugin": "over_refusal", "mode": "penalty"}]}
+_MEASURE = {"constraints": [{"plugin": "over_refusal", "mode": "penalty", "weight": 0}]}
+
+
+@pytest.mark.parametrize(
+    ("task", "group_size", "refused"),
+    [
+        ({"rewards": ["length"]}, 1, "grpo compares the responses .* group_size 1; set at least 2"),
+        ({"rewards": ["length"], "type": "rloo"}, 1, "rloo compares"),
+        ({"rewards": ["length"]}, None, ""),
+        ({"rewards": ["length"], "type": "ppo"}, 1, ""),
+        ({"rewards": ["length"], "type": "reinforce_pp"}, 1, "reinforce_pp compares"),
+        (
+            {"rewards": ["length"], "type": "reinforce_pp", "algorithm_config": {"group_baseline": False}},
+            1,
+            "",
+        ),
+        ({"rewards": ["length"], "type": "constrained_decoding"}, 1, "constrained_decoding compares"),
+        ({"rewards": ["length"], "type": "constrained_decoding"} | _REJECT, 1, ""),
+        ({"rewards": ["length"], "evaluation_only": True}, 1, ""),
+        (_METERED, 4, "weight 0 .* nothing could be learnt"),
+        (_METERED | _REJECT, 4, "weight 0"),
+        (_METERED | _REJECT | {"type": "constrained_decoding"}, 4, ""),
+        (_METERED | _PENALTY, 4, ""),
+        (_METERED | {"type": "dapo"}, 4, "weight 0"),
+        (_METERED | {"type": "dapo", "algorithm_config": {"overlong_buffer": 4}}, 4, ""),
+        (_MEASURE, 4, "weight 0"),
+        (_REJECT, 4, ""),
+    ],
+)
+def test_a_task_that_could_teach_nothing_is_refused(
+    task: dict[str, object], group_size: int | None, refused: str
+) -> None:
+    specs = parse_tasks({"tasks": {"t": task, "other": {"rewards": ["length"]}}})
+    algorithm = build_algorithms(specs)["t"]
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            check_learnable(specs["t"], algorithm, group_size)
+    else:
+        check_learnable(specs["t"], algorithm, group_size)
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "message"),
+    [
+        ("reward.t", {}, "device_map.reward.t: no reward of task 't' runs a model"),
+        ("constraint.t", {}, "device_map.constraint.t: no constraint of task 't' runs a model"),
+        (
+            "reference",
+            {},
+            "device_map.reference: cuda:1: the reference model lives on the devices of",
+        ),
+        ("rollout", {}, "device_map.rollout: cuda:1: the rollout engine lives on the devices of the actor"),
+        ("rollout", {"executor": "ray"}, "chooses its devices itself, by ray.num_engines"),
+        ("rollout", {"rollout": RolloutConfig(engine="vllm")}, "by rollout.engine_config"),
+    ],
+)
+def test_a_device_that_nothing_would_use_is_refused(tmp_path, monkeypatch, role, settings, message) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 4)
+    task = {"dataset": str(tmp_path / "rows.jsonl"), "rewards": ["length"]}
+    place = "cuda:0" if settings else "cuda:1"
+    config = RunConfig(
+        tasks={"t": task},
+        output_dir=str(tmp_path / "run"),
+        device_map={"actor": "cuda:0", role: place},
+        **settings,
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan_run(config)
+
+
+@pytest.mark.parametrize(
+    ("every", "reach", "words"), [(20, 100, ""), (0, 100, "eval.every=0"), (20, 10, "1 to 10")]
+)
+def test_a_guard_that_can_never_roll_back_is_told(every, reach, words) -> None:
+    config = RunConfig(eval=EvalConfig(every=every), guard=GuardConfig(rollback_steps=reach))
+    told = reach_warning(config)
+    assert words in told
+    assert bool(told) == bool(words)
+    assert reach_warning(replace(config, guard=GuardConfig(enabled=False))) == ""

@@ -1,0 +1,75 @@
+"""What a run reads back from its directory is what it wrote, or it is refused with words."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model_builders import build_actor
+from multitask_rl.config.run import CheckpointConfig
+from multitask_rl.config.task import KLSpec
+from multitask_rl.errors import CheckpointError
+from multitask_rl.run.store import RunStore
+from multitask_rl.training.checkpoint import CheckpointEntry
+
+WITH_KL = {"task": SimpleNamespace(spec=SimpleNamespace(kl=KLSpec(coefficient=0.1)))}
+
+
+def reference(directory, actor):
+    store = RunStore(directory, CheckpointConfig())
+    try:
+        return store.reference(actor, WITH_KL)
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A directory with one checkpoint and the reference of ``build_actor(0)``."""
+    reference(tmp_path, build_actor(0))
+    store = RunStore(tmp_path, CheckpointConfig())
+    store.checkpoints.save(CheckpointEntry(step=0), save_actor=lambda d: None, tensors={}, state={})
+    store.close()
+    return tmp_path
+
+
+def equal(model, other):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_reference_is_what_the_run_began_with(run):
+    assert equal(reference(run, build_actor(1)), build_actor(0).model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "zero", "delete"])
+def test_a_damaged_reference_is_refused_and_deleted_it_is_made_anew(run, name, damage):
+    file = run / "reference" / name
+    written = file.read_bytes()
+    middle = len(written) - 20
+    damaged = {
+        "flip": written[:middle] + bytes([written[middle] ^ 1]) + written[middle + 1 :],
+        "cut": written[:middle],
+        "zero": written[:middle] + bytes(20),
+    }
+    if damage == "delete":
+        file.unlink()
+    else:
+        file.write_bytes(damaged[damage])
+    with pytest.raises(CheckpointError, match=r"the reference policy, .*, is damaged: .*or delete it"):
+        reference(run, build_actor(1))
+    for file in (run / "reference").iterdir():
+        file.unlink()
+    (run / "reference").rmdir()
+    assert equal(reference(run, build_actor(1)), build_actor(1).model)
+
+
+def test_a_record_that_is_deleted_while_the_run_writes_it_is_missed(tmp_path):
+    store = RunStore(tmp_path, CheckpointConfig())
+    store.check()
+    (tmp_path / "metrics.jsonl").touch()
+    store.check()
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl was deleted or replaced"):
+        store.check()
+    store.close()

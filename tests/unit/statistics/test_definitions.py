@@ -1,0 +1,171 @@
+"""What the numbers of a task mean, the same in training and held out (docs/definitions.md)."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding, ConstrainedDecodingConfig
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.records import NOT_APPLICABLE, Direction, Failure, FailureKind, Score, Scored, Verdict
+from multitask_rl.statistics.definitions import TaskMetrics
+from multitask_rl.statistics.intervals import summarise
+from multitask_rl.testing import make_rollout
+
+BAD, GOOD = Verdict(cost=1.0, violated=True), Verdict(cost=0.0, violated=False)
+ELSEWHERE = Verdict(cost=0.0, violated=False, applicable=False)
+UNIT = PluginTraits(low=0.0, high=1.0)
+FAILED = Failure(kind=FailureKind.timeout, message="slow")
+
+
+def task(**keys):
+    return TaskSpec(
+        name="task",
+        rewards=[RewardSpec(plugin="r", name="r")],
+        constraints=[ConstraintSpec(plugin="safe", name="safe")],
+        **keys,
+    )
+
+
+def metrics(traits=UNIT, algorithm=None, **keys):
+    own = TaskMetrics(task(**keys), algorithm or GRPO(GRPOConfig()))
+    own.declare({"r": traits})
+    return own
+
+
+def answer(draw, reward, *, attempt=0, verdict=GOOD):
+    rollout = replace(make_rollout(draw=draw), attempt=attempt, verdicts={"safe": verdict})
+    breakdown = {"r": NOT_APPLICABLE if reward is None else Score(value=reward)}
+    return Scored(rollout=rollout, reward=reward, breakdown=breakdown, concerned=verdict.applicable)
+
+
+def refused(draw, *, attempt=0):
+    rollout = replace(make_rollout(draw=draw), attempt=attempt, verdicts={"safe": BAD}, rejected=True)
+    return Scored(rollout=rollout, reward=None, cost=1.0)
+
+
+def failed(draw):
+    return replace(answer(draw, None), failure=FAILED)
+
+
+def test_a_task_refused_in_four_of_five_slots_has_the_same_low_level_in_training_and_held_out():
+    records = [answer(i, 0.9) if i % 5 == 0 else refused(i) for i in range(100)]
+    own = metrics()
+    assert own.describe(records)["reward_mean"].mean == pytest.approx(0.18)
+    held_out = own.describe(records, held_out=True)["reward_mean"]
+    assert (held_out.mean, held_out.n) == (pytest.approx(0.18), 100)
+    assert own.primary(records).mean == pytest.approx(0.18)
+    assert own.primary(records).values[:2] == [0.9, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("traits", "expected"),
+    [
+        (PluginTraits(low=-5.0, high=5.0), -5.0),
+        (PluginTraits(low=0.0, high=3.0, higher_is_better=False), 3.0),
+    ],
+)
+def test_a_refused_slot_has_the_worst_end_of_the_declared_range(traits, expected):
+    found = metrics(traits, primary_metric="r").primary([answer(0, 2.0), refused(1)])
+    assert list(found.values) == [2.0, expected]
+    assert found.direction is (Direction.higher if traits.higher_is_better else Direction.lower)
+
+
+def test_penalties_are_part_of_the_declared_range():
+    spec = task()
+    spec.rewards[0].weight = 2.0
+    spec.constraints.append(ConstraintSpec(plugin="p", name="p", mode="penalty", weight=0.5))
+    own = TaskMetrics(spec, GRPO(GRPOConfig()))
+    assert own.reward_range is None
+    own.declare({"r": UNIT})
+    assert own.reward_range == (-0.5, 2.0)
+
+
+def test_without_a_range_a_refused_slot_has_the_worst_value_first_served_for_good():
+    """A reward model around -2: refusing everything must never look like an improvement."""
+    own = metrics(PluginTraits())
+    first = own.primary([answer(0, -1.0), answer(1, -3.0), refused(2)])
+    assert list(first.values) == [-1.0, -3.0, -3.0]
+    all_refused = own.primary([refused(i) for i in range(4)])
+    assert all_refused.mean == -3.0 < first.mean
+    own.primary([answer(0, -9.0), refused(1)])
+    again = metrics(PluginTraits())
+    again.load_state_dict(own.state_dict())
+    assert list(again.primary([answer(0, -1.0), refused(1)]).values) == [-1.0, -3.0]
+    unknown = metrics(PluginTraits()).primary([refused(0)])
+    assert unknown.n == 0
+    assert math.isnan(unknown.mean)
+
+
+def test_a_resumed_run_with_another_primary_metric_does_not_take_the_former_ones_refused_value():
+    own = metrics(PluginTraits(), primary_metric="r")
+    own.primary([answer(0, -50.0), refused(1)])
+    other = replace(answer(0, 2.0), breakdown={"s": Score(value=7.0)})
+    changed = metrics(PluginTraits(), primary_metric="s")
+    changed.load_state_dict(own.state_dict())
+    assert list(changed.primary([other, refused(1)]).values) == [7.0, 7.0]
+    turned = metrics(PluginTraits(), primary_metric="r", higher_is_better=False)
+    turned.load_state_dict(own.state_dict())
+    assert list(turned.primary([answer(0, 2.0), answer(1, 3.0), refused(2)]).values) == [2.0, 3.0, 3.0]
+
+
+def test_a_response_that_passes_the_limits_of_its_check_has_the_worst_value_of_a_component_too():
+    """Else a policy whose responses hang the check on hard prompts would look better by ``ifeval/all``."""
+
+    def scored(draw, **components):
+        return replace(answer(draw, 0.0), breakdown={"r": Score(value=0.0, components=components)})
+
+    own = metrics(primary_metric="r/all")
+    records = [scored(0, all=1.0), scored(1, all=0.0), scored(2, overrun=1.0), scored(3)]
+    found = own.primary(records)
+    assert list(found.values)[:3] == [1.0, 0.0, 0.0]
+    assert math.isnan(found.values[3])
+    assert found.n == 3
+
+
+def test_an_algorithm_that_trains_on_refused_responses_says_what_they_earn():
+    algorithm = ConstrainedDecoding(ConstrainedDecodingConfig(rejected_reward=-0.5))
+    found = metrics(algorithm=algorithm).describe([answer(0, 1.0), refused(1)])
+    assert found["reward_mean"].mean == pytest.approx(0.25)
+    assert found["reward/r"].mean == pytest.approx(0.5)
+
+
+def test_failed_and_not_applicable_records_are_in_no_population():
+    records = [answer(0, 1.0), failed(1), answer(2, None), answer(3, 0.0, verdict=ELSEWHERE)]
+    found = metrics().describe(records, held_out=True)
+    assert (found["reward/r"].mean, found["reward/r"].n) == (0.5, 2)
+    values = found["reward/r"].values
+    assert [values[0], values[3]] == [1.0, 0.0]
+    assert [math.isnan(value) for value in values] == [False, True, True, False]
+    assert (found["violation_rate"].n, found["cost"].n, found["cost/safe"].n) == (2, 2, 2)
+    assert (found["failure_rate"].mean, found["failure_rate"].n) == (0.25, 4)
+    assert found["length"].n == found["truncated_rate"].n == 3
+
+
+def test_rates_of_constraints_have_their_own_populations():
+    records = [refused(0), refused(0, attempt=1), answer(0, 1.0, attempt=2), answer(1, 1.0), refused(2)]
+    found = metrics().describe(records)
+    assert (found["violation_rate"].mean, found["violation_rate"].n) == (pytest.approx(2 / 3), 3)
+    assert (found["served_violation_rate"].mean, found["served_violation_rate"].n) == (
+        pytest.approx(1 / 3),
+        3,
+    )
+    assert (found["rejection_rate"].mean, found["rejection_rate"].n) == (pytest.approx(3 / 5), 5)
+    assert (found["cost"].mean, found["cost"].n) == (pytest.approx(3 / 5), 5)
+    lower = ["violation_rate", "served_violation_rate", "rejection_rate", "cost", "cost/safe", "flagged_rate"]
+    lower += ["truncated_rate", "failure_rate"]
+    assert {found[name].direction for name in lower} == {Direction.lower}
+    assert found["length"].direction is Direction.none
+    assert found["reward_mean"].direction is Direction.higher
+
+
+def test_the_error_of_a_rate_is_never_zero_and_that_of_clusters_counts_prompts():
+    unseen = summarise([0.0] * 60, low=0.0, high=1.0)
+    assert unseen.error == pytest.approx(math.sqrt((2 / 64) * (62 / 64) / 64))
+    one_prompt_each = summarise([0.1, 0.4, 0.7, 0.9] * 25)
+    assert one_prompt_each.error == pytest.approx(math.sqrt(0.091875 * 100 / 99 / 100), rel=1e-9)
+    copies = summarise([0.1, 0.4, 0.7, 0.9] * 25, [i % 4 for i in range(100)])
+    assert copies.error > 4 * one_prompt_each.error
+    assert math.isnan(summarise([0.3]).error)

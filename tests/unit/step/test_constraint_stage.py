@@ -1,0 +1,149 @@
+"""Refused slots are sampled again: beside the batch where the engine takes more, after it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.records import Prompt, Rollout, SamplingParams, Verdict
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest
+from multitask_rl.step.constraint_stage import ConstraintStage
+from multitask_rl.step.stages import RolloutStage
+
+
+class Steps:
+    """An engine whose responses last a number of steps that their seed decides."""
+
+    policy_version = 0
+    shares_weights = False
+
+    def __init__(self) -> None:
+        self.num_calls = self.num_steps = 0
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        self.num_calls += 1
+        self._left: dict[tuple[int, int], tuple[int, int]] = {}
+        self._num_requests = 0
+        self._add(requests)
+        while self._left:
+            self.num_steps += 1
+            self._left = {place: (left - 1, seed) for place, (left, seed) in self._left.items()}
+            ended = [(*place, _response(seed)) for place, (left, seed) in self._left.items() if left == 0]
+            self._left = {place: state for place, state in self._left.items() if state[0] > 0}
+            if ended:
+                yield ended
+
+    def _add(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            for sample, seed in enumerate(request.seeds):
+                self._left[self._num_requests, sample] = (len(_response(seed).response_ids), seed)
+            self._num_requests += 1
+
+
+class Admitting(Steps):
+    """The same, and more may be added to what it is at."""
+
+    def admit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._add(requests)
+
+
+def _response(seed: int) -> Generation:
+    ids = [seed % 7] * (1 + seed % 23)
+    return Generation(response_ids=ids, rollout_logprobs=[0.0] * len(ids), finish_reason="stop")
+
+
+class Judge:
+    """A round that refuses responses of small numbers: at once, or when it is sealed."""
+
+    def __init__(self, at_once: bool) -> None:
+        self._at_once = at_once
+        self._rollouts: list[Rollout] = []
+        self.order: Sequence[int] = ()
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        assert rollouts
+        self._rollouts.extend(rollouts)
+
+    def seal(self, order: Sequence[int] | None = None) -> None:
+        self.order = order or ()
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        return self._verdicts(index) if self._at_once else None
+
+    def wait(self) -> str:
+        return ""
+
+    def results(self, indices: Sequence[int]) -> list[dict[str, Verdict]]:
+        assert list(indices) == list(self.order), "collected once, in the order of the batch"
+        return [self._verdicts(index) for index in indices]
+
+    def batch(self) -> list[tuple[int, int, int]]:
+        """Return what a judge that takes batches would get."""
+        return [self._rollouts[index].order for index in self.order]
+
+    def _verdicts(self, index: int) -> dict[str, Verdict]:
+        return {"judge": Verdict(cost=1.0, violated=self._rollouts[index].response_ids[0] < 5)}
+
+
+class Scorer:
+    def __init__(self, at_once: bool) -> None:
+        self._at_once = at_once
+        self.rounds: list[Judge] = []
+
+    def begin_judging(self) -> Judge:
+        self.rounds.append(Judge(self._at_once))
+        return self.rounds[-1]
+
+
+SPEC = parse_tasks(
+    {
+        "tasks": {
+            "t": {
+                "type": "grpo",
+                "constraints": [
+                    {"plugin": "over_refusal", "name": "judge", "mode": "reject", "max_attempts": 4}
+                ],
+            }
+        }
+    },
+    "this test",
+)["t"]
+
+
+def _run(engine: Steps, at_once: bool) -> tuple[list[Rollout], Scorer]:
+    run: Any = SimpleNamespace(spec=SPEC, sampling=SamplingParams(), group_size=4)
+    scorer: Any = Scorer(at_once)
+    rollout = RolloutStage(engine, {"t": run}, str, seed=0)
+    stage = ConstraintStage(scorer, rollout, {"t": run})
+    prompts = [
+        Prompt(task="t", prompt_id=f"t/{i}", draw=i, row={}, text="", prompt_ids=[1, i]) for i in range(8)
+    ]
+    parts = list(stage.stream(rollout.stream([prompts])))
+    assert len(rollout.spans) == engine.num_calls
+    return sorted((r for part in parts for r in part), key=lambda r: r.order), scorer
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_joining_the_batch_changes_when_but_not_what(at_once: bool) -> None:
+    after, beside = Steps(), Admitting()
+    expected, batches = _run(after, at_once)
+    found, judged = _run(beside, at_once)
+    assert found == expected
+    assert [judge.batch() for judge in judged.rounds] == [judge.batch() for judge in batches.rounds]
+    attempts = [r.attempt for r in found]
+    assert max(attempts) == 3, "the last attempt is reached"
+    assert (
+        sum(not r.rejected for r in found)
+        + sum(a == 3 and r.rejected for a, r in zip(attempts, found, strict=True))
+        == 32
+    )
+    assert after.num_calls == 4, "one call per attempt"
+    if at_once:
+        assert beside.num_calls < after.num_calls
+        assert beside.num_steps < after.num_steps
+    else:
+        assert (beside.num_calls, beside.num_steps) == (after.num_calls, after.num_steps)
