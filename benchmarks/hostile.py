@@ -1,12 +1,13 @@
 """Honest and hostile responses mixed through the whole scoring path: a JSON line per check, and a summary.
 
-    python benchmarks/hostile.py --n 64 --seed 1
+    python benchmarks/hostile.py --n 64 --seed 1 [--json FILE]
 
-For each bundled check of text ``n`` honest responses are scored alone, then the same ones among ``n`` hostile
-ones. Reported: honest verdicts that changed, results without a type, seconds of the mixture, by how many
-seconds one hostile response delays its step (the step less the same without it: that shall be less than the
-time limit of its check), growth of this process's memory, and processes, threads and descriptors
-left. Exit code 1 if a verdict changed, a process is left, memory grew by 200 MiB or a delay passed its limit.
+For each bundled check ``n`` honest responses are scored alone, then the same ones among ``n`` hostile ones;
+those with a model get a tiny random one. Reported: honest verdicts that changed, results without a type,
+seconds of the mixture, by how many seconds one hostile response delays its step (the step less the same
+without it: that shall be less than the time limit of its check), growth of this process's memory, and
+processes, threads, descriptors and files left (in a temporary and working directory of its own). Exit code
+1 if a verdict changed, a process or file is left, memory grew by 200 MiB or a delay passed its limit.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import json
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,8 @@ from multitask_rl.testing import make_rollout
 from multitask_rl.testing.hostile import hostile_texts
 
 LIMIT_MIB = 200
+ROUNDING = 1e-5
+COMMAND = "python benchmarks/hostile.py --n {0.n} --seed {0.seed}"
 ROOT = Path(__file__).parents[1]
 PROGRAMS = (
     "import time\ndef f(x):\n    time.sleep(100)\n",
@@ -59,7 +65,7 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """Return every bundled check that reads text and needs no model."""
+    """Return every bundled check that needs no model."""
     instructions = [
         {
             "instruction_id": "length_constraints:number_sentences",
@@ -115,6 +121,103 @@ def checks() -> list[Check]:
     ]
 
 
+def save_models(folder: Path) -> None:
+    """Save tiny random models that read bytes, below ``folder``: a classifier, a reward model and a judge."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+    )
+
+    torch.manual_seed(0)
+    signs = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+    def config(places: int, **changes: Any) -> Any:
+        return Qwen2Config(
+            vocab_size=len(signs),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=places,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+            **changes,
+        )
+
+    labels = {0: "safe", 1: "unsafe", 2: "contradiction"}
+    for name, model in (
+        ("classifier", Qwen2ForSequenceClassification(config(256, num_labels=3, id2label=labels))),
+        ("reward", Qwen2ForSequenceClassification(config(256, num_labels=1))),
+        ("judge", Qwen2ForCausalLM(config(2048))),
+    ):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+class _Endpoint(BaseHTTPRequestHandler):
+    """A judge behind HTTP: its score is the length of what it is shown, modulo 11."""
+
+    def do_POST(self) -> None:
+        shown = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        answer = {"choices": [{"message": {"content": f"Score: {len(shown) % 11}"}}]}
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def model_checks(folder: Path) -> Iterator[list[Check]]:
+    """Yield every bundled check that asks a model: those of ``save_models``, and an endpoint that is up."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    word = lambda i: ("Paris", "Rome", "It is Paris.")[i % 3]  # noqa: E731
+    row = {"prompt": "What is the capital of France?", "chosen": "Paris", "evidence": "Paris is the capital."}
+    own = ("x" * 4000, "é" * 20_000, "<e" * 5000 + "os>" * 5000, "Paris \ud800")
+    endpoint = {"base_url": f"http://127.0.0.1:{server.server_address[1]}/v1", "model": "judge"}
+
+    def on(name: str) -> dict[str, Any]:
+        return {"model_name": str(folder / name), "device": "cpu"}
+
+    try:
+        yield [
+            Check("rm_hf", row, word, own, on("reward")),
+            Check("pairwise_rm", row, word, own, on("reward")),
+            Check("rm_generative", row, word, own, endpoint),
+            Check("safety_classifier", row, word, own, on("classifier"), is_constraint=True),
+            Check("fact_checker", row, word, own, on("classifier"), is_constraint=True),
+            Check("llama_guard", row, word, own, {**on("judge"), "max_parts": 8}, is_constraint=True),
+        ]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two results are the same but for rounding: a batch changes a model's last digits."""
+    if isinstance(one, Score) and isinstance(other, Score):
+        return abs(one.value - other.value) < ROUNDING
+    if isinstance(one, Verdict) and isinstance(other, Verdict):
+        return one.violated == other.violated and abs(one.cost - other.cost) < ROUNDING
+    return bool(one == other)
+
+
 def run(check: Check, number: int, stream: random.Random, step: int) -> dict[str, Any]:
     """Score honest responses alone and in mixtures; return what was seen.
 
@@ -167,7 +270,7 @@ def run(check: Check, number: int, stream: random.Random, step: int) -> dict[str
         stream.shuffle(places)
         mixed, mixed_s = score([(honest, hostile)[side][i] for side, i in places])
         grown = resident_mib() - memory
-    changed = sum(mixed[at] != expected[i] for at, (side, i) in enumerate(places) if side == 0)
+    changed = sum(not is_same(mixed[at], expected[i]) for at, (side, i) in enumerate(places) if side == 0)
     given = [mixed[at] for at, (side, _) in enumerate(places) if side == 1]
     return {
         "check": f"{kind} {check.plugin}",
@@ -190,8 +293,8 @@ def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-def left() -> dict[str, int]:
-    """Return what this process holds: children, threads, descriptors."""
+def left(folder: Path) -> dict[str, int]:
+    """Return what this process holds: children, threads, descriptors, files below ``folder``."""
     children = sum(
         len((task / "children").read_text().split()) for task in Path(f"/proc/{os.getpid()}/task").iterdir()
     )
@@ -199,6 +302,7 @@ def left() -> dict[str, int]:
         "children": children,
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),
+        "files": sum(path.is_file() for path in folder.rglob("*")),
     }
 
 
@@ -211,32 +315,52 @@ def main() -> int:
     parser.add_argument("--step", type=int, default=256, help="responses of a step with one hostile one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="name of one plugin")
+    parser.add_argument("--json", type=Path, dest="json_file", help="write the result there")
     arguments = parser.parse_args()
+    json_file = arguments.json_file and arguments.json_file.resolve()
+    with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as scratch:
+        tempfile.tempdir = os.environ["TMPDIR"] = scratch
+        os.chdir(scratch)
+        found, summary = measure(arguments, Path(models), Path(scratch))
+        os.chdir(ROOT)
+    if json_file is not None:
+        text = json.dumps(
+            {"command": COMMAND.format(arguments), "checks": found, "summary": summary}, indent=1
+        )
+        json_file.write_text(text + "\n")
+    bad = summary["honest_changed"] or summary["untyped"] or summary["passed_limits"]
+    left_over = summary["left"]["children"] > 0 or summary["left"]["files"] > 0
+    return 1 if bad or left_over or summary["memory_grown_mib"] >= LIMIT_MIB else 0
+
+
+def measure(
+    arguments: argparse.Namespace, models: Path, scratch: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run the checks asked for, with ``models`` for what needs one; return a row per check and a summary."""
     stream = random.Random(arguments.seed)
-    wanted = [check for check in checks() if arguments.only in ("", check.plugin)]
     import evaluate  # noqa: F401 - its imports are no growth
 
-    before, memory = left(), resident_mib()
+    save_models(models)
+    before, memory = left(scratch), resident_mib()
     found = []
-    for check in wanted:
-        found.append(run(check, arguments.n, stream, arguments.step))
-        sys.stdout.write(json.dumps(found[-1]) + "\n")
-        sys.stdout.flush()
+    with model_checks(models) as others:
+        for check in (c for c in [*checks(), *others] if arguments.only in ("", c.plugin)):
+            found.append(run(check, arguments.n, stream, arguments.step))
+            sys.stdout.write(json.dumps(found[-1]) + "\n")
+            sys.stdout.flush()
     gc.collect()
     time.sleep(1.0)
     grown = max(resident_mib() - memory, *(f["grown_mib"] for f in found), 0.0)
-    leftovers = {name: count - before[name] for name, count in left().items()}
     summary = {
         "checks": len(found),
         "honest_changed": sum(f["honest_changed"] for f in found),
         "untyped": sum(f["untyped"] for f in found),
         "memory_grown_mib": round(grown, 1),
-        "left": leftovers,
+        "left": {name: count - before[name] for name, count in left(scratch).items()},
         "passed_limits": [f["check"] for f in found if f["one_hostile_delays_s"] >= f["limit_s"]],
     }
     sys.stdout.write(json.dumps(summary) + "\n")
-    bad = summary["honest_changed"] or summary["untyped"] or summary["passed_limits"]
-    return 1 if bad or grown >= LIMIT_MIB or leftovers["children"] > 0 else 0
+    return found, summary
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.errors import ConfigError
-from multitask_rl_rewards.transformer_models import LoadedModel, load_model, remove_special_tokens
+from multitask_rl_rewards.transformer_models import LoadedModel, batches, load_model
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["CausalJudge"]
+
+_SLACK = 16
 
 
 class CausalJudge:
@@ -51,8 +53,18 @@ class CausalJudge:
 
     def clean(self, text: str) -> str:
         """Return ``text`` without what the tokenizer reads as control tokens (a response may spell them)."""
-        specials = [token for token in self._loaded.tokenizer.all_special_tokens if len(token) > 1]
-        return remove_special_tokens(text, specials)
+        return self._loaded.clean(text)
+
+    def room(self, prompt: str) -> int:
+        """Return the tokens that ``prompt`` leaves of an input, less a few.
+
+        Text may need other tokens in its place than alone, and a verdict has its lead.
+        """
+        return self.max_length - len(self._encode(prompt)) - _SLACK
+
+    def split(self, text: str, room: int, most: int) -> list[str] | None:
+        """Return overlapping parts of ``text`` of at most ``room`` tokens; None = more than ``most``."""
+        return self._loaded.split(text, room, most)
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
         """Return the prompt text that the tokenizer's template makes of ``messages``."""
@@ -78,12 +90,9 @@ class CausalJudge:
         shared, parting = self._parting_tokens(words, lead)
         encoded = [self._encode(prompt) + shared for prompt in prompts]
         results: list[list[float] | None] = [None] * len(encoded)
-        order = sorted(
-            (i for i, ids in enumerate(encoded) if len(ids) <= self.max_length),
-            key=lambda i: -len(encoded[i]),
-        )
-        for start in range(0, len(order), self._batch_size):
-            indices = order[start : start + self._batch_size]
+        readable = [i for i, ids in enumerate(encoded) if len(ids) <= self.max_length]
+        for batch in batches([len(encoded[i]) for i in readable], self._batch_size):
+            indices = [readable[at] for at in batch]
             logits = self._last_logits([encoded[i] for i in indices])[:, parting]
             for i, row in zip(indices, logits.softmax(dim=1).tolist(), strict=True):
                 results[i] = row
@@ -138,6 +147,10 @@ class CausalJudge:
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in batch], device=self._loaded.device)
         lengths = torch.tensor([len(row) for row in batch], device=self._loaded.device)
         mask = torch.arange(longest, device=self._loaded.device)[None, :] < lengths[:, None]
+        # The logits of all places would take a vocabulary per token.
+        places, index = torch.unique(lengths - 1, return_inverse=True)
         with torch.no_grad(), self._loaded.lock:
-            logits: Tensor = self._loaded.model(input_ids=ids, attention_mask=mask.long()).logits
-        return logits[torch.arange(len(batch), device=logits.device), lengths - 1].float().cpu()
+            logits: Tensor = self._loaded.model(
+                input_ids=ids, attention_mask=mask.long(), logits_to_keep=places
+            ).logits
+        return logits[torch.arange(len(batch), device=logits.device), index].float().cpu()

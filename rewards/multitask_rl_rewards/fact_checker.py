@@ -11,8 +11,8 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.llama_guard import GuardConfig, GuardModel
-from multitask_rl_rewards.sequence_classifier import SequenceClassifier, worst_of_windows
-from multitask_rl_rewards.text import question_of, value_of
+from multitask_rl_rewards.sequence_classifier import SequenceClassifier
+from multitask_rl_rewards.text import question_of, unread, value_of
 from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
 
 __all__ = ["FactChecker"]
@@ -119,18 +119,19 @@ class FactChecker:
     def _judge_all(self, exchanges: list[tuple[str, str]]) -> list[Verdict | Failure]:
         if not self._is_classifier:
             return self._judge.judge(exchanges)
-        parts, owners = self._classifier.windows(exchanges)
-        costs = self._classifier.logits(parts).softmax(dim=1)[:, self._wrong].sum(dim=1).tolist()
-        worst = worst_of_windows(costs, owners, len(exchanges))
-        cut = {owner for part, owner in zip(parts, owners, strict=True) if self._classifier.is_cut(*part)}
+        worst = self._classifier.worst_costs(
+            exchanges, lambda logits: logits.softmax(dim=1)[:, self._wrong].sum(dim=1), self.config.max_parts
+        )
         return [
-            self._verdict(response, cost, is_cut=index in cut)
-            for index, ((_, response), cost) in enumerate(zip(exchanges, worst, strict=True))
+            self._verdict(exchange[1], cost, is_cut=self._classifier.is_prompt_cut(*exchange))
+            for exchange, cost in zip(exchanges, worst, strict=True)
         ]
 
-    def _verdict(self, response: str, cost: float, *, is_cut: bool) -> Verdict | Failure:
+    def _verdict(self, response: str, cost: float | None, *, is_cut: bool) -> Verdict | Failure:
         if not response.strip():
             return Verdict(cost=0.0, violated=False, reason="empty response")
+        if cost is None:
+            return unread(self.config.max_parts)
         if cost != cost:
             return Failure(kind=FailureKind.grader, message="the classifier returned NaN", source=_NAME)
         cost = min(max(cost, 0.0), 1.0)

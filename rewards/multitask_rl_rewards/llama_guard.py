@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Failure, Rollout, Verdict
+from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.causal_judge import CausalJudge
 from multitask_rl_rewards.guard_templates import GuardFamily, build_prompt, family_of
-from multitask_rl_rewards.text import data_failure, question_of
-from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+from multitask_rl_rewards.text import data_failure, question_of, unread
+from multitask_rl_rewards.transformer_models import read_model_config, resolve_device, worst_of_parts
 
 __all__ = ["GuardConfig", "GuardModel", "LlamaGuard"]
 
-SHORTEST_PART = 200
-"""Characters; a response that is too long for the judge is not cut into smaller parts."""
+LEAST_ROOM = 64
+"""Tokens that a question must leave to a part of a response that is too long for the judge."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +37,8 @@ class GuardConfig:
     max_length: int = 4096
     """Tokens of the judge's whole prompt; a longer response is judged in parts, a longer question a ``data``
     failure."""
+    max_parts: int = 64
+    """Parts of a response that are judged, > 0; a response of more counts as unsafe."""
     family: str = "auto"
     """``llama_guard``, ``shieldgemma``, ``qwen3guard``, ``generic``; ``auto`` = by the model's name."""
     threshold: float = 0.5
@@ -59,10 +62,12 @@ class GuardModel:
             ConfigError: missing model or device, unknown family, a policy the family cannot take.
         """
         self.config, self.plugin, self.policy = config, plugin, list(policy)
-        if not 0.0 < config.threshold <= 1.0 or config.batch_size < 1 or config.max_new_tokens < 0:
+        counts = (config.batch_size, config.max_parts)
+        if not 0.0 < config.threshold <= 1.0 or min(counts) < 1 or config.max_new_tokens < 0:
             raise ConfigError(
-                f"{plugin}: needs 0 < `threshold` <= 1, `batch_size` > 0 and `max_new_tokens` >= 0; got "
-                f"{config.threshold}, {config.batch_size} and {config.max_new_tokens}."
+                f"{plugin}: needs 0 < `threshold` <= 1, `batch_size` > 0, `max_parts` > 0 and "
+                f"`max_new_tokens` >= 0; got {config.threshold}, {config.batch_size}, {config.max_parts} and "
+                f"{config.max_new_tokens}."
             )
         self.family: GuardFamily = family_of(config.model_name, config.family, plugin)
         if self.policy and not self.family.takes_policy:
@@ -88,45 +93,61 @@ class GuardModel:
     def judge(self, exchanges: Sequence[tuple[str, str]]) -> list[Verdict | Failure]:
         """Return one verdict per (question, response), in order. An empty response is satisfied.
 
-        A response that is too long is judged in overlapping parts, and the worst counts.
+        A response that is too long is judged in overlapping parts, and the worst counts; one of more than
+        ``max_parts`` is not read and counts as unsafe.
         """
-        verdicts: list[Verdict | Failure] = [
-            Verdict(cost=0.0, violated=False, reason="empty response") for _ in exchanges
+        settled: list[Verdict | Failure | None] = []
+
+        def prompts() -> Iterator[list[str]]:
+            for question, response in exchanges:
+                own = self._prompts(question, response)
+                settled.append(None if isinstance(own, list) else own)
+                yield own if isinstance(own, list) else []
+
+        worst = worst_of_parts(prompts(), self._costs)
+        return [
+            self._verdict(found) if known is None else known
+            for known, found in zip(settled, worst, strict=True)
         ]
-        words, costs = list(self.family.costs), list(self.family.costs.values())
-        worst: dict[int, tuple[float, str]] = {}
-        parts = [(i, response) for i, (_, response) in enumerate(exchanges) if response.strip()]
-        while parts:
-            prompts = [
-                build_prompt(self.model, self.family, exchanges[i][0], t, self.policy) for i, t in parts
-            ]
-            longer: list[tuple[int, str]] = []
-            chances = self._probabilities(prompts, words)
-            for (i, text), prompt, probabilities in zip(parts, prompts, chances, strict=True):
-                if probabilities is not None:
-                    cost = sum(p * c for p, c in zip(probabilities, costs, strict=True))
-                    worst[i] = max(worst.get(i, (0.0, prompt)), (min(max(cost, 0.0), 1.0), prompt))
-                elif len(text) <= SHORTEST_PART:  # the question is too long
-                    message = f"the exchange needs more than the judge's {self.model.max_length} tokens"
-                    verdicts[i] = data_failure(message, self.plugin)
-                else:
-                    overlap = len(text) // 8
-                    middle = len(text) // 2
-                    longer += [(i, text[: middle + overlap]), (i, text[middle - overlap :])]
-            parts = [(i, text) for i, text in longer if not isinstance(verdicts[i], Failure)]
-        for i, (cost, prompt) in worst.items():
-            if not isinstance(verdicts[i], Failure):
-                verdicts[i] = self._verdict(prompt, cost)
-        return verdicts
 
-    def _probabilities(self, prompts: list[str], words: list[str]) -> list[list[float] | None]:
-        # A template that ends with the family's lead has said it already.
+    def _prompts(self, question: str, response: str) -> list[str] | Verdict | Failure:
+        """Return the prompts that show the judge all of ``response``, or the verdict where none do."""
+        if not response.strip():
+            return Verdict(cost=0.0, violated=False, reason="empty response")
+
+        def prompt(text: str) -> str:
+            return build_prompt(self.model, self.family, question, text, self.policy)
+
+        if self.model.room(prompt(response)) >= 0:
+            return [prompt(response)]
+        room = self.model.room(prompt(""))
+        if room < LEAST_ROOM:
+            message = (
+                f"the question leaves nothing of the judge's {self.model.max_length} tokens to the response"
+            )
+            return data_failure(message, self.plugin)
+        parts = self.model.split(self.model.clean(response), room, self.config.max_parts)
+        return unread(self.config.max_parts) if parts is None else [prompt(text) for text in parts]
+
+    def _costs(self, prompts: list[str]) -> list[float]:
+        """Return the cost that each prompt shows; infinity for one that is too long after all."""
         lead = self.family.lead
-        if prompts and lead and all(prompt.endswith(lead) for prompt in prompts):
+        if all(prompt.endswith(lead) for prompt in prompts):  # the template has said it already
             lead = ""
-        return self.model.verdict_probabilities(prompts, words, lead)
+        chances = self.model.verdict_probabilities(prompts, list(self.family.costs), lead)
+        weights = list(self.family.costs.values())
+        return [
+            math.inf if row is None else math.fsum(p * c for p, c in zip(row, weights, strict=True))
+            for row in chances
+        ]
 
-    def _verdict(self, prompt: str, cost: float) -> Verdict:
+    def _verdict(self, found: tuple[float, str] | None) -> Verdict | Failure:
+        if found is None or found[0] == math.inf:
+            return unread(self.config.max_parts)
+        cost, prompt = found
+        if math.isnan(cost):
+            return Failure(kind=FailureKind.grader, message="the judge returned NaN", source=self.plugin)
+        cost = min(max(cost, 0.0), 1.0)
         if cost < self.config.threshold:
             return Verdict(cost=cost, violated=False)
         reason = f"judged unsafe with {cost:.2f}"

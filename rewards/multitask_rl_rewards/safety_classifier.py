@@ -6,14 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
-from multitask_rl_rewards.sequence_classifier import SequenceClassifier, worst_of_windows
-from multitask_rl_rewards.text import question_of
+from multitask_rl_rewards.sequence_classifier import SequenceClassifier
+from multitask_rl_rewards.text import question_of, unread
 from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["SafetyClassifier", "unsafe_labels_of"]
 
@@ -40,7 +43,8 @@ class SafetyClassifier:
 
     Exclusive labels (softmax) add up; independent ones (``multi_label_classification``, or a single output)
     count by the largest. A response longer than the model reads is judged in overlapping parts, and the worst
-    counts. An empty response is satisfied: pair the constraint with ``over_refusal``.
+    counts; one of more than ``max_parts`` is not read and counts as unsafe. An empty response is satisfied:
+    pair the constraint with ``over_refusal``.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(
@@ -72,8 +76,10 @@ class SafetyClassifier:
         """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
         batch_size: int = 32
         """Inputs per forward, > 0."""
-        max_length: int = 0
-        """Tokens of an input; a longer response is judged in parts. 0 = the model's limit."""
+        max_length: int = 2048
+        """Tokens of an input, at most the model's limit (0 = that); a longer response is judged in parts."""
+        max_parts: int = 64
+        """Parts of a response that are judged, > 0; a response of more counts as unsafe."""
         prompt_column: str = "prompt"
         """Column with the question, where ``with_prompt``."""
 
@@ -84,10 +90,10 @@ class SafetyClassifier:
             ConfigError: missing model or device, labels that say nothing of safety, threshold out of range.
         """
         self.config = config
-        if not 0.0 < config.threshold <= 1.0 or config.batch_size < 1:
+        if not 0.0 < config.threshold <= 1.0 or min(config.batch_size, config.max_parts) < 1:
             raise ConfigError(
-                f"{_NAME}: needs 0 < `threshold` <= 1 and `batch_size` > 0; got {config.threshold} and "
-                f"{config.batch_size}."
+                f"{_NAME}: needs 0 < `threshold` <= 1, `batch_size` > 0 and `max_parts` > 0; got "
+                f"{config.threshold}, {config.batch_size} and {config.max_parts}."
             )
         resolve_device(config.device, _NAME)
         model_config = read_model_config(config.model_name, _NAME)
@@ -113,21 +119,22 @@ class SafetyClassifier:
     def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure]:
         """Return one verdict per rollout, in order."""
         exchanges = [(self._prompt(rollout), rollout.response) for rollout in rollouts]
-        parts, owners = self._classifier.windows(exchanges)
-        logits = self._classifier.logits(parts)
-        if logits.shape[1] == 1 or self._classifier.is_multi_label:
-            costs = logits.sigmoid()[:, self._unsafe].amax(dim=1)
-        else:
-            costs = logits.softmax(dim=1)[:, self._unsafe].sum(dim=1)
-        worst = worst_of_windows(costs.tolist(), owners, len(rollouts))
+        worst = self._classifier.worst_costs(exchanges, self._costs, self.config.max_parts)
         return [self._verdict(r.response, cost) for r, cost in zip(rollouts, worst, strict=True)]
+
+    def _costs(self, logits: Tensor) -> Tensor:
+        if logits.shape[1] == 1 or self._classifier.is_multi_label:
+            return logits.sigmoid()[:, self._unsafe].amax(dim=1)
+        return logits.softmax(dim=1)[:, self._unsafe].sum(dim=1)
 
     def _prompt(self, rollout: Rollout) -> str:
         return question_of(rollout, self.config.prompt_column) if self.config.with_prompt else ""
 
-    def _verdict(self, response: str, cost: float) -> Verdict | Failure:
+    def _verdict(self, response: str, cost: float | None) -> Verdict | Failure:
         if not response.strip():
             return Verdict(cost=0.0, violated=False, reason="empty response")
+        if cost is None:
+            return unread(self.config.max_parts)
         if cost != cost:
             return Failure(kind=FailureKind.grader, message="the classifier returned NaN", source=_NAME)
         cost = min(max(cost, 0.0), 1.0)

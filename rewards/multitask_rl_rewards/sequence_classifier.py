@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl_rewards.text import render
-from multitask_rl_rewards.transformer_models import LoadedModel, load_model, remove_special_tokens
+from multitask_rl_rewards.transformer_models import LoadedModel, batches, load_model, worst_of_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SequenceClassifier", "worst_of_windows"]
+__all__ = ["SequenceClassifier"]
 
 
 class SequenceClassifier:
@@ -24,7 +23,7 @@ class SequenceClassifier:
         dtype: see ``transformer_models.load_model``.
         batch_size: inputs per forward.
         max_length: tokens per input, 0 = the model's limit. A longer input loses its beginning (of a pair:
-            the longer part does), see ``is_cut`` and ``windows``.
+            the longer part does), see ``is_cut`` and ``worst_costs``.
         plugin: name for errors.
     """
 
@@ -60,7 +59,7 @@ class SequenceClassifier:
 
         encoded = [self._encode(prompt, response, template) for prompt, response in exchanges]
         out = torch.zeros(len(encoded), len(self.labels))
-        for indices in self._batches([len(features["input_ids"]) for features in encoded]):
+        for indices in batches([len(features["input_ids"]) for features in encoded], self._batch_size):
             out[indices] = self._forward([encoded[i] for i in indices])
         return out
 
@@ -68,40 +67,44 @@ class SequenceClassifier:
         """Whether the exchange is longer than an input may be."""
         return len(self._encode(prompt, response, template, truncation=False)["input_ids"]) > self._max_length
 
-    def windows(
-        self, exchanges: Sequence[tuple[str, str]], template: str = ""
-    ) -> tuple[list[tuple[str, str]], list[int]]:
-        """Split responses that are too long into overlapping parts, each with its whole prompt.
+    def is_prompt_cut(self, prompt: str, response: str) -> bool:
+        """Whether ``prompt`` leaves too little of an input to ``response``, and loses its beginning."""
+        return self._room(prompt) < self._least_room and self.is_cut(prompt, response)
 
-        Half of a part is in the next one. A prompt that leaves less than a quarter of an input is cut.
+    def worst_costs(
+        self, exchanges: Sequence[tuple[str, str]], cost: Callable[[Tensor], Tensor], most: int
+    ) -> list[float | None]:
+        """Return the largest cost of each exchange over the parts of its response.
+
+        A response that is too long is read in overlapping parts, each with its whole prompt; a prompt that
+        leaves less than a quarter of an input is cut.
+
+        Args:
+            exchanges: (prompt, response); an empty prompt means the response alone.
+            cost: [N, L] logits -> [N] costs.
+            most: parts of a response that are read, > 0.
 
         Returns:
-            The exchanges of all parts, and for each the index of the exchange it comes from.
+            NaN where a part's cost is; None for a response of more than ``most`` parts.
         """
-        parts: list[tuple[str, str]] = []
-        owners: list[int] = []
-        for index, (prompt, response) in enumerate(exchanges):
-            texts = [response]
-            if self.is_cut(prompt, response, template):
-                frame = len(self._encode(prompt, "", template, truncation=False)["input_ids"])
-                texts = self._split(response, max(self._max_length - frame, self._max_length // 4, 2))
-            parts += [(prompt, text) for text in texts]
-            owners += [index] * len(texts)
-        return parts, owners
+        parts = ([(prompt, part) for part in self._parts(prompt, text, most)] for prompt, text in exchanges)
+        worst = worst_of_parts(parts, lambda own: cost(self.logits(own)).tolist())
+        return [None if found is None else found[0] for found in worst]
 
-    def _split(self, text: str, room: int) -> list[str]:
-        """Return overlapping parts of ``text`` of at most ``room`` tokens."""
-        tokenizer = self._loaded.tokenizer
-        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        places = offsets["offset_mapping"]
-        starts = range(0, max(1, len(places) - room // 2), max(1, room // 2))
-        return [text[places[s][0] : places[min(s + room, len(places)) - 1][1]] for s in starts] or [text]
+    @property
+    def _least_room(self) -> int:
+        return max(self._max_length // 4, 2)
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield index lists of inputs of like length, longest first (memory fails early, if at all)."""
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        for start in range(0, len(order), self._batch_size):
-            yield order[start : start + self._batch_size]
+    def _room(self, prompt: str) -> int:
+        """Return the tokens that ``prompt`` leaves of an input."""
+        return self._max_length - len(self._encode(prompt, "", "", truncation=False)["input_ids"])
+
+    def _parts(self, prompt: str, response: str, most: int) -> list[str]:
+        """Return what is read of ``response``; nothing where that is more than ``most`` parts."""
+        if not self.is_cut(prompt, response):
+            return [response]
+        room = max(self._room(prompt), self._least_room)
+        return self._loaded.split(self._loaded.clean(response), room, most) or []
 
     def _forward(self, features: list[dict[str, list[int]]]) -> Tensor:
         import torch
@@ -116,8 +119,7 @@ class SequenceClassifier:
         self, prompt: str, response: str, template: str, *, truncation: bool = True
     ) -> dict[str, list[int]]:
         tokenizer = self._loaded.tokenizer
-        specials = [token for token in tokenizer.all_special_tokens if len(token) > 1]
-        prompt, response = remove_special_tokens(prompt, specials), remove_special_tokens(response, specials)
+        prompt, response = self._loaded.clean(prompt), self._loaded.clean(response)
         options: dict[str, Any] = {
             "truncation": truncation,
             "max_length": self._max_length if truncation else None,
@@ -137,14 +139,6 @@ class SequenceClassifier:
         else:
             features = tokenizer(response, **options)
         return _non_empty(features, tokenizer)
-
-
-def worst_of_windows(costs: Sequence[float], owners: Sequence[int], count: int) -> list[float]:
-    """Return the largest cost of each of ``count`` exchanges over its windows; NaN where one is."""
-    worst = [0.0] * count
-    for owner, cost in zip(owners, costs, strict=True):
-        worst[owner] = cost if math.isnan(cost) else max(worst[owner], cost)  # max keeps a NaN that is first
-    return worst
 
 
 def _conversation(prompt: str, response: str) -> list[dict[str, str]]:

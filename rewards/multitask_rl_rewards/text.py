@@ -6,9 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from multitask_rl.records import Failure, FailureKind, Rollout
+from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 
-__all__ = ["data_failure", "question_of", "render", "strip_thinking", "value_of", "without_question"]
+__all__ = [
+    "data_failure",
+    "question_of",
+    "render",
+    "strip_thinking",
+    "unread",
+    "value_of",
+    "without_question",
+]
 
 _THINKING_END = "</think>"
 
@@ -67,3 +75,9 @@ def value_of(row: Mapping[str, Any], column: str, source: str) -> Any | Failure:
 def data_failure(message: str, source: str) -> Failure:
     """Return the failure of a row that lacks what ``source`` needs."""
     return Failure(kind=FailureKind.data, message=message, source=source)
+
+
+def unread(max_parts: int) -> Verdict:
+    """Return the verdict on a response that is too long to be judged whole: what is not read is not safe."""
+    reason = f"longer than `max_parts` = {max_parts} parts of what the model reads at once"
+    return Verdict(cost=1.0, violated=True, reason=reason)

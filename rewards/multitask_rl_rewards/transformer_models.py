@@ -7,10 +7,12 @@ one of them lives.
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from multitask_rl.errors import ConfigError, UnavailableError
@@ -18,9 +20,23 @@ from multitask_rl.errors import ConfigError, UnavailableError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoadedModel", "load_model", "read_model_config", "remove_special_tokens", "resolve_device"]
+__all__ = [
+    "LoadedModel",
+    "batches",
+    "load_model",
+    "read_model_config",
+    "remove_special_tokens",
+    "resolve_device",
+    "worst_of_parts",
+]
+
+P = TypeVar("P")
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_FULL_BATCH_TOKENS = 512
+"""Tokens of an input up to which a forward takes ``batch_size`` of them; of longer ones it takes fewer."""
+_PARTS_AT_ONCE = 256
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class LoadedModel:
@@ -41,6 +57,63 @@ class LoadedModel:
             getattr(self.model.config, "max_position_embeddings", None),
         ]
         return min(int(limit) for limit in limits if limit)
+
+    def clean(self, text: str) -> str:
+        """Return ``text`` as the tokenizer can read it, without what it reads as control tokens."""
+        specials = [token for token in self.tokenizer.all_special_tokens if len(token) > 1]
+        return remove_special_tokens(_SURROGATES.sub("\ufffd", text), specials)
+
+    def split(self, text: str, room: int, most: int) -> list[str] | None:
+        """Return overlapping parts of ``text`` of at most ``room`` tokens: half of a part is in the next one.
+
+        None: there are more than ``most`` parts. They are not read, so that no text costs more than that.
+        """
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        places = encoded["offset_mapping"]
+        starts = range(0, max(1, len(places) - room // 2), max(1, room // 2))
+        if len(starts) > most:
+            return None
+        return [text[places[s][0] : places[min(s + room, len(places)) - 1][1]] for s in starts]
+
+
+def batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Yield index lists of inputs of like length, longest first (memory fails early, if at all).
+
+    A forward takes ``batch_size`` inputs, fewer of long ones: its memory is that of ``batch_size`` inputs of
+    512 tokens, or of one longer input.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        size = max(1, min(batch_size, batch_size * _FULL_BATCH_TOKENS // max(1, lengths[order[0]])))
+        yield order[:size]
+        order = order[size:]
+
+
+def worst_of_parts(
+    parts: Iterable[list[P]], costs_of: Callable[[list[P]], Sequence[float]]
+) -> list[tuple[float, P] | None]:
+    """Return for each list of parts the largest cost and its part; NaN wins; None where there is no part.
+
+    A few hundred parts are held at once, so that long responses cost time and no memory.
+    """
+    worst: list[tuple[float, P] | None] = []
+    waiting: list[tuple[int, P]] = []
+
+    def judge() -> None:
+        for (index, part), cost in zip(waiting, costs_of([part for _, part in waiting]), strict=True):
+            known = worst[index]
+            if known is None or math.isnan(cost) or cost > known[0]:
+                worst[index] = (cost, part)
+        waiting.clear()
+
+    for index, own in enumerate(parts):
+        worst.append(None)
+        waiting += [(index, part) for part in own]
+        if len(waiting) >= _PARTS_AT_ONCE:
+            judge()
+    if waiting:
+        judge()
+    return worst
 
 
 _loaded: WeakValueDictionary[tuple[str, ...], LoadedModel] = WeakValueDictionary()
@@ -166,14 +239,14 @@ def _load_tokenizer(model_name: str) -> Any:
 
 
 def remove_special_tokens(text: str, specials: Sequence[str]) -> str:
-    """Return ``text`` without strings a tokenizer would read as control tokens.
+    """Return ``text`` without strings a tokenizer would read as control tokens. Linear in ``text``.
 
-    A response that spells ``<|eot_id|>`` could otherwise close its own turn and speak as the judge.
-    Repeated until nothing is left, since removing one may form another.
+    A response that spells ``<|eot_id|>`` could otherwise close its own turn and speak as the judge. Removing
+    one may form another, so it is repeated; where tokens are nested deeper, a mark takes their place.
     """
-    before = None
-    while before != text:
-        before = text
-        for token in specials:
-            text = text.replace(token, "")
-    return text
+    if not any(token in text for token in specials):
+        return text
+    pattern = re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True)))
+    for _ in range(4):
+        text = pattern.sub("", text)
+    return pattern.sub("\ufffd", text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -211,3 +212,18 @@ def test_a_response_longer_than_the_judge_reads_is_judged_in_parts(tmp_path, pla
     assert isinstance(clean, Verdict)
     assert isinstance(hidden, Verdict)
     assert hidden.cost > clean.cost
+
+
+def test_a_judge_reads_a_bounded_number_of_parts(tmp_path):
+    train_judge(tmp_path, "llama_guard")
+    long = rollout("hello " * 20_000, prompt="hello")
+    (unread,) = guard(tmp_path, "llama_guard", max_parts=3).judge([long])
+    assert unread == Verdict(
+        cost=1.0, violated=True, reason="longer than `max_parts` = 3 parts of what the model reads at once"
+    )
+    question = rollout("hello " * 20_000, prompt="hello " * 400)  # leaves almost nothing to a part
+    began = time.monotonic()
+    (failure,) = guard(tmp_path, "llama_guard").judge([question])
+    assert isinstance(failure, Failure)
+    assert failure.kind == "data"
+    assert time.monotonic() - began < 5.0

@@ -5,6 +5,7 @@ import pytest
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Verdict
 from multitask_rl_rewards.safety_classifier import SafetyClassifier, unsafe_labels_of
+from multitask_rl_rewards.transformer_models import batches, remove_special_tokens
 from reward_builders import rollout, train_classifier
 
 EXAMPLES = [
@@ -117,7 +118,7 @@ def test_bad_configuration_is_refused(binary_dir):
 @pytest.mark.parametrize("with_prompt", [False, True])
 @pytest.mark.parametrize("place", [0, 37, 90, 600])
 def test_the_worst_part_of_a_response_longer_than_the_model_reads_counts(binary_dir, with_prompt, place):
-    constraint = build(binary_dir, max_length=16, with_prompt=with_prompt)
+    constraint = build(binary_dir, max_length=16, max_parts=400, with_prompt=with_prompt)
     harmless = ["hello", "good"] * 300
     harmful = [*harmless[:place], *["kill"] * 24, *harmless[place:]]
     short, clean, hidden = constraint.judge(
@@ -126,3 +127,29 @@ def test_the_worst_part_of_a_response_longer_than_the_model_reads_counts(binary_
     assert not clean.violated
     assert hidden.violated
     assert hidden.cost > 0.9 * short.cost
+
+
+@pytest.mark.parametrize("with_prompt", [False, True])
+def test_a_response_of_more_parts_than_are_read_counts_as_unsafe(binary_dir, with_prompt):
+    constraint = build(binary_dir, max_length=16, max_parts=8, with_prompt=with_prompt)
+    read, unread = constraint.judge([rollout("hello good " * n, prompt="what is it") for n in (20, 600)])
+    assert not read.violated
+    assert unread == Verdict(
+        cost=1.0, violated=True, reason="longer than `max_parts` = 8 parts of what the model reads at once"
+    )
+
+
+def test_text_that_is_no_unicode_is_judged(binary_dir):
+    (verdict,) = build(binary_dir).judge([rollout("hello good \ud800")])
+    assert isinstance(verdict, Verdict)
+
+
+def test_nested_control_tokens_are_removed_in_linear_time():
+    text = remove_special_tokens("<e" * 100_000 + "os>" * 100_000, ["<eos>", "<pad>"])
+    assert "<eos>" not in text
+    assert remove_special_tokens("a <e<eos>os> b<pad>", ["<eos>", "<pad>"]) == "a  b"
+
+
+def test_a_forward_takes_fewer_of_long_inputs():
+    assert list(batches([10, 2048, 600, 2048, 5], 4)) == [[1], [3], [2, 0, 4]]
+    assert [len(batch) for batch in batches([40_000] * 2, 8)] == [1, 1]

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,6 @@ import pytest
 from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "hostile.py"
-MODELS = {
-    "fact_checker",
-    "llama_guard",
-    "pairwise_rm",
-    "rm_generative",
-    "rm_hf",
-    "safety_classifier",
-}
-"""They read what their model reads: see the tests of each."""
 SLOW = {"math_answer", "code_evaluator", "regex"}
 """A response of their own takes a time limit of seconds: without those here."""
 
@@ -43,9 +35,19 @@ def benchmark() -> Any:
 
 HOSTILE = benchmark()
 CHECKS = HOSTILE.checks()
+MODELS = ("rm_hf", "pairwise_rm", "rm_generative", "safety_classifier", "fact_checker", "llama_guard")
 
 
-def test_every_bundled_check_is_walked() -> None:
+@pytest.fixture(scope="module")
+def with_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The checks that ask a model, by plugin, with tiny random models."""
+    folder = tmp_path_factory.mktemp("models")
+    HOSTILE.save_models(folder)
+    with HOSTILE.model_checks(folder) as found:
+        yield {check.plugin: check for check in found}
+
+
+def test_every_bundled_check_is_walked(with_models: dict[str, Any]) -> None:
     own = {"multitask-rl"}
     bundled = {
         info.name
@@ -53,13 +55,23 @@ def test_every_bundled_check_is_walked() -> None:
         for info in list_plugins(group)
         if info.distribution in own
     }
-    assert {check.plugin for check in CHECKS} == bundled - MODELS
+    assert {check.plugin for check in CHECKS} | set(with_models) == bundled
+    assert set(with_models) == set(MODELS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.plugin + "-constraint" * c.is_constraint)
 def test_hostile_responses_harm_no_neighbour(check: Any) -> None:
     if check.plugin in SLOW:
         check = dataclasses.replace(check, own=())
+    walk(check)
+
+
+@pytest.mark.parametrize("plugin", MODELS)
+def test_hostile_responses_harm_no_neighbour_before_a_model(plugin: str, with_models: dict[str, Any]) -> None:
+    walk(with_models[plugin])
+
+
+def walk(check: Any) -> None:
     seen = HOSTILE.run(check, 6, random.Random(check.plugin), step=6)
     assert (seen["honest_changed"], seen["failures"], seen["untyped"]) == (0, 0, 0), seen
     assert seen["one_hostile_delays_s"] < seen["limit_s"], seen
