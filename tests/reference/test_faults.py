@@ -90,6 +90,15 @@ def denominator_of_the_minibatch(patch):
     )
 
 
+def gradients_are_off_by_some_roundings(patch):
+    real = Learner._token_weights
+    patch.setattr(
+        Learner,
+        "_token_weights",
+        lambda self, part, shares: [w * (1.0 + 3e-5) for w in real(self, part, shares)],
+    )
+
+
 def kl_twice(patch):
     for module in (grpo, ppo, reinforce_pp):
         real = module.sampled_kl
@@ -226,6 +235,9 @@ FAULTS = {
     lower_is_better_is_added: has(GROUPED),
     lambda_twice: has(mode="lagrangian"),
     denominator_of_the_minibatch: lambda case: case.settings.num_minibatches > 1,
+    gradients_are_off_by_some_roundings: lambda case: (
+        case.arithmetic == "float32" and case.settings.max_grad_norm == 0.0
+    ),
     kl_twice: lambda case: any(
         t.kl_coefficient > 0.0 and t.kl_placement == "reward" and t.type in GROUPED
         for t in case.settings.tasks

@@ -1,6 +1,7 @@
 """Random combinations of settings: the product's step equals the reference's."""
 
 import ast
+import importlib
 import logging
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from .cases import draw_case
-from .compare import compare
+from .compare import Comparison, compare
 
 NAIVE = sorted((Path(__file__).parent / "naive").glob("*.py"))
 COMBINATIONS = 300
@@ -34,6 +35,16 @@ def test_the_step_equals_the_reference(first):
         assert not result.problems, "\n".join([*result.problems[:8], again, case.describe()])
         compared += result.compared
     assert compared >= AT_ONCE, "too few steps were compared"
+
+
+@pytest.mark.parametrize(("too_close", "code"), [(3, 0), (4, 1)])
+def test_the_command_refuses_to_leave_out_more_than_three_percent(too_close, code, monkeypatch, capsys):
+    command = importlib.import_module("reference.__main__")
+    results = iter([Comparison(compared=1, too_close=int(i < too_close)) for i in range(100)])
+    monkeypatch.setattr(command, "compare", lambda case: next(results))
+
+    assert command.main(["--n", "100"]) == code
+    assert ("too little was compared" in capsys.readouterr().out) == bool(code)
 
 
 @pytest.mark.parametrize("path", NAIVE, ids=lambda path: path.stem)

@@ -91,6 +91,9 @@ class Run:
     given: Given
     weights: dict[str, Tensor]
     """Of actor and critic (names under ``critic.``)."""
+    noise: float = 0.0
+    """Relative deviation of noise on the weights of every forward pass and on advantages: 0, or what a
+    precision rounds by, which shows how far rounding alone moves the results."""
 
     def __post_init__(self) -> None:
         self.refused: dict[str, Refused] = {t.name: {} for t in self.settings.tasks}
@@ -261,17 +264,17 @@ class Run:
             if not own or not (self.many_updates or task.type == "ppo" or needs_reference):
                 continue
             with torch.no_grad():
-                found = outputs(self.settings, self.weights, own, self.margins)
+                weights = self.rounded(self.weights)
+                found = outputs(self.settings, weights, own, self.margins)
                 for s, (_, logits) in zip(own, found, strict=True):
                     s.old_logprobs = scores_of(logits, s.ids)[0]
                 if needs_reference:
-                    for s, (_, logits) in zip(
-                        own, outputs(self.settings, self.reference, own, self.margins), strict=True
-                    ):
+                    found_there = outputs(self.settings, self.rounded(self.reference), own, self.margins)
+                    for s, (_, logits) in zip(own, found_there, strict=True):
                         s.reference_logprobs = scores_of(logits, s.ids)[0]
                 if task.type == "ppo":
                     hidden = [h for h, _ in found]
-                    values = values_of(self.settings, self.weights, self.critic(self.weights), own, hidden)
+                    values = values_of(self.settings, weights, self.critic(weights), own, hidden)
                     for s, v in zip(own, values, strict=True):
                         s.old_values = v
 
@@ -297,10 +300,22 @@ class Run:
                 head = f"critic.{task.name}"
                 self.weights[f"{head}.weight"] = a * self.weights[f"{head}.weight"]
                 self.weights[f"{head}.bias"] = a * self.weights[f"{head}.bias"] + b
+            if self.noise:  # an advantage is a difference of numbers as large as the task's largest
+                size = self.noise * max(float(s.advantages.abs().max()) for s in own)  # type: ignore[union-attr]
+                for s in own:
+                    a = s.advantages
+                    assert a is not None
+                    s.advantages = torch.where(a == 0.0, a, a + size * torch.randn(1, dtype=a.dtype))
             for s in own:
                 s.is_active = can_matter(task, beta, s)
                 if not self.many_updates:
                     s.old_logprobs = None
+
+    def rounded(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as one forward pass sees them."""
+        if not self.noise:
+            return dict(weights)
+        return {n: w * (1.0 + self.noise * torch.randn(w.shape, dtype=w.dtype)) for n, w in weights.items()}
 
     # ------------------------------------------------------------------ update
 
@@ -330,14 +345,14 @@ class Run:
         self, active: Sequence[tuple[Sample, float]], factor: float, teacher: Teacher, sums: TokenSums
     ) -> Update:
         settings = self.settings
-        leaves = {n: w.detach().clone().requires_grad_(True) for n, w in self.weights.items()}
+        leaves = {n: w.detach().clone().requires_grad_(True) for n, w in self.rounded(self.weights).items()}
         actor = {n: w for n, w in leaves.items() if not n.startswith("critic.")}
         betas = {name: kl.beta for name, kl in self.kls.items()}
         losses = token_losses(
             settings,
             actor,
             self.critic(leaves),
-            self.reference,
+            self.rounded(self.reference),
             [s for s, _ in active],
             betas,
             sums,
