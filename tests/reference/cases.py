@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .naive.settings import DEFAULTS, ConstraintRule, RewardRule, Settings, Task
-from .world import Script
+from .naive.settings import DEFAULTS, POLICIES, ConstraintRule, RewardRule, Settings, Task
+from .world import Past, Script
 
 __all__ = ["Case", "draw_case"]
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
+POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
 
@@ -31,6 +32,11 @@ class Case:
     tied: bool = False
     late: float = 0.0
     """Chance that a group's rewards come late."""
+    engine_failing: float = 0.0
+    """Chance that the engine loses a first attempt."""
+    past_steps: int = 0
+    past: dict[str, Past] = field(default_factory=dict)
+    """What the scheduler has seen of each task before the first step."""
     arithmetic: str = "float64"
     """Of the product: ``float64`` shows faults of the formulas, ``float32`` those of rounding."""
 
@@ -66,17 +72,16 @@ def draw_case(seed: int) -> Case:
         reference_decay=rng.choice([1.0, 1.0, 0.7]),
         critic_trunk=rng.choice(["actor", "actor", "separate"]),
         eval_every=rng.choice([0, 0, 0, 1, 2]),
-        policy=rng.choice(["deficit_learnability", "deficit_learnability", "static", "uniform"]),
-        prior_prompts=rng.choice([100, 100, 3, 0]),
-        prompts_averaged=rng.choice([100, 5]),
-        sharpness=rng.choice([8.0, 1.0]),
+        policy=rng.choice(POLICY_NAMES),
         min_weight=rng.choice([None, None, 0.0, 0.05]),
     )
+    settings.policy_config = _policy(rng, settings.policy)
     num_steps = rng.choice([1, 2, 3])
     if settings.eval_every:
         settings.watched = _watched(rng, tasks)
     if settings.eval_every == 1 and rng.random() < 0.25:  # past the guard's warm-up
         num_steps, settings.prompts_per_step = 9, number
+    past_steps = rng.choice([0] * 5 + [30, 260, 300])
     return Case(
         seed=seed,
         settings=settings,
@@ -85,7 +90,32 @@ def draw_case(seed: int) -> Case:
         layout=rng.choice(["auto", "shared", "bucketed", "packed"]),
         tokens_per_microbatch=rng.choice([16384, 16384, 40, 90]),
         late=rng.choice([0.2, 0.6]) if quorum < 1.0 else 0.0,
+        engine_failing=rng.choice([0.0] * 4 + [0.15]),
+        past_steps=past_steps,
+        past={t.name: _past(rng) for t in tasks} if past_steps else {},
         arithmetic="float32" if rng.random() < 0.1 else "float64",
+    )
+
+
+def _policy(rng: random.Random, name: str) -> dict[str, float]:
+    options: dict[str, list[float]] = {
+        "prior_prompts": [100, 3, 0],
+        "smoothing": [0.1, 0.5],
+        "prompts_averaged": [1, 5],
+        "sharpness": [1.0],
+        "exponent": [0.0, 3.0],
+        "rate": [0.3],
+        "level_weight": [0.0, 0.2],
+    }
+    known = POLICIES[name] if name not in ("static", "uniform") else {}
+    return {key: rng.choice(options[key]) for key in known if rng.random() < 0.4}
+
+
+def _past(rng: random.Random) -> Past:
+    return Past(
+        dead_steps=rng.choice([0, 250, 270, 1000]),
+        level=rng.choice([0.0, 0.0, 0.3, 0.95]),
+        after=rng.choice(["alive", "solved", "rare"]),
     )
 
 
@@ -109,6 +139,9 @@ def _task(rng: random.Random, name: str, group_size: int, staleness: int, script
     if not any(r.weight for r in rewards):
         rewards[0].weight = 1.0
     constraints = [_constraint(rng, kind, name, i, scripts) for i in range(rng.choice([0, 0, 1, 1, 2]))]
+    if constraints and rng.random() < 0.15:
+        rewards = []  # the reward is what the constraints leave
+        constraints[0].weight = 1.0
     config = _config(rng, kind, staleness)
     size = rng.choice([group_size, 2, 5]) if rng.random() < 0.3 else group_size
     alone = kind in ("ppo", "reward_conditioned") or config.get("group_baseline") is False
@@ -117,8 +150,7 @@ def _task(rng: random.Random, name: str, group_size: int, staleness: int, script
     has_kl = rng.random() < 0.4
     is_exact = kind == "reward_conditioned"
     target = rng.choice([0.01, 0.5]) if has_kl and not is_exact and rng.random() < 0.5 else None
-    chosen = rng.choice(rewards)
-    by_reward = rng.random() < 0.3
+    chosen = rng.choice(rewards) if rewards and rng.random() < 0.3 else None
     return Task(
         name=name,
         type=kind,
@@ -139,8 +171,8 @@ def _task(rng: random.Random, name: str, group_size: int, staleness: int, script
         kl_estimator=rng.choice(["k2", "k3"]),
         kl_target=target,
         kl_horizon=rng.choice([5.0, 100.0]),
-        primary_metric=chosen.name if by_reward else "reward",
-        higher_is_better=chosen.higher_is_better if by_reward else True,
+        primary_metric=chosen.name if chosen else "reward",
+        higher_is_better=chosen.higher_is_better if chosen else True,
     )
 
 

@@ -225,6 +225,8 @@ def _compare_step(
             yield from _compare_number(
                 f"multiplier {task.name}/{m.rule.name}", found.multipliers[task.name][m.rule.name], m.value
             )
+    if found.held != run.scheduler.held:
+        yield f"held by the gate: {sorted(found.held)}, reference {sorted(run.scheduler.held)}"
     for name, share in run.scheduler.shares().items():
         yield from _compare_number(f"share of {name}", found.shares[name], share)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +38,7 @@ from multitask_rl.data.stream import PromptStream
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import Actor
-from multitask_rl.records import Rollout, Scored, Statistic, TaskEvaluation, TaskStats
+from multitask_rl.records import Failure, FailureKind, Rollout, Scored, Statistic, TaskEvaluation, TaskStats
 from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.scoring.pending import Pending
 from multitask_rl.seeding import derive_seed, random_stream
@@ -49,8 +50,9 @@ from multitask_rl.training.credit import CreditedSample
 
 from . import world
 from .cases import Case
+from .naive.controllers import Seen
 from .naive.records import Attempt
-from .naive.settings import FAILED, Settings, Task
+from .naive.settings import FAILED, Task
 from .naive.step import Given
 
 if str(Path(__file__).parents[1]) not in sys.path:
@@ -169,6 +171,8 @@ class ProductStep:
     """The line of metrics.jsonl."""
     shares: dict[str, float]
     levels: dict[str, float]
+    held: set[str]
+    """By the gate."""
     multipliers: dict[str, dict[str, float]]
     betas: dict[str, float]
 
@@ -209,7 +213,9 @@ class Product:
                 schedule=settings.schedule,
             ),
             scheduler=SchedulerConfig(
-                policy=settings.policy, min_weight=settings.min_weight, policy_config=_policy(settings)
+                policy=settings.policy,
+                min_weight=settings.min_weight,
+                policy_config=dict(settings.policy_config),
             ),
             scoring=ScoringConfig(max_failure_rate=1.0),
             eval=EvalConfig(every=settings.eval_every, num_prompts=world.NUM_HELD_OUT),
@@ -241,6 +247,26 @@ class Product:
             FunctionStage("watch", self._watch, consumes=CreditedSample, produces=CreditedSample),
             after="advantages",
         )
+
+        if case.engine_failing:
+            self.trainer.insert_stage(
+                FunctionStage("lose", self._lose, consumes=Rollout, produces=Rollout), after="rollout"
+            )
+        scheduler = self.trainer.scheduler
+        bind = scheduler.bind
+
+        def bind_with_past(*given: Any, **more: Any) -> None:
+            bind(*given, **more)
+            for number, groups in enumerate(_past(case)):
+                seen = {name: _stats(name, own) for name, own in groups.items()}
+                scheduler.update(seen, number - case.past_steps)
+
+        scheduler.bind = bind_with_past  # type: ignore[method-assign]
+
+    def _lose(self, rollout: Rollout) -> Rollout:
+        if not _loses(self.case)(rollout.task, rollout.prompt.draw, rollout.sample):
+            return rollout
+        return replace(rollout, failure=Failure(kind=FailureKind.infra, message="lost", source="engine"))
 
     def _watch(self, credited: CreditedSample) -> CreditedSample:
         self.credited.append(credited)
@@ -282,6 +308,7 @@ class Product:
                 for t in self.case.settings.tasks
                 if f"task/{t.name}/level" in metrics
             },
+            held={t.name for t in self.case.settings.tasks if metrics.get(f"task/{t.name}/held")},
             multipliers={
                 n: {c: m.value for c, m in r.multipliers.items()} for n, r in self.trainer.runs.items()
             },
@@ -433,11 +460,44 @@ def _spec(case: Case, task: Task) -> dict[str, Any]:
     return given
 
 
-def _policy(settings: Settings) -> dict[str, Any]:
-    if settings.policy != "deficit_learnability":
-        return {}
-    names = ("prior_prompts", "prompts_averaged", "sharpness")
-    return {name: getattr(settings, name) for name in names}
+def _loses(case: Case) -> Callable[[str, int, int], bool]:
+    """Whether the engine loses the first attempt of (task, draw, sample)."""
+
+    def loses(task: str, draw: int, index: int) -> bool:
+        return world.stream(case.seed, "engine", task, draw, index).random() < case.engine_failing
+
+    return loses
+
+
+def _past(case: Case) -> list[dict[str, list[list[float]]]]:
+    """Rewards of every group that the scheduler has seen before the first step: by step and task."""
+    return [
+        {
+            t.name: world.past_rewards(
+                case.seed, t.name, case.past[t.name], step, t.range_of("reward") or (-1.0, 3.0)
+            )
+            for t in case.settings.tasks
+        }
+        for step in range(case.past_steps)
+    ]
+
+
+def _stats(task: str, groups: Sequence[Sequence[float]]) -> TaskStats:
+    rewards = [r for own in groups for r in own]
+    return TaskStats(
+        task=task,
+        num_prompts=len(groups),
+        num_informative=sum(max(own) > min(own) for own in groups),
+        reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        reward_std=math.fsum(statistics.pstdev(own) for own in groups) / max(1, len(groups)),
+        lowest=sorted(min(own) for own in groups)[:3],
+        highest=sorted((max(own) for own in groups), reverse=True)[:3],
+    )
+
+
+def _seen(groups: Sequence[Sequence[float]]) -> Seen:
+    stats = _stats("", groups)
+    return Seen(stats.num_prompts, stats.num_informative, stats.reward_mean, groups)
 
 
 def delay_of(case: Case) -> Callable[[str, int], int]:
@@ -525,6 +585,8 @@ def given_of(case: Case, product: Product) -> Given:
         shuffle=shuffle,
         ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},
         is_late=delay_of(case),
+        engine_fails=_loses(case),
+        past=[{name: _seen(groups) for name, groups in step.items()} for step in _past(case)],
     )
 
 

@@ -11,7 +11,10 @@ from multitask_rl.algorithms import group as group_statistics
 from multitask_rl.algorithms import grpo, policy_loss, ppo, reinforce_pp
 from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
+from multitask_rl.curriculum.gate import UnlearnableGate
+from multitask_rl.curriculum.mt_grpo import MTGRPO
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.guard.detector import RegressionDetector
 from multitask_rl.statistics import definitions
 from multitask_rl.step import metrics as step_metrics
@@ -218,12 +221,57 @@ def slack_of_the_guard_is_halved(patch):
     patch.setattr(RegressionDetector, "_accumulate", accumulate)
 
 
+def the_gate_never_holds(patch):
+    patch.setattr(UnlearnableGate, "update", lambda self, policy, stats, step: [])
+
+
+def the_gate_never_releases(patch):
+    real = UnlearnableGate.update
+
+    def update(self, policy, stats, step):
+        before = set(self.held)
+        events = real(self, policy, stats, step)
+        self.held |= before
+        return events
+
+    patch.setattr(UnlearnableGate, "update", update)
+
+
+def the_way_has_no_start(patch):
+    patch.setattr(Straggler, "_remaining", Straggler.deficit)
+
+
+def improvement_is_ignored(patch):
+    real = MTGRPO._learn
+
+    def learn(self, signals, step):
+        real(self, {name: replace(s, progress=0.0) for name, s in signals.items()}, step)
+
+    patch.setattr(MTGRPO, "_learn", learn)
+
+
+def lost_responses_are_served(patch):
+    real = definitions._has_failed
+    patch.setattr(definitions, "_has_failed", lambda scored: real(scored) and not scored.rollout.failure)
+
+
 def evaluates(mode=None, steps=2):
     """Return whether a case has an evaluation, of a task with a constraint of that mode."""
     return lambda case: (
         0 < case.settings.eval_every * (steps - 1) < case.num_steps
         and (mode is None or any(c.mode in mode for t in case.settings.tasks for c in t.constraints))
     )
+
+
+def adapts(policy):
+    """Return whether a case has tasks with a history between which that policy chooses."""
+    return lambda case: (
+        case.settings.policy == policy and case.past_steps > 0 and len(case.settings.tasks) > 1
+    )
+
+
+def was_dead(case, steps):
+    return any(p.dead_steps == steps and p.level < 0.5 for p in case.past.values())
 
 
 GROUPED = ("grpo", "dapo", "gspo", "cispo", "constrained_decoding")
@@ -265,6 +313,11 @@ FAULTS = {
     refused_are_left_out_of_the_held_out_mean: evaluates(("reject",)),
     more_cost_is_better: evaluates(("reject", "penalty", "lagrangian")),
     slack_of_the_guard_is_halved: evaluates(steps=3),
+    the_gate_never_holds: lambda case: case.past_steps > 250 and was_dead(case, 1000),
+    the_gate_never_releases: lambda case: case.past_steps > 250 and was_dead(case, 250),
+    the_way_has_no_start: adapts("straggler"),
+    improvement_is_ignored: adapts("mt_grpo"),
+    lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }
 
 

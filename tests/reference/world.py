@@ -77,3 +77,30 @@ def answer(seed: int, script: Script, sample: Sample) -> float | str | None:
     if own.random() < script.failing:
         return FAILED
     return value if is_same else own.choice(script.values)
+
+
+@dataclass(frozen=True)
+class Past:
+    """How a task went before the first step: groups without a difference, then as ``after`` says."""
+
+    dead_steps: int
+    level: float
+    """Of the rewards' range, while its groups are alike."""
+    after: str
+    """``alive`` (responses differ), ``solved`` (all earn the most), ``dead`` or ``rare`` (one in eight
+    groups differs)."""
+
+
+def past_rewards(seed: int, task: str, past: Past, step: int, ends: tuple[float, float]) -> list[list[float]]:
+    """Rewards of every group of one step of the past."""
+    rng = stream(seed, "past", task, step)
+    low, high = ends
+    groups = []
+    for _ in range(rng.randint(0, 4)):
+        state = "dead" if step < past.dead_steps else past.after
+        if state == "rare":
+            state = "alive" if rng.random() < 0.125 else "dead"
+        same = {"dead": past.level, "solved": 1.0}.get(state)
+        places = [rng.random() if same is None else same for _ in range(3)]
+        groups.append([low + (high - low) * place for place in places])
+    return groups

@@ -38,6 +38,18 @@ class Average:
         return math.sqrt(self.weight * variance)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What one step showed of a task."""
+
+    prompts: int
+    informative: int
+    mean: float
+    """Of the reward over slots; NaN where no slot has one."""
+    shown: Sequence[Sequence[float]]
+    """Rewards of each group."""
+
+
 @dataclass
 class Trace:
     """What the scheduler has seen of a task."""
@@ -52,18 +64,14 @@ class Trace:
     offset_variance: float = 0.0
     evaluations: int = 0
 
-    def observe(
-        self, prompts: int, informative: int, mean: float, shown: Sequence[Sequence[float]], averaged: int
-    ) -> None:
-        """Gain ``min(0.1, n / averaged)``, a plain mean over prompts at first."""
-        if prompts == 0 or math.isnan(mean):
-            return
-        self.prompts += prompts
-        gain = max(min(0.1, prompts / averaged), prompts / self.prompts)
-        self.mean.add(mean, prompts, gain)
-        self.informative.add(informative / prompts, prompts, gain)
-        self.lowest = sorted(self.lowest + [min(own) for own in shown])[:3]
-        self.highest = sorted(self.highest + [max(own) for own in shown])[-3:]
+    def observe(self, seen: Seen, smoothing: float, averaged: float) -> None:
+        """Gain ``min(smoothing, n / averaged)``, a plain mean over prompts at first."""
+        self.prompts += seen.prompts
+        gain = max(min(smoothing, seen.prompts / averaged), seen.prompts / self.prompts)
+        self.mean.add(seen.mean, seen.prompts, gain)
+        self.informative.add(seen.informative / seen.prompts, seen.prompts, gain)
+        self.lowest = sorted(self.lowest + [min(own) for own in seen.shown])[:3]
+        self.highest = sorted(self.highest + [max(own) for own in seen.shown])[-3:]
 
     @property
     def informative_rate(self) -> float:
@@ -86,10 +94,13 @@ class Trace:
             return self.lowest[-1], self.highest[0]
         return min(0.0, self.mean.value), max(1.0, self.mean.value)
 
-    def level(self, declared: tuple[float, float] | None) -> float:
+    def place(self, value: float, declared: tuple[float, float] | None) -> float:
         """Place in [0, 1] of the range."""
         low, high = self.ends(declared)
-        return min(1.0, max(0.0, (self.mean.value + self.offset - low) / (high - low)))
+        return min(1.0, max(0.0, (value - low) / (high - low)))
+
+    def level(self, declared: tuple[float, float] | None) -> float:
+        return self.place(self.mean.value + self.offset, declared)
 
     def level_error(self, declared: tuple[float, float] | None) -> float:
         low, high = self.ends(declared)
@@ -116,6 +127,62 @@ class Scheduler:
         prior = {t.name: weights[t.name] / total or self.floors[t.name] for t in active}
         self.prior = {name: p / math.fsum(prior.values()) for name, p in prior.items()}
         self.traces = {name: Trace() for name in self.prior}
+        self.config = self.settings.of_policy
+        self.logits = {name: math.log(p) for name, p in self.prior.items()}
+        self.start = dict.fromkeys(self.prior, 0.0)
+        """Distance to the target after the first ten steps."""
+        self.dead_steps = dict.fromkeys(self.prior, 0)
+        self.held: set[str] = set()
+        """By the gate."""
+
+    def observe(self, seen: Mapping[str, Seen]) -> None:
+        """Learn from one step."""
+        progress = {}
+        for name, own in seen.items():
+            if name not in self.traces or own.prompts == 0 or math.isnan(own.mean):
+                continue
+            trace, declared = self.traces[name], self.settings[name].range_of("reward")
+            before = trace.mean.value if trace.mean.steps else None
+            trace.observe(own, self.config["smoothing"], self.config["prompts_averaged"])
+            now = trace.place(trace.mean.value, declared)
+            progress[name] = 0.0 if before is None else now - trace.place(before, declared)
+            if trace.mean.steps <= 10:
+                self.start[name] = self.deficit(name)
+        if progress and self.settings.policy == "mt_grpo":
+            self.descend(progress)
+        for name, own in seen.items():
+            if name in self.traces and own.prompts:
+                self.gate(name)
+
+    def descend(self, progress: Mapping[str, float]) -> None:
+        """``xi_k <- xi_k - beta z_k (s_k - sum_j z_j s_j)``, ``s = progress + lambda level``, z = softmax."""
+        names = [name for name in self.traces if self.traces[name].prompts]
+        total = math.fsum(math.exp(self.logits[name]) for name in names)
+        z = {name: math.exp(self.logits[name]) / total for name in names}
+        levels = self.cleared(
+            {name: min(self.level(name), self.settings[name].target) for name in names},
+            {name: self.level_error(name) for name in names},
+        )
+        s = {name: progress.get(name, 0.0) + self.config["level_weight"] * levels[name] for name in names}
+        mean = math.fsum(z[name] * s[name] for name in names)
+        for name in names:
+            self.logits[name] -= self.config["rate"] * z[name] * (s[name] - mean)
+
+    def gate(self, name: str) -> None:
+        """Hold a task far from its target after 200 steps with under 2 % informative groups, up to 5 %."""
+        rate = self.traces[name].informative_rate
+        is_learnt = self.level(name) >= 0.9 * self.settings[name].target
+        self.dead_steps[name] = self.dead_steps[name] + 1 if rate < 0.02 and not is_learnt else 0
+        if self.dead_steps[name] >= 200:
+            self.held.add(name)
+        elif rate > 0.05 or is_learnt:
+            self.held.discard(name)
+
+    def deficit(self, name: str) -> float:
+        return max(0.0, self.settings[name].target - self.level(name))
+
+    def level_error(self, name: str) -> float:
+        return self.traces[name].level_error(self.settings[name].range_of("reward"))
 
     def level(self, name: str) -> float:
         return self.traces[name].level(self.settings[name].range_of("reward"))
@@ -126,7 +193,7 @@ class Scheduler:
     def certainty(self, name: str) -> float:
         """n / (n + 100) after n prompts of the task."""
         n = self.traces[name].prompts
-        return n / (n + self.settings.prior_prompts) if n else 0.0
+        return n / (n + self.config["prior_prompts"]) if n else 0.0
 
     def cleared(self, values: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
         """Noise taken off: ``m + (v - m) max(0, 1 - (2 e / (v - m))^2)``, e the error of ``v - m``."""
@@ -145,26 +212,45 @@ class Scheduler:
         return result
 
     def _preferences(self) -> dict[str, float]:
+        if self.settings.policy == "mt_grpo":
+            return {name: math.exp(x) for name, x in self.logits.items() if self.traces[name].prompts}
+        return self._by_way() if self.settings.policy == "straggler" else self._by_deficit()
+
+    def _by_way(self) -> dict[str, float]:
+        """``prior r^e`` with ``r`` the part of the way to the target that is left, cleared."""
+        left, errors = {}, {}
+        for name in self.traces:
+            if self.traces[name].prompts:
+                start = self.start[name]
+                left[name] = self.deficit(name) / start if start > 1e-6 else 0.0
+                # of the level now and of the one at the start
+                errors[name] = (
+                    self.level_error(name) * math.hypot(1.0, left[name]) / start if left[name] else 0.0
+                )
+        if not any(left.values()):
+            return {}
+        cleared = self.cleared(left, errors)
+        return {name: self.prior[name] * r ** self.config["exponent"] for name, r in cleared.items()}
+
+    def _by_deficit(self) -> dict[str, float]:
         """``prior s^a`` with ``s`` the distance to the target times what the groups teach, cleared."""
         scores, errors = {}, {}
         for name, trace in self.traces.items():
             if not trace.prompts:
                 continue
-            task = self.settings[name]
-            deficit = max(0.0, task.target - self.level(name))
+            deficit = self.deficit(name)
             rate = max(trace.informative_rate, 0.02)
             learnable, error = 1.0, 0.0
             if rate < 0.25:
                 learnable = math.sqrt(rate / 0.25)
                 error = min(0.5, 0.5 * learnable * trace.informative.error(1.0) / rate)
             scores[name] = deficit * learnable
-            level_error = trace.level_error(task.range_of("reward"))
-            errors[name] = math.hypot(learnable * level_error, deficit * error)
+            errors[name] = math.hypot(learnable * self.level_error(name), deficit * error)
         top = max(scores.values(), default=0.0)
         if not top > 0.0:
             return {}
         cleared = self.cleared(scores, errors)
-        return {n: self.prior[n] * (s / top) ** self.settings.sharpness for n, s in cleared.items()}
+        return {n: self.prior[n] * (s / top) ** self.config["sharpness"] for n, s in cleared.items()}
 
     def _wanted(self) -> dict[str, float]:
         """The prior, moved as far as is certain towards what the policy wants."""
@@ -188,17 +274,23 @@ class Scheduler:
         }
 
     def shares(self) -> dict[str, float]:
-        """What is below its floor is raised to it, the rest scaled down."""
-        wanted = self._wanted()
+        """What is below its floor is raised to it, the rest scaled down.
+
+        A task that the gate holds gets its floor alone, and enough to notice that it can be learnt again.
+        """
+        wanted, floors = self._wanted(), dict(self.floors)
+        if self.settings.policy not in ("static", "uniform"):
+            for name in self.held:
+                wanted[name] = 0.0
+                floors[name] = max(floors[name], min(0.02, 0.4 / len(floors)))
         held: set[str] = set()
         while True:
-            free = 1.0 - math.fsum(self.floors[n] for n in held)
+            free = 1.0 - math.fsum(floors[n] for n in held)
             rest = math.fsum(w for n, w in wanted.items() if n not in held)
             shares = {
-                n: self.floors[n] if n in held else (w * free / rest if rest else 0.0)
-                for n, w in wanted.items()
+                n: floors[n] if n in held else (w * free / rest if rest else 0.0) for n, w in wanted.items()
             }
-            low = {n for n in wanted if n not in held and shares[n] < self.floors[n]}
+            low = {n for n in wanted if n not in held and shares[n] < floors[n]}
             if not low:
                 break
             held |= low

@@ -74,13 +74,18 @@ def run_prompt(
     answer: Answer,
     control: Sequence[int] = (),
     group_size: int | None = None,
+    engine_fails: Callable[[str, int, int], bool] = lambda task, draw, index: False,
 ) -> list[Attempt]:
-    """All attempts of all samples of one prompt."""
+    """All attempts of all samples of one prompt; one that the engine lost is neither judged nor repeated."""
     most = max((r.max_attempts for r in task.constraints if r.mode == "reject"), default=1)
     found = []
     for index in range(group_size or task.group_size):
         for number in range(most):
             attempt = sampler(task.name, draw, index, number, version, control)
+            if number == 0 and engine_fails(task.name, draw, index):
+                attempt.failed = True
+                found.append(attempt)
+                break
             judge(task, attempt, answer)
             score(task, attempt, answer)
             found.append(attempt)

@@ -51,6 +51,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Configuration of every algorithm, as its page says."""
 
+_AVERAGES = {"smoothing": 0.1, "prompts_averaged": 1, "prior_prompts": 100}
+
+POLICIES: dict[str, dict[str, float]] = {
+    "deficit_learnability": _AVERAGES | {"prompts_averaged": 100, "sharpness": 8.0},
+    "straggler": _AVERAGES | {"exponent": 1.5},
+    "mt_grpo": _AVERAGES | {"smoothing": 0.2, "rate": 1.0, "level_weight": 0.5},
+    "static": _AVERAGES,
+    "uniform": _AVERAGES,
+}
+"""Configuration of every policy of the scheduler, as its page says."""
+
 Answer = Callable[[str, str, int, int, int, Sequence[int]], "float | str | None"]
 """(task, plugin, draw, sample, attempt, response) -> value, ``FAILED``, or None: not applicable."""
 
@@ -147,13 +158,16 @@ class Settings:
     """Metrics of tasks, beside their primary ones: ``task/metric``."""
     critic_trunk: str = "actor"
     policy: str = "deficit_learnability"
+    policy_config: dict[str, float] = field(default_factory=dict)
+    """Of the scheduler's policy; what is missing has the default of ``POLICIES``."""
     min_weight: float | None = None
-    prior_prompts: int = 100
-    prompts_averaged: int = 100
-    sharpness: float = 8.0
     num_heads: int = 4
     num_key_value_heads: int = 2
     first_control_token: int = 32
+
+    @property
+    def of_policy(self) -> dict[str, float]:
+        return POLICIES[self.policy] | self.policy_config
 
     @property
     def control_tokens(self) -> list[int]:

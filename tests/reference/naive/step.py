@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .controllers import KL, Multiplier, Scheduler
+from .controllers import KL, Multiplier, Scheduler, Seen
 from .credit import CreditState, credit
 from .experience import Sampler, groups_of, is_informative, keep, missing, outcome, run_prompt
 from .guard import Guard
@@ -44,6 +44,10 @@ class Given:
     ranks: Mapping[str, int]
     is_late: Callable[[str, int], int] = lambda task, draw: 0
     """How many steps after its sampling a group is scored."""
+    engine_fails: Callable[[str, int, int], bool] = lambda task, draw, index: False
+    """Whether the first attempt of a sample was lost."""
+    past: Sequence[Mapping[str, Seen]] = ()
+    """What the scheduler has seen before the first step, as from a longer run."""
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Number of held-out prompts of each task."""
     held_out_sampler: Sampler | None = None
@@ -114,6 +118,8 @@ class Run:
         self.reference = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
         self.margins: list[float] = []
         self.guard = Guard([t.name for t in self.settings.tasks] + self.settings.watched)
+        for seen in self.given.past:
+            self.scheduler.observe(seen)
 
     @property
     def lag(self) -> int:
@@ -136,7 +142,13 @@ class Run:
                 if task.type == "reward_conditioned" and self.pools[task.name]:
                     control = [self.settings.first_control_token + task.config["quantiles"] - 1]
                 found += run_prompt(
-                    task, number, self.version, self.given.sampler, self.given.answer, control
+                    task,
+                    number,
+                    self.version,
+                    self.given.sampler,
+                    self.given.answer,
+                    control,
+                    engine_fails=self.given.engine_fails,
                 )
         return found
 
@@ -431,14 +443,12 @@ class Run:
             own |= {f"multiplier/{m.rule.name}": m.value for m in self.multipliers[task.name]}
             own["kl_coefficient"] = self.kls[task.name].beta
         num_trained = {task.name: self.num_informative(task, kept) for task in settings.tasks}
-        num_drawn = len({a.group for a in drawn})
+        num_drawn, seen = len({a.group for a in drawn}), {}
         for task in settings.tasks:
             attempts = [a for a in drawn if a.task == task.name]
             n, spread, mean, std, own_numbers = step_statistics(task, attempts, self.refused[task.name])
-            if task.name in self.scheduler.traces:
-                shown = shown_rewards(task, attempts, self.refused[task.name])
-                averaged = settings.prompts_averaged if settings.policy == "deficit_learnability" else 1
-                self.scheduler.traces[task.name].observe(n, spread, mean, shown, averaged)
+            shown = shown_rewards(task, attempts, self.refused[task.name])
+            seen[task.name] = Seen(n, spread, mean, shown)
             numbers[task.name] = own_numbers
             own = metrics[task.name]
             own |= {"reward_std": std, "informative_rate": spread / max(1, n)}
@@ -453,6 +463,7 @@ class Run:
             for m in self.multipliers[task.name]:
                 if (cost := own_numbers.get(f"cost/{m.rule.name}")) is not None:
                     m.update(cost.mean)
+        self.scheduler.observe(seen)
         self.step_number += 1
         return Result(
             quotas=batch.quotas,
