@@ -193,7 +193,7 @@ def test_importing_the_package_loads_nothing_heavy_and_is_quick() -> None:
     )
 
     def seconds(statement: str) -> float:
-        timed = f"import time; b = time.perf_counter(); {statement}; print(time.perf_counter() - b)"
+        timed = f"import time; b = time.process_time(); {statement}; print(time.process_time() - b)"
         run = [sys.executable, "-c", timed]
         return median(
             float(subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout)

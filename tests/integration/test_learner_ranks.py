@@ -1,6 +1,7 @@
 """Runs with several learner ranks: the same learning, resumable, and a report of who waited for whom."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,39 +17,46 @@ from run_builders import run_config, train, undocumented, weights_hash, write_ru
 TWO = {"device_map": {"actor": "cpu:0-1"}}
 
 
-def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(tmp_path, capsys):
-    write_run(tmp_path)
-    one = train(run_config(tmp_path, "one", 3))
-    two = train(run_config(tmp_path, "two", 3, **TWO))
-    expected = dict(one.actor.model.named_parameters())
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """With a run of two ranks that stopped after its first step: ``parts``, and its copy ``changing``."""
+    place = tmp_path_factory.mktemp("ranks")
+    write_run(place)
+    train(run_config(place, "parts", 1, **TWO))
+    shutil.copytree(place / "parts", place / "changing")
+    return place
+
+
+@pytest.fixture(scope="module")
+def expected(place):
+    return dict(train(run_config(place, "one", 3)).actor.model.named_parameters())
+
+
+def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(place, expected, capsys):
+    two = train(run_config(place, "two", 3, **TWO))
     for name, found in two.actor.model.named_parameters():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5)
 
-    train(run_config(tmp_path, "parts", 2, **TWO))
-    resumed = train(run_config(tmp_path, "parts", 3, **TWO))
+    resumed = train(run_config(place, "parts", 3, **TWO))
     assert weights_hash(resumed) == weights_hash(two)
 
-    steps = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (place / "two" / "metrics.jsonl").read_text().splitlines()]
     numbers = {key: value for step in steps for key, value in step.items()}
     assert numbers["train/ranks/1/busy_s"] > 0.0
-    assert undocumented(tmp_path / "two") == set()
+    assert undocumented(place / "two") == set()
     assert numbers["train/ranks/0/waits_s"] == 0.0 or numbers["train/ranks/1/waits_s"] == 0.0
     assert 0.0 < numbers["utilisation/rank1"] <= numbers["utilisation/update"]
-    assert main(["report", str(tmp_path / "two")]) == 0
+    assert main(["report", str(place / "two")]) == 0
     said = capsys.readouterr().out
     assert "rank1" in said
     assert "gradient_sum" in said
 
 
-def test_ranks_with_parts_of_the_weights_learn_the_same_and_go_on_where_copies_ended(tmp_path):
-    write_run(tmp_path)
-    whole = train(run_config(tmp_path, "whole", 4))
-    train(run_config(tmp_path, "changing", 2, **TWO))
+def test_ranks_with_parts_of_the_weights_learn_the_same_and_go_on_where_copies_ended(place, expected):
     sharded = {"device_map": {"actor": "cpu:0-1 sharded"}}
-    train(run_config(tmp_path, "changing", 3, **sharded))
+    train(run_config(place, "changing", 2, **sharded))
     in_layers = {"device_map": {"actor": "cpu:0-1 tensor=2"}}
-    changing = train(run_config(tmp_path, "changing", 4, **in_layers))
-    expected = dict(whole.actor.model.named_parameters())
+    changing = train(run_config(place, "changing", 3, **in_layers))
     for name, found in changing.actor.model.named_parameters():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=2e-5)
 

@@ -52,11 +52,8 @@ tasks:
 
 def build_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 600 tokens fitted to the prompts' text."""
-    texts = [
-        read_file(str(DATA / name))[i]["prompt"]
-        for name in ("gsm8k_train.jsonl", "mbpp.jsonl")
-        for i in range(200)
-    ]
+    files = [read_file(str(DATA / name)) for name in ("gsm8k_train.jsonl", "mbpp.jsonl")]
+    texts = [rows[i]["prompt"] for rows in files for i in range(200)]
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=600, special_tokens=["<pad>", "<eos>"], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token="<pad>", eos_token="<eos>")

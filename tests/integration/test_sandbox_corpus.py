@@ -121,24 +121,22 @@ def test_nothing_of_the_own_corpus_escapes_a_weaker_level(level):
 @needs_attacks
 @pytest.mark.realdata
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 1], ids=["in_order", "shuffled_1"])
-def test_the_attack_corpus_ends_as_its_manifest_says(seed):
-    assert different(run_corpus(load_manifest(ATTACKS), workers=4, seed=seed)) == {}
+def test_the_attack_corpus_ends_as_its_manifest_says():
+    assert different(run_corpus(load_manifest(ATTACKS), workers=4)) == {}
 
 
 @needs_attacks
 @pytest.mark.realdata
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
-def test_the_attack_corpus_as_an_ordinary_user(seed):
+def test_the_attack_corpus_as_an_ordinary_user_in_another_order():
     # the interpreter of this environment may lie under root's home; the system's is open to everybody
     python = SYSTEM_PYTHON if SYSTEM_PYTHON.exists() else Path(sys.executable)
     done = subprocess.run(
         [
             *("setpriv", "--reuid=1001", "--regid=1001", "--clear-groups", str(python)),
-            *("-m", "multitask_rl.sandbox.corpus", str(ATTACKS), "--workers", "4", "--seed", str(seed)),
+            *("-m", "multitask_rl.sandbox.corpus", str(ATTACKS), "--workers", "4", "--seed", "2"),
         ],
         capture_output=True,
         text=True,

@@ -61,9 +61,9 @@ def test_empty_and_huge_candidates_score_zero(candidate):
     ids=range(10),
 )
 def test_hostile_candidates_score_low_and_fast(candidate):
-    start = time.perf_counter()
+    start = time.process_time()
     assert 0.0 <= compute_codebleu(ADD, candidate)["codebleu"] < 0.5
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0
 
 
 def test_values_do_not_depend_on_the_hash_seed():
