@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 __all__ = [
     "CheckpointError",
@@ -35,7 +36,9 @@ __all__ = [
     "SandboxError",
     "TrainingError",
     "UnavailableError",
+    "check_output_file",
     "disk_errors",
+    "path_errors",
 ]
 
 
@@ -97,6 +100,62 @@ class GuardStop(MultitaskRLError):
     """The guard ended the run; the report says why."""
 
     exit_code = 3
+
+
+@contextmanager
+def path_errors(
+    what: str, path: str | Path, allowed: str, kind: type[MultitaskRLError] = ConfigError
+) -> Iterator[None]:
+    """Turn what prevents the use of a path that the user gave into one paragraph; other errors pass.
+
+    Args:
+        what: place and role of the path: ``tasks.yaml:3: tasks.math.dataset: the data set``.
+        path: as it was given.
+        allowed: what to give instead.
+        kind: class of the error.
+
+    Raises:
+        MultitaskRLError: a ``kind``: the path is absent, is or is not a directory, may not be used, or holds
+            no UTF-8 text.
+    """
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        raise kind(f"{what} {str(path)!r} {_problem(error, Path(path))}; give {allowed}") from error
+
+
+def _problem(error: OSError | UnicodeError, path: Path) -> str:
+    match error:
+        case UnicodeDecodeError():
+            return f"is not UTF-8 text (byte {error.start} cannot be read)"
+        case FileNotFoundError() if not path.parent.is_dir():
+            return "lies in a directory that does not exist"
+        case FileNotFoundError():
+            return "does not exist"
+        case IsADirectoryError():
+            return "is a directory"
+        case FileExistsError():
+            return "is a file"
+        case NotADirectoryError():
+            return "is a file" if path.is_file() else "goes through a file, which holds no other"
+        case PermissionError():
+            return "may not be used by this user (permission denied)"
+    return f"cannot be used: {(error.strerror if isinstance(error, OSError) else None) or error}"
+
+
+def check_output_file(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work whose results go there.
+
+    Args:
+        option: that names the file, for messages.
+        path: the file; it is created empty if it is absent. None is no file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is not None:
+        with path_errors(f"{option}: the file", path, "one that can be written, in a directory that exists"):
+            path.open("a").close()
 
 
 @contextmanager

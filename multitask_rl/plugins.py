@@ -26,6 +26,7 @@ __all__ = [
     "CONSTRAINTS",
     "GROUPS",
     "GUARDS",
+    "PLUGIN_FORMS",
     "REWARDS",
     "ROLLOUT_ENGINES",
     "SANDBOXES",
@@ -39,6 +40,8 @@ __all__ = [
     "load_plugin",
 ]
 
+PLUGIN_FORMS = "an installed name, package.module:object or path/to/file.py:object"
+"""What the name of a plugin may look like, for messages."""
 TASKS = "multitask_rl.tasks"
 REWARDS = "multitask_rl.rewards"
 CONSTRAINTS = "multitask_rl.constraints"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig, TrackingConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, check_output_file
 
 if TYPE_CHECKING:
     from multitask_rl.step.report import StepReport
@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--steps must be at least 1 and --warm-up at least 0")
     if {"-m", "--multirun"} & set(overrides):
         raise ConfigError("bench measures one configuration at a time; leave --multirun out")
+    check_output_file("--json", options.json)
     found: list[dict[str, Any]] = []
     compose_and_run(overrides, "bench", lambda c: found.append(measure(c, options.steps, options.warm_up)))
     for numbers in found:  # none with --cfg job

@@ -23,7 +23,7 @@ from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code
-from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.errors import ConfigError, DataError, check_output_file
 from multitask_rl.records import Failure, Score, Scored
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
@@ -42,6 +42,7 @@ Pairs: TypeAlias = dict[str, list[tuple[float, float, bool]]]
 def main(arguments: list[str]) -> int:
     """Score again, print means and agreement per task and reward, and write the new records if asked."""
     options = _parser().parse_args(arguments)
+    check_output_file("--output", options.output)
     config = _run_config(options.run)
     specs = load_tasks(options.tasks) if options.tasks else _tasks_of(options.run, config)
     lines = list(_stored(options.run / "rollouts.jsonl"))

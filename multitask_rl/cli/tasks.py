@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("file", help="the tasks file")
-        command.add_argument("overrides", nargs="*", help="tasks.NAME.KEY=VALUE ...")
+        command.add_argument("overrides", nargs="*", default=[], help="tasks.NAME.KEY=VALUE ...")
         if name == "validate":
             command.add_argument("--quick", action="store_true", help="build no plugin and score no row")
             command.add_argument(

@@ -31,7 +31,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import MOVED, suggest
 from multitask_rl.config.schema.located_yaml import Where, check_plain
 from multitask_rl.config.trust import TRUST, refuse_code_in
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.run.interrupts import stopping_on_signals
 
 __all__ = ["compose_and_run", "config_keys", "evaluate", "train"]
@@ -64,6 +64,19 @@ _OPTIONS_WITH_VALUE = {
         "-cd",
     ),
     *("--experimental-rerun", "--info", "-i"),
+}
+_OPTIONS = _OPTIONS_WITH_VALUE | {
+    *(
+        "--hydra-help",
+        "--version",
+        "--resolve",
+        "--run",
+        "-r",
+        "--multirun",
+        "-m",
+        "--shell-completion",
+        "-sc",
+    )
 }
 _OTHER_SOURCES = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--multirun", "-m")
 _SWEEP_DIR = "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"
@@ -132,9 +145,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
         try:
             hydra.main(version_base="1.3", config_path=None, config_name="run")(job)()
         except OSError as error:
-            raise ConfigError(
-                f"the output directory cannot be written: {error}; choose another with output_dir=PATH"
-            ) from error
+            with path_errors("output_dir", error.filename or "", "another with output_dir=PATH"):
+                raise
         except Exception as error:
             # what the run raised is in ``failures``: this is the command line's, in any of Hydra's exceptions
             raise ConfigError(_explain(error)) from error
@@ -229,11 +241,13 @@ def _evaluate(config: RunConfig) -> None:
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
     resume, run = config.checkpoint.resume, config.output_dir
-    if resume == "auto" and not Path(run).is_dir():
-        raise ConfigError(
-            f"output_dir={run!r} does not exist, so there is no run to evaluate; give the directory of one, "
-            "a checkpoint with checkpoint.resume=DIR, or checkpoint.resume=never for the untrained model"
+    if resume == "auto":
+        allowed = (
+            "the directory of a run, a checkpoint with checkpoint.resume=DIR, or checkpoint.resume=never for "
+            "the untrained model"
         )
+        with path_errors("output_dir", run, allowed):
+            os.scandir(run).close()
     trainer = Trainer.from_config(config)
     evaluations = trainer.evaluate()
     restored = trainer.store.restored
@@ -284,23 +298,34 @@ def _hydra_environment(arguments: list[str]) -> Iterator[None]:
 
 
 def _hydra_arguments(arguments: list[str], defaults: Iterable[str]) -> list[str]:
-    """Put options before overrides, which Hydra's parser needs, and our overrides before the user's."""
+    """Put options before overrides, which Hydra's parser needs, and our overrides before the user's.
+
+    Raises:
+        ConfigError: an option is a key of the configuration, or unknown.
+    """
     options, overrides, rest = [], list(defaults), iter(arguments)
     for argument in rest:
-        if argument.startswith("-"):
+        option, equals, value = argument.partition("=")
+        key = option.lstrip("-").replace("-", "_")
+        if option in _OPTIONS:
             options.append(argument)
             options += [next(rest, "")] if argument in _OPTIONS_WITH_VALUE else []
+        elif not option.startswith("-"):
+            overrides.append(f"++{argument}" if equals and _is_below_mapping(option) else argument)
+        elif key in config_keys() or _is_below_mapping(key):
+            value = value if equals else next(rest, "VALUE")
+            raise ConfigError(f"{argument}: a key is given without dashes; write {key}={value}")
         else:
-            overrides.append(_open_override(argument))
+            raise ConfigError(
+                f"unknown option {argument!r}{suggest(option, _OPTIONS)} (options: "
+                f"{', '.join(sorted(_OPTIONS))}); give keys as key=value"
+            )
     return options + overrides
 
 
-def _open_override(argument: str) -> str:
-    """Let keys below a mapping be set as any other: Hydra wants ``++`` where the schema knows no such key."""
-    key, equals, _ = argument.partition("=")
-    mappings = [name for name, f in config_keys().items() if f.default_factory is dict]
-    below = any(key.startswith(f"{name}.") for name in mappings)
-    return f"++{argument}" if equals and below else argument
+def _is_below_mapping(key: str) -> bool:
+    """Whether ``key`` lies below a mapping: the schema does not know it, so Hydra wants ``++`` before it."""
+    return any(key.startswith(f"{name}.") for name, f in config_keys().items() if f.default_factory is dict)
 
 
 def _explain(error: Exception) -> str:

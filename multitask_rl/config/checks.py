@@ -14,8 +14,8 @@ from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import ConstraintSpec, MultiplierSpec, TaskSpec
 from multitask_rl.config.template import parse_template
-from multitask_rl.errors import ConfigError, MissingExtraError
-from multitask_rl.plugins import list_plugins
+from multitask_rl.errors import ConfigError, MissingExtraError, path_errors
+from multitask_rl.plugins import PLUGIN_FORMS, list_plugins
 
 __all__ = [
     "DATA_SUFFIXES",
@@ -257,10 +257,11 @@ def _check_function(where: Where, target: str) -> None:
     """Check ``file.py:name`` by parsing the file, ``package.module:name`` by finding the package."""
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
-        path = Path(place).expanduser()
+        with path_errors(f"{where}: the plugin file", place, PLUGIN_FORMS):
+            text = Path(place).expanduser().read_text(encoding="utf-8")
         try:
-            tree = parse_python(path.read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            tree = parse_python(text)
+        except SyntaxError as error:
             raise ConfigError(f"{where}: cannot read {place!r} of {target!r}: {error}") from error
         names = _top_level_names(tree)
         if name not in names:
@@ -299,12 +300,10 @@ def _check_dataset(where: Where, dataset: str) -> None:
                 "pip install 'multitask-rl[reasoning-gym]'"
             )
     elif is_data_path(dataset):
-        if not is_file(Path(dataset).expanduser()):
-            beside = Path(where.file).parent if where.line > 0 else Path()
-            raise ConfigError(
-                f"{where}: the data set {dataset!r} does not exist (looked in {str(beside)!r} and the "
-                f"working directory); paths end in {', '.join(DATA_SUFFIXES)}"
-            )
+        beside = f"in {str(Path(where.file).parent)!r} or " if where.line > 0 else ""
+        allowed = f"a file {beside}in the working directory whose name ends in {', '.join(DATA_SUFFIXES)}"
+        with path_errors(f"{where}: the data set", dataset, allowed):
+            Path(dataset).expanduser().open("rb").close()
         if not dataset.endswith(DATA_SUFFIXES):
             raise ConfigError(f"{where}: {dataset!r} must end in one of {', '.join(DATA_SUFFIXES)}")
     elif not _HUB_ID.fullmatch(dataset):

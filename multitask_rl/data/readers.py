@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
-from multitask_rl.errors import DataError
+from multitask_rl.config.checks import DATA_SUFFIXES
+from multitask_rl.errors import DataError, path_errors
 
 __all__ = ["GeneratedRows", "Row", "RowView", "Rows", "read_dataset_dict", "read_file"]
 
@@ -74,7 +75,8 @@ def read_file(path: str | Path) -> Rows:
     """
     place = Path(path).expanduser()
     name = place.name
-    try:
+    allowed = f"a file that can be read and ends in {', '.join(DATA_SUFFIXES)}"
+    with path_errors("the data set", place, allowed, DataError):
         if name.endswith(".jsonl.gz"):
             text = _expand(place)
             rows = _read_lines(io.BytesIO(text), lambda start, end: text[start:end], place)
@@ -86,9 +88,7 @@ def read_file(path: str | Path) -> Rows:
         elif name.endswith(".parquet"):
             rows = _read_parquet(place)
         else:
-            raise DataError(f"{place}: unknown kind of data set; allowed: .jsonl, .jsonl.gz, .json, .parquet")
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"data set {str(place)!r} cannot be read: {error}") from error
+            raise DataError(f"{place}: unknown kind of data set; allowed: {', '.join(DATA_SUFFIXES)}")
     if not rows:
         raise DataError(f"data set {str(place)!r} has no rows; a run needs at least one")
     return rows
@@ -163,11 +163,14 @@ def _expand(path: Path) -> bytes:
     """Return the content of a .gz file.
 
     Raises:
-        DataError: it expands to more than is allowed.
+        DataError: it is no gzip file, or expands to more than is allowed.
     """
     allowed = max(_FREE_BYTES, _RATIO * path.stat().st_size)
-    with gzip.open(path) as file:
-        data = file.read(allowed + 1)
+    try:
+        with gzip.open(path) as file:
+            data = file.read(allowed + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: not a whole gzip file: {error}") from error
     if len(data) > allowed:
         raise _bomb(path, allowed)
     return data

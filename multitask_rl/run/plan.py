@@ -18,7 +18,7 @@ from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.data.rows import Row
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.scoring.adapt import find_plugin
@@ -364,16 +364,10 @@ def _check_resume(resume: str) -> None:
 
 
 def _check_output_dir(directory: Path) -> None:
-    problem = ""
-    try:
+    with path_errors("output_dir", directory, "another with output_dir=PATH"):
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / ".write_probe"
         probe.write_text("")
         probe.unlink()
-    except OSError as error:
-        problem = error.strerror or str(error)
-    if problem or not os.access(directory, os.W_OK):
-        raise ConfigError(
-            f"output_dir {str(directory)!r} cannot be written: {problem or 'no permission'}; choose another "
-            "with output_dir=PATH"
-        )
+        if not os.access(directory, os.W_OK):
+            raise PermissionError

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.errors import DataError
+from multitask_rl.errors import DataError, check_output_file, path_errors
 from multitask_rl.sandbox.base import (
     AssertsTask,
     Limits,
@@ -88,27 +88,32 @@ def load_manifest(path: Path) -> list[_Entry]:
     Raises:
         DataError: the manifest or a program is missing or malformed; names the place.
     """
+    with path_errors("the manifest", path, "a JSON file, in UTF-8", DataError):
+        text = path.read_text(encoding="utf-8")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(text)
         defaults, programs = manifest["default_limits"], manifest["programs"]
-    except OSError as error:
-        raise DataError(
-            f"the corpus manifest {path} cannot be read: {error.strerror}; give a JSON file"
-        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a corpus manifest ({type(error).__name__}: {error})") from error
     entries = []
     for position, raw in enumerate(programs):
         try:
+            file = path.parent / raw["file"]
+            with path_errors(
+                f"{path}: program {raw['name']!r}: the file", file, "one beside the manifest", DataError
+            ):
+                source = file.read_bytes()
             program = Program(
-                source=(path.parent / raw["file"]).read_bytes(),
+                source=source,
                 task=_task(raw["task"]),
                 limits=Limits(**{**defaults, **raw.get("limits", {})}),
             )
             entries.append(
                 _Entry(raw, program, raw.get("order", 0), raw.get("sequence", ""), raw.get("requires", []))
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DataError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
             name = raw.get("name", position) if isinstance(raw, dict) else position
             raise DataError(f"{path}: program {name!r}: {type(error).__name__}: {error}") from error
     return entries
@@ -281,6 +286,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, dest="json_file", help="write all findings to this file")
     arguments = parser.parse_args(argv)
     out = sys.stdout.write
+    check_output_file("--json", arguments.json_file)
     entries = load_manifest(arguments.manifest)
     if arguments.folder:
         entries = [e for e in entries if e.raw.get("folder") in arguments.folder]

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from multitask_rl.errors import MissingExtraError, PluginError
-from multitask_rl.plugins import list_plugins, load_plugin
+from multitask_rl.errors import MissingExtraError, PluginError, path_errors
+from multitask_rl.plugins import PLUGIN_FORMS, list_plugins, load_plugin
 
 __all__ = ["Located", "absolute_reference", "locate"]
 
@@ -54,10 +54,7 @@ def locate(reference: str, group: str, where: str = "") -> Located:
         info = next(info for info in list_plugins(group) if info.name == reference)
         return Located(plugin, reference, f"{info.distribution} {info.version}")
     if not place or not name:
-        raise PluginError(
-            f"{prefix}cannot read the plugin {reference!r}; expected an installed name, "
-            "'package.module:object' or 'path/to/file.py:object'"
-        )
+        raise PluginError(f"{prefix}cannot read the plugin {reference!r}; expected {PLUGIN_FORMS}")
     try:
         module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
     except (PluginError, MissingExtraError) as error:
@@ -98,9 +95,9 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
-    if not path.is_file():
-        raise PluginError(f"the plugin file {str(path)!r} does not exist")
-    digest = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
+    with path_errors("the plugin file", path, PLUGIN_FORMS, PluginError):
+        source = path.read_bytes()
+    digest = hashlib.blake2b(str(path).encode() + source, digest_size=8).hexdigest()
     private = f"_multitask_rl_plugin_{digest}"
     if private in sys.modules:
         return sys.modules[private]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError
+from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError, path_errors
 from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.testing.contract import Finding, check_constraint, check_reward
@@ -183,13 +183,9 @@ def _ends_its_process(plugin: str, code: int) -> str:
 
 def _row(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
-        try:
-            with Path(text).open(encoding="utf-8") as file:
-                text = file.readline()
-        except OSError as error:
-            raise ConfigError(
-                f"--row: {text!r} is neither a JSON object nor a readable file: {error}"
-            ) from error
+        allowed = "a JSON object, or a .jsonl file whose first row is taken"
+        with path_errors("--row:", text, allowed), Path(text).open(encoding="utf-8") as file:
+            text = file.readline()
     return _json(text, "--row")
 
 

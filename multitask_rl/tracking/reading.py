@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from multitask_rl.config.schema.located_yaml import load_yaml
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.records import Direction
 from multitask_rl.tracking.timeline import summarise
 
@@ -93,9 +93,10 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T
         ConfigError: names the line that is no JSON object, or that ``convert`` cannot read (it raises
             KeyError, TypeError, ValueError, AttributeError or OverflowError).
     """
-    if not path.is_file():
+    if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as stream:
+    allowed = "the output directory of a run whose records can be read"
+    with path_errors("the record", path, allowed), path.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.endswith("\n"):
                 return

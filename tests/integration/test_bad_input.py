@@ -189,7 +189,7 @@ def test_an_evaluation_needs_the_run_alone_and_says_whose_weights_it_saw(space, 
 
     code, told = evaluate(f"output_dir={space / 'dnoe'}", f"model.name_or_path={space / 'actor'}", *tasks)
     assert code == 2
-    assert "dnoe' does not exist, so there is no run to evaluate" in told.err
+    assert "dnoe' does not exist; give the directory of a run" in told.err
     assert not (space / "dnoe").exists()
 
     code, told = evaluate(f"output_dir={done}", "checkpoint.resume=never")
@@ -233,7 +233,7 @@ def test_a_read_only_directory_is_told(space, capsys):
     (space / "locked").mkdir()
     (space / "locked").chmod(0o500)
     assert run(space, "locked/out") == 2
-    assert "cannot be written" in paragraph(capsys)
+    assert "may not be used" in paragraph(capsys)
 
 
 def test_a_directory_nobody_can_write_is_told(space, capsys):

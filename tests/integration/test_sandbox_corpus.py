@@ -48,7 +48,7 @@ def test_a_difference_is_printed_and_exits_with_1(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [(None, "cannot be read: No such file"), ("{}", "is not a corpus manifest")]
+    ("content", "told"), [(None, "does not exist; give"), ("{}", "is not a corpus manifest")]
 )
 def test_a_manifest_that_is_none_exits_with_2(tmp_path, capsys, content, told):
     manifest = tmp_path / "manifest.json"

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import yaml
 
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, path_errors
 
 __all__ = ["MAX_BYTES", "MAX_NODES", "OVERRIDE", "KeyPath", "Where", "check_plain", "load_yaml", "parse_yaml"]
 
@@ -97,18 +97,17 @@ def load_yaml(path: str | Path) -> tuple[Any, Where]:
         ConfigError: unreadable, larger than ``MAX_BYTES``, or refused by ``parse_yaml``.
     """
     file = str(path)
-    try:
-        with Path(path).open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+    with path_errors("the file", path, "the path of a YAML file in UTF-8, such as tasks.yaml"):
+        try:
+            with Path(path).open("rb") as stream:
+                data = stream.read(MAX_BYTES + 1)
+        except ValueError as error:  # the path holds a NUL or a lone surrogate
+            raise OSError(f"no file has such a name: {error}") from error
+        if len(data) > MAX_BYTES:
+            raise ConfigError(
+                f"{file}: larger than {MAX_BYTES} bytes: no configuration is; is it a data file?"
+            )
         text = data.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: cannot be read as UTF-8 text: {error}") from error
-    except ValueError as error:  # the path holds a NUL or a lone surrogate
-        raise ConfigError(f"{file!r} cannot be the path of a file: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"{file}: larger than {MAX_BYTES} bytes: no configuration is; is it a data file?")
     return parse_yaml(text, file)
 
 

@@ -78,7 +78,7 @@ def test_what_is_valid_is_valid(tmp_path: Path) -> None:
         (task(prompt="{prompt:d}"), "cannot be written"),
         (task(prompt="{prompt!x}"), "conversion"),
         (task(dataset="a" * 300), "Hugging Face"),
-        (task(dataset="a" * 300 + ".jsonl"), "does not exist"),
+        (task(dataset="a" * 300 + ".jsonl"), "File name too long"),
     ],
     ids=lambda value: ascii(value)[:30],
 )

@@ -129,7 +129,7 @@ def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.Cap
         ("tasks.math.weight=-1", ["override: tasks.math.weight", ">= 0"]),
         ("tasks.math.dataset=gone.jsonl", ["gone.jsonl", "does not exist"]),
         ("tasks.math.rewards=['trl:grade.py:nofn']", ["rewards[0]", "grade.py' has no 'nofn'"]),
-        ("tasks.math.rewards=['trl:gone.py:f']", ["rewards[0]", "cannot read 'gone.py'"]),
+        ("tasks.math.rewards=['trl:gone.py:f']", ["rewards[0]", "'gone.py' does not exist"]),
         ("tasks.math.rewards=['verl:grade.py:trl']", ["rewards[0]", "is not a verl reward function"]),
         ("tasks.math.rewards=['grade.py:trl']", ["rewards[0]", "as 'trl:/", "/grade.py:trl' and"]),
         ("tasks.math.rewards=['grade.py:absent']", ["tasks.math: row '", "lacks absent,"]),
@@ -184,7 +184,7 @@ def test_debug_adds_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]
     assert main(["tasks", "validate", "absent.yaml", "--debug"]) == 2
     told = capsys.readouterr().err
     assert "Traceback (most recent call last)" in told
-    assert "error: absent.yaml" in told
+    assert "error: the file 'absent.yaml' does not exist" in told
 
 
 def test_a_reward_without_a_range_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,11 +307,15 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Pat
         (["+experiment=none"], ["no key or group 'experiment'", "--config-dir"]),
         (["--config-dir", "nowhere"], ["nowhere", "not found"]),
         (["tasks.math"], ["tasks.math"]),
-        (["output_dir=/proc/run"], ["output directory", "/proc/run"]),
+        (["output_dir=/proc/run"], ["output_dir '/proc/run'", "give another with output_dir=PATH"]),
         (["output_dir=o"], ["tasks_file=path"]),
         (["tasks_file=absent.yaml"], ["absent.yaml"]),
         (["checkpoint.resume=nowhere"], ["checkpoint.resume='nowhere' is not there", "step_00000025"]),
         (["checkpoint.resume=."], ["checkpoint.resume='.' is no checkpoint; give"]),
+        (["--max_steps=3"], ["--max_steps=3: ", "write max_steps=3"]),
+        (["--max-steps", "3"], ["write max_steps=3"]),
+        (["--tasks.math.weight=2"], ["write tasks.math.weight=2"]),
+        (["--resolv"], ["unknown option '--resolv'", "did you mean '--resolve'", "key=value"]),
     ],
 )
 def test_bad_configuration_is_one_paragraph_and_exit_code_2(
@@ -442,7 +446,6 @@ def test_a_model_that_this_machine_lacks_is_a_warning(here, capsys):
         (["plugins", "check", "rewards.py"], ["rewards.py:FUNCTION"]),
         (["plugins", "check", "exact_mach"], ["exact_match"]),
         (["plugins", "new", "reward", "exact_match"], ["exact_match", "installed", "choose another"]),
-        (["sandbox", "corpus", "gone.json"], ["gone.json", "cannot be read"]),
         (["eval", "output_dir=."], ["no tasks", "no run", "tasks_file="]),
         (["bench", "output_dir=gone"], ["no tasks", "no run", "tasks_file="]),
     ],
@@ -463,3 +466,73 @@ def test_a_mistake_is_one_paragraph_that_says_where(
     assert error.count("\n") == 1
     assert [part for part in parts if part not in error] == []
     assert not (here / "exact_match").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["tasks", "validate", "gone.yaml"], ["'gone.yaml' does not exist", "YAML"]),
+        (["tasks", "show", "folder"], ["'folder' is a directory", "YAML"]),
+        (["tasks", "show", "bytes.yaml"], ["'bytes.yaml' is not UTF-8 text", "YAML"]),
+        (["tasks", "show", "x/gone.yaml"], ["'x/gone.yaml' lies in a directory that does not exist"]),
+        (["tasks", "show", "tasks.yaml/x"], ["'tasks.yaml/x' goes through a file"]),
+        (
+            ["tasks", "show", "tasks.yaml", "tasks.math.dataset=gone.jsonl"],
+            ["tasks.math.dataset: the data set 'gone.jsonl' does not exist", ".parquet"],
+        ),
+        (["tasks", "show", "tasks.yaml", "tasks.math.dataset=folder.json"], ["'folder.json' is a directory"]),
+        (
+            ["tasks", "show", "tasks.yaml", "tasks.math.rewards=[gone.py:f]"],
+            ["tasks.math.rewards[0]: the plugin file 'gone.py' does not exist", "package.module:object"],
+        ),
+        (["tasks", "show", "tasks.yaml", "tasks.math.rewards=[folder.py:f]"], ["'folder.py' is a directory"]),
+        (["plugins", "check", "gone.py:f"], ["gone.py' does not exist", "package.module:object"]),
+        (
+            ["plugins", "check", "exact_match", "--row", "gone.jsonl"],
+            ["--row", "'gone.jsonl' does not exist"],
+        ),
+        (["plugins", "check", "exact_match", "--row", "bytes.yaml"], ["'bytes.yaml' is not UTF-8 text"]),
+        (["sandbox", "corpus", "gone.json"], ["the manifest 'gone.json' does not exist", "JSON"]),
+        (["sandbox", "corpus", "lacks.json"], ["lacks.json: program 'p': the file", "does not exist"]),
+        (
+            ["sandbox", "corpus", "lacks.json", "--json", "x/y.json"],
+            ["--json", "lies in a directory that does"],
+        ),
+        (["rescore", "folder", "--output", "folder"], ["--output", "'folder' is a directory"]),
+        (
+            ["bench", "--json", "x/y.json", "tasks_file=tasks.yaml"],
+            ["--json", "lies in a directory that does"],
+        ),
+        (["train", "tasks_file=gone.yaml"], ["'gone.yaml' does not exist", "YAML"]),
+        (["train", "output_dir=tasks.yaml"], ["output_dir 'tasks.yaml' is a file", "output_dir=PATH"]),
+        (["train", "output_dir=tasks.yaml/x"], ["output_dir", "goes through a file", "output_dir=PATH"]),
+        (["eval", "output_dir=gone", "tasks_file=tasks.yaml"], ["output_dir 'gone' does not exist"]),
+        (["eval", "output_dir=bytes.yaml", "tasks_file=tasks.yaml"], ["output_dir 'bytes.yaml' is a file"]),
+    ],
+    ids=lambda v: " ".join(v) if len(v) > 1 else "",
+)
+def test_a_path_that_cannot_be_used_is_one_paragraph_that_says_what_to_give(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    for name in ("folder", "folder.json", "folder.py"):
+        (here / name).mkdir()
+    (here / "bytes.yaml").write_bytes(b"\xff\xfe\x00tasks")
+    program = {"name": "p", "file": "gone.py", "task": {"kind": "script"}}
+    (here / "lacks.json").write_text(json.dumps({"default_limits": {}, "programs": [program]}))
+    try:
+        assert main(arguments) == 2
+    except SystemExit as error:
+        pytest.fail(f"usage, exit code {error.code}")
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1, told
+    assert [part for part in parts if part not in told] == [], told
+    assert "; give " in told
+    assert "Errno" not in told
+
+
+def test_a_missing_tasks_file_is_all_that_its_command_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("validate", "show"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["tasks", command])
+        assert capsys.readouterr().err.endswith("the following arguments are required: file\n")

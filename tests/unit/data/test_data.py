@@ -168,7 +168,7 @@ def test_rows_of_other_tasks_are_left_out_and_an_unknown_tag_is_told(tmp_path: P
         ("d.json", "[", "not JSON"),
         ("d.json", "[]", "no rows"),
         ("d.parquet", "nonsense", "not a Parquet file"),
-        ("d.jsonl.gz", "not gzip", "cannot be read"),
+        ("d.jsonl.gz", "not gzip", "not a whole gzip file"),
         ("d.csv", "a,b", "unknown kind"),
     ],
 )
