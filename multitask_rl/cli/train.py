@@ -341,7 +341,7 @@ def _explain(error: Exception) -> str:
         moved = MOVED.get(f"{section}.{unknown[1]}")
         hint = f"; it is {moved} now" if moved else suggest(unknown[1], {k.split(".")[0] for k in below})
     if "Additional config directory" in said[0]:
-        hint = f"; relative to {str(Path.cwd())!r}"
+        hint = f"; relative to {str(Path.cwd())!r}; give a directory that exists"
     return (
         f"configuration: {': '.join(dict.fromkeys(s.rstrip('.') for s in said))}{hint} "
         f"(keys: docs/configuration.md or `multitask-rl train --cfg job`)"
