@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from multitask_rl.config.schema.build import check_keys
@@ -31,7 +31,7 @@ __all__ = ["UNDECLARED", "EventLoop", "FunctionPlugin", "Signature", "with_trait
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNDECLARED = PluginTraits(deterministic=False)
-"""Traits of a function that declares none: nobody promised that it may be cached."""
+"""Traits of a function that declares none. It may draw or read a clock, so it is not cached."""
 
 _BATCH = {"responses": "response", "rollouts": "rollout", "prompts": "prompt"}
 _SPECIAL = ("response", "rollout", "prompt")
@@ -41,11 +41,13 @@ _FOREIGN_HINTS = {"completions": "trl:", "solution_str": "verl:"}
 def with_traits(**traits: Any) -> Callable[[F], F]:
     """Declare the traits of a function: ``@with_traits(low=0, high=1, timeout_s=5, deterministic=True)``.
 
+    What is not named stays as it is of a function without traits: it is not cached.
+
     Raises:
         PluginError: a name that ``PluginTraits`` does not have.
     """
     try:
-        declared = PluginTraits(**traits)
+        declared = replace(UNDECLARED, **traits)
     except TypeError as error:
         raise PluginError(f"with_traits: {error}; fields: {', '.join(PluginTraits.__slots__)}") from error
 

@@ -30,6 +30,8 @@ __all__ = ["REWARD", "TaskMetrics", "served"]
 
 REWARD = "reward_mean"
 """Name of the reward's statistic."""
+ENOUGH_EARNED = 64
+"""Scored responses from which on their best reward says what the task pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class TaskMetrics:
         self._algorithm = algorithm
         self._traits: Mapping[str, PluginTraits] = {}
         self._refused: dict[str, float] = {}
+        self._num_earned, self._best = 0, -math.inf
+        self._told: set[str] = set()
 
     def declare(self, traits: Mapping[str, PluginTraits]) -> None:
         """Take in what the task's rewards declare, by name: ranges and directions."""
@@ -181,6 +185,33 @@ class TaskMetrics:
         return [
             value_of_lost(s) if is_lost else value
             for s, is_lost, value in zip(final, lost, served_values, strict=True)
+        ]
+
+    def unearned(self, scored: Sequence[Scored]) -> list[str]:
+        """Return the settings that pay more than any scored response has earned, each once.
+
+        They are what a refused response gets (where it is trained on), and one that passes a reward's limits.
+        """
+        task = f"tasks.{self._spec.name}"
+        paid: dict[str, float] = {}
+        for s in scored:
+            results = s.breakdown.items()
+            overruns = [n for n, r in results if isinstance(r, Score) and OVERRUN in r.components]
+            if s.rollout.rejected and self._algorithm.trains_rejected:
+                paid[f"{task}.algorithm_config.rejected_reward"] = self._algorithm.outcome(s)
+            elif s.reward is not None and overruns:
+                paid |= {f"{task}.rewards.{name}.overrun": s.reward for name in overruns}
+            elif s.reward is not None:
+                self._num_earned += 1
+                self._best = max(self._best, s.reward)
+        if self._num_earned < ENOUGH_EARNED:
+            return []
+        told = {k: v for k, v in paid.items() if v > self._best and k not in self._told}
+        self._told |= set(told)
+        return [
+            f"{setting}: a response without a score gets {value:g}, the best of {self._num_earned} scored "
+            f"responses has {self._best:g}. Training moves towards what cannot be scored; set a lower value"
+            for setting, value in told.items()
         ]
 
     def state_dict(self) -> dict[str, float]:

@@ -73,6 +73,7 @@ def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> Ta
     """
     everything = [s for group in groups.values() for s in group]
     found = run.metrics.describe(everything)
+    run.warnings += run.metrics.unearned(everything)
     shown = [own for own in run.metrics.slot_rewards(everything).values() if own]
     credited = [group_rewards(run, group) for group in groups.values()]
     spreads = [statistics.pstdev(group) for group in credited if len(group) > 1]

@@ -53,6 +53,8 @@ class TaskRun:
     """0 = no limit."""
     kl_reported: float = 1.0
     """Coefficient of the last event."""
+    warnings: list[str] = field(default_factory=list)
+    """Of the step, for its events."""
     num_overlong: int = 0
     """Training prompts left out since the start because they did not fit."""
 
@@ -97,8 +99,9 @@ class TaskRun:
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:
         """Let the task's controllers see the step; return what they decided."""
-        events: list[Event] = []
         name = self.spec.name
+        events = [Event(step=step, source="rewards", kind="warn", reason=w, task=name) for w in self.warnings]
+        self.warnings.clear()
         if "kl" in stats.metrics:
             change = self.kl.update(stats.metrics["kl"])
             if change is not None and abs(math.log(change.new / self.kl_reported)) > _REPORTED_RATIO:

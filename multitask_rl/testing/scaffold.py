@@ -40,7 +40,7 @@ _REWARD = Template('''"""The reward ``$name``."""
 from multitask_rl.scoring.shapes import with_traits
 
 
-@with_traits(low=0.0, high=1.0, needs=("reference",), timeout_s=5.0)
+@with_traits(low=0.0, high=1.0, needs=("reference",), timeout_s=5.0, deterministic=True)
 def $attribute(response: str, reference: str) -> float:
     """1 if the last line of the response is the reference, else 0."""
     lines = response.strip().splitlines()
@@ -53,7 +53,7 @@ from multitask_rl.records import Verdict
 from multitask_rl.scoring.shapes import with_traits
 
 
-@with_traits(timeout_s=5.0)
+@with_traits(timeout_s=5.0, deterministic=True)
 def $attribute(response: str, max_characters: int = 2000) -> Verdict:
     """Refuses responses longer than ``max_characters`` (a key of the constraint's ``config``)."""
     violated = len(response) > max_characters

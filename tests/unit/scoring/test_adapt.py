@@ -93,6 +93,19 @@ def test_async_functions_run_together_and_time_out_alone(tmp_path: Path) -> None
     assert results[1] == Failure(kind=FailureKind.timeout, message="no answer within 0.2 s", source="f")
 
 
+@pytest.mark.parametrize(("declared", "expected"), [("timeout_s=5.0", False), ("deterministic=True", True)])
+def test_a_function_is_cached_only_where_it_says_that_it_is_deterministic(
+    tmp_path: Path, declared: str, expected: bool
+) -> None:
+    file = write(
+        tmp_path,
+        "from multitask_rl.scoring.shapes import with_traits\n"
+        f"@with_traits({declared})\ndef f(responses): return [0.0] * len(responses)\n",
+    )
+    grader = Grader("reward", resolve_reward(RewardSpec(plugin=f"{file}:f"), "here"), "f")
+    assert (grader.traits.deterministic, grader.independent) == (expected, expected)
+
+
 def test_config_fills_parameters_of_a_function(tmp_path: Path) -> None:
     file = write(tmp_path, "def f(response, limit=3): return float(len(response) > limit)\n")
     assert values(f"{file}:f", [make_rollout("abcd")], {"limit": 9}) == [0.0]

@@ -9,7 +9,16 @@ from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding, Co
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.records import NOT_APPLICABLE, Direction, Failure, FailureKind, Score, Scored, Verdict
+from multitask_rl.records import (
+    NOT_APPLICABLE,
+    OVERRUN,
+    Direction,
+    Failure,
+    FailureKind,
+    Score,
+    Scored,
+    Verdict,
+)
 from multitask_rl.statistics.definitions import TaskMetrics
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.testing import make_rollout
@@ -169,3 +178,31 @@ def test_the_error_of_a_rate_is_never_zero_and_that_of_clusters_counts_prompts()
     copies = summarise([0.1, 0.4, 0.7, 0.9] * 25, [i % 4 for i in range(100)])
     assert copies.error > 4 * one_prompt_each.error
     assert math.isnan(summarise([0.3]).error)
+
+
+def overrun(draw, reward):
+    record = answer(draw, reward)
+    return replace(record, breakdown={"r": Score(value=reward, components={OVERRUN: 1.0})})
+
+
+def test_what_is_worth_more_than_every_scored_response_is_told_once_with_its_setting():
+    own = metrics(PluginTraits())
+    scored = [answer(i, -1.0 - i / 100) for i in range(64)]
+    assert own.unearned(scored[:8]) == []
+    (told,) = own.unearned([*scored, overrun(70, 0.0)])
+    assert "tasks.task.rewards.r.overrun: " in told
+    assert "gets 0" in told
+    assert "best of 72 scored responses has -1" in told
+    assert own.unearned([overrun(71, 0.0)]) == []
+
+    decoding = ConstrainedDecoding(ConstrainedDecodingConfig(rejected_reward=-0.5))
+    own = metrics(PluginTraits(), decoding)
+    assert own.unearned([*scored[:10], refused(80)]) == []  # a few say nothing of the best
+    (told,) = own.unearned([*scored, refused(80)])
+    assert "tasks.task.algorithm_config.rejected_reward: " in told
+    assert own.unearned([*scored, refused(80)]) == []
+
+
+def test_what_is_worth_no_more_than_a_scored_response_is_not_told():
+    scored = [answer(i, i / 100) for i in range(100)]
+    assert metrics().unearned([*scored, overrun(101, 0.0), refused(102)]) == []

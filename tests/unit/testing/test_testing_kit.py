@@ -42,15 +42,17 @@ def write(folder: Path, body: str) -> str:
             "the gold answer earns the full score: 0.5, expected 1",
         ),
         (
-            "@with_traits()\ndef f(response, reference, n=[]):\n    n.append(1)\n    return float(len(n))",
+            "@with_traits(deterministic=True)\n"
+            "def f(response, reference, n=[]):\n    n.append(1)\n    return float(len(n))",
             "deterministic, as it declares",
         ),
         (
-            "@with_traits()\ndef f(responses, reference): return [float(len(responses))] * len(responses)",
+            "@with_traits(deterministic=True)\n"
+            "def f(responses, reference): return [float(len(responses))] * len(responses)",
             "does not depend on its batch",
         ),
         (
-            "import threading\n@with_traits()\ndef f(response, reference):\n"
+            "import threading\n@with_traits(deterministic=True)\ndef f(response, reference):\n"
             "    return float(threading.current_thread() is threading.main_thread())",
             "the same from another thread",
         ),
@@ -70,7 +72,9 @@ def test_a_sound_reward_passes(tmp_path: Path) -> None:
 
 
 def test_constraint_suite_tells_accepted_from_violating(tmp_path: Path) -> None:
-    plugin = write(tmp_path, "@with_traits()\ndef f(response): return float('bad' in response)")
+    plugin = write(
+        tmp_path, "@with_traits(deterministic=True)\ndef f(response): return float('bad' in response)"
+    )
     assert_constraint_contract(plugin, row=ROW, accepted="fine", violating="so bad")
     with pytest.raises(AssertionError, match="refuses the violating response: Verdict"):
         assert_constraint_contract(plugin, row=ROW, violating="fine")
@@ -79,7 +83,8 @@ def test_constraint_suite_tells_accepted_from_violating(tmp_path: Path) -> None:
 def test_check_reports_kind_and_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sound = write(
         tmp_path,
-        "@with_traits(low=0, high=1)\ndef f(response, reference): return float(response == reference)",
+        "@with_traits(low=0, high=1, deterministic=True)\n"
+        "def f(response, reference): return float(response == reference)",
     )
     assert main(["check", sound]) == 0
     assert "all 11 checks passed" in capsys.readouterr().out
