@@ -358,12 +358,14 @@ class TaskEvaluation:
     policy_version: int
     prompts: str = ""
     """Hash of the prompts in their order: evaluations with the same one are paired."""
+    num_failed: int = 0
+    """Prompts that failed to be scored; to others without a value the primary metric is not applicable."""
     metrics: Mapping[str, Statistic] = field(default_factory=dict)
     """Further metrics (``violation_rate``, ``reward/<name>``, ``length``...)."""
 
     @property
     def values(self) -> Sequence[float]:
-        """[n] the primary metric per prompt, always in the same prompt order; NaN = failed to score."""
+        """[n] the primary metric per prompt, always in the same order; NaN = failed or not applicable."""
         return self.primary.values
 
     def statistic(self, metric: str = "") -> Statistic | None:

@@ -22,7 +22,7 @@ from typing import Any
 from multitask_rl.boundary.printable import one_line, printable
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
-from multitask_rl.statistics.intervals import compare_means, holm
+from multitask_rl.statistics.intervals import Difference, compare_means, holm
 from multitask_rl.tracking.lines import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
 
@@ -186,8 +186,21 @@ def _rows(pairs: Mapping[str, tuple[Evaluation, Evaluation, bool]]) -> dict[str,
             "n": difference.n,
             "paired": paired,
             "verdict": difference.verdict(first.direction is not Direction.lower, p_value),
+            "reason": _why_nothing_is_said(first.values, second.values, difference),
         }
     return rows
+
+
+def _why_nothing_is_said(before: Sequence[float], after: Sequence[float], difference: Difference) -> str:
+    """Return why there is no interval or no verdict; "" where there are both, or nothing to compare."""
+    pairs = zip(before, after, strict=True) if difference.paired else ()
+    if difference.paired and all(a == b for a, b in pairs if math.isfinite(a) and math.isfinite(b)):
+        return f"no difference: all {difference.n} pairs are equal" if difference.n else ""
+    if difference.n and math.isnan(difference.p_value):
+        return f"no verdict: {difference.n} values are too few for p < 5 %, whatever they are"
+    if difference.n and math.isnan(difference.low):
+        return "no interval: the values do not vary"
+    return ""
 
 
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:
@@ -260,6 +273,7 @@ def _task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str]) -
         paired = "yes" if row["paired"] else "no"
         table.append([task, row["metric"], *numbers, interval, str(row["n"]), paired, row["verdict"]])
     text = _table(table)
+    text += "".join(f"\n{task}: {row['reason']}" for task, row in rows.items() if row["reason"])
     if len(rows) > 1:
         text += f"\nverdicts: at 5 % over all {len(rows)} tasks together (Holm); every interval stands alone"
     return text

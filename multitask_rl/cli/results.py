@@ -11,13 +11,18 @@ __all__ = ["print_evaluations"]
 
 
 def print_evaluations(evaluations: Mapping[str, TaskEvaluation]) -> None:
-    """Print one line per task: metric, mean, half the width of the 95% interval, prompts, failures."""
+    """Print one line per task: metric, mean, half the width of the 95% interval, prompts.
+
+    A prompt without a value has ``failed``, or the metric is not applicable to it (``n/a``).
+    """
     width = max([4, *map(len, evaluations)])
-    print(f"{'task':<{width}}  {'metric':<20} {'mean':>8} {'+/-':>7} {'n':>6} {'failed':>6}")
+    print(f"{'task':<{width}}  {'metric':<20} {'mean':>8} {'+/-':>7} {'n':>6} {'failed':>6} {'n/a':>6}")
     for name, evaluation in evaluations.items():
         primary = evaluation.primary
-        half, failed = 1.96 * primary.error, len(primary.values) - primary.n
+        half = 1.96 * primary.error
+        failed = evaluation.num_failed
+        not_applicable = len(primary.values) - primary.n - failed
         print(
             f"{name:<{width}}  {printable(evaluation.metric):<20} "
-            f"{primary.mean:>8.4f} {half:>7.4f} {primary.n:>6} {failed:>6}"
+            f"{primary.mean:>8.4f} {half:>7.4f} {primary.n:>6} {failed:>6} {not_applicable:>6}"
         )

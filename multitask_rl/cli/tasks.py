@@ -179,7 +179,7 @@ def _check_data(spec: TaskSpec, needs: set[str], parameters: set[str], warnings:
     rows = {split: load_rows(spec, split) for split in ("train", "eval")[spec.evaluation_only :]}
     for own in rows.values():
         check_rows(spec, own, needs=needs, parameters=parameters)
-    if warning := held_out_warning(rows.get("train", ()), rows["eval"]):
+    if warning := held_out_warning(spec, rows.get("train", ()), rows["eval"]):
         warnings.append(f"{spec.source}: tasks.{spec.name}: {warning}")
     return {"train": 0, **{split: len(own) for split, own in rows.items()}}
 

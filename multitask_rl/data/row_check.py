@@ -8,7 +8,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.template import parse_template
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
 from multitask_rl.data.render import render_content
-from multitask_rl.data.rows import fingerprint
+from multitask_rl.data.rows import TEST_SPLIT, fingerprint
 from multitask_rl.errors import DataError
 
 __all__ = ["check_rows", "held_out_warning"]
@@ -46,8 +46,14 @@ def check_rows(
         render_content(spec, row)
 
 
-def held_out_warning(train: Rows, held_out: Rows) -> str:
-    """Return what to know of a data set too small for held-out rows of its own; "" if it is not."""
+def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
+    """Return what to know of held-out rows that say little about other prompts; "" if there is nothing."""
+    if spec.eval_split == TEST_SPLIT and not spec.eval_dataset and len(train) > 1:
+        return (
+            f"eval_split: {TEST_SPLIT}: scheduler, guard and best checkpoint choose by these rows, so that "
+            "they test nothing any more; leave eval_split out, and other rows are held out, or name a split "
+            "that is not kept for the final test"
+        )
     if not len(train) or len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
         return ""
     return (

@@ -23,6 +23,7 @@ from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
 __all__ = [
     "EVAL_SPLITS",
+    "TEST_SPLIT",
     "Row",
     "Rows",
     "evaluation_rows",
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 EVAL_SPLITS = ("validation", "dev", "test")
 """Splits not trained on, by preference."""
-_TEST = EVAL_SPLITS[-1]
+TEST_SPLIT = EVAL_SPLITS[-1]
 _HELD_OUT = 0.1
 
 
@@ -91,7 +92,7 @@ def split_rows(spec: TaskSpec, splits: Mapping[str, Rows], *, train_split: str =
     if spec.eval_split:
         return train, _take(spec, splits, spec.eval_split)
     for name in EVAL_SPLITS:
-        if name != wanted and splits.get(name) and (name != _TEST or len(train) < 2):
+        if name != wanted and splits.get(name) and (name != TEST_SPLIT or len(train) < 2):
             return train, splits[name]
     return _hold_out(train)
 

@@ -177,5 +177,7 @@ def build_trackers(
     """Return the configured trackers and, with a guard, its alerts; without ``track`` nothing is recorded."""
     if not track:
         return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id)
-    alerts = AlertTracker(plan.output_dir, guard.config.webhook if guard is not None else "")
+    webhook = guard.config.webhook if guard is not None else ""
+    logs = "console" not in plan.config.tracking.trackers  # which shows every event
+    alerts = AlertTracker(plan.output_dir, webhook, logs=logs)
     return Trackers(plan.output_dir, plan.config.tracking, run_id, {"alerts": alerts})

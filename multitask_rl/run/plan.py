@@ -144,7 +144,7 @@ def _load_rows(
         rows[name] = ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
         for part in rows[name]:
             check_rows(spec, part)
-        if warning := held_out_warning(*rows[name]):
+        if warning := held_out_warning(spec, *rows[name]):
             logger.warning("task %s: %s", name, warning)
     return rows
 

@@ -18,6 +18,7 @@ from multitask_rl.records import (
     FLAGGED,
     OVERRUN,
     Direction,
+    Failure,
     Score,
     Scored,
     Statistic,
@@ -97,6 +98,14 @@ class TaskMetrics:
         # a resumed run may have another primary metric, or another direction of it
         key = f"primary/{name}/{kind.direction.value}"
         return _summary(kind, final, self._over_slots(name, kind, final, key=key), _groups(final))
+
+    def num_failed(self, scored: Sequence[Scored]) -> int:
+        """Return how many slots lack the primary metric because they, or the reward it is of, failed."""
+        plugin = self._spec.primary_metric.partition("/")[0]
+        return sum(
+            _has_failed(s) or (not s.rollout.rejected and isinstance(s.breakdown.get(plugin), Failure))
+            for s in served(scored)
+        )
 
     def describe(self, scored: Sequence[Scored], *, held_out: bool = False) -> dict[str, Statistic]:
         """Return every statistic that records of a step or an evaluation have, by name.

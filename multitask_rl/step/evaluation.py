@@ -138,6 +138,7 @@ def _evaluation(run: TaskRun, scored: list[Scored], step: int, version: int) -> 
         step=step,
         policy_version=version,
         prompts=_hash_prompts(served(scored)),
+        num_failed=run.metrics.num_failed(scored),
         metrics={**run.metrics.describe(scored, held_out=True), **constraint_metrics(run.spec, scored)},
     )
 

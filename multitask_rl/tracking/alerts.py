@@ -38,7 +38,7 @@ def is_alert(event: Event) -> bool:
 
 
 class AlertTracker:
-    """Writes a log line for every alert and posts it to ``webhook``, if given; a ``Tracker``.
+    """Writes a log line for every alert, with ``logs``, and posts it to ``webhook``, if given; a ``Tracker``.
 
     The body is the event as ``events.jsonl`` has it (``step``, ``source``, ``kind``, ``reason``, ``task``,
     ``data``) with ``run``, the output directory.
@@ -46,9 +46,10 @@ class AlertTracker:
 
     run_id: str | None = None
 
-    def __init__(self, output_dir: Path, webhook: str = "") -> None:
+    def __init__(self, output_dir: Path, webhook: str = "", *, logs: bool = True) -> None:
         self._run = str(output_dir)
         self._webhook = _Webhook(webhook) if webhook else None
+        self._logs = logs
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Nothing to open."""
@@ -57,7 +58,8 @@ class AlertTracker:
         """Pass an alert on."""
         if not is_alert(event):
             return
-        _LOG.warning("%s %s at step %d: %s", event.source, event.kind, event.step, event.reason)
+        if self._logs:
+            _LOG.warning("%s %s at step %d: %s", event.source, event.kind, event.step, event.reason)
         if self._webhook is not None:
             self._webhook.put(dump_line({**event_to_dict(event), "run": self._run}))
 

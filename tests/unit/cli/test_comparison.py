@@ -360,3 +360,18 @@ def test_a_run_is_read_from_mlflow_as_from_its_directory(
     assert compared["config"] == {}
     with pytest.raises(ConfigError, match="no run"):
         main_report(["mlflow:" + "0" * 32, "--tracking-uri", tracker.uri])
+
+
+def test_a_row_without_interval_or_verdict_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"equal": [0.5] * 9, "few": [0.5] * 2, "varied": [0.1, 0.2, 0.4] * 5, "steady": [0.5] * 9}
+    base = _write_run(tmp_path / "a", [(0, task, own) for task, own in values.items()])
+    changed = {"few": [0.75] * 2, "varied": [0.2, 0.2, 0.1] * 5, "steady": [0.75] * 9}
+    other = _write_run(tmp_path / "b", [(0, task, own) for task, own in (values | changed).items()])
+    assert main_compare([str(base), str(other)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "equal: no difference: all 9 pairs are equal" in told
+    assert "few: no verdict: 2 values are too few for p < 5 %, whatever they are" in told
+    assert "steady: no interval: the values do not vary" in told
+    assert not any(line.startswith("varied: ") for line in told)

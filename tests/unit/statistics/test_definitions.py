@@ -206,3 +206,18 @@ def test_what_is_worth_more_than_every_scored_response_is_told_once_with_its_set
 def test_what_is_worth_no_more_than_a_scored_response_is_not_told():
     scored = [answer(i, i / 100) for i in range(100)]
     assert metrics().unearned([*scored, overrun(101, 0.0), refused(102)]) == []
+
+
+def test_what_failed_is_counted_apart_from_what_the_metric_does_not_concern():
+    failure = Failure(kind=FailureKind.grader, message="m", source="r")
+    scored = [
+        answer(0, 1.0),
+        replace(answer(1, 1.0), breakdown={"r": NOT_APPLICABLE}),
+        replace(answer(2, 1.0), breakdown={"r": failure}),
+        replace(answer(3, 1.0), reward=None, failure=failure),
+        refused(4),
+    ]
+    own = metrics(primary_metric="r")
+    assert own.num_failed(scored) == 2
+    primary = own.primary(scored)
+    assert len(primary.values) - primary.n - own.num_failed(scored) == 1

@@ -17,9 +17,12 @@ from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import Event
+from multitask_rl.run.assembly import build_trackers
+from multitask_rl.run.plan import plan_run
 from multitask_rl.tracking import alerts
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
+from run_builders import run_config, write_run
 
 
 class Server:
@@ -162,3 +165,15 @@ def test_no_server_at_all_and_no_webhook(tmp_path: Path, caplog: pytest.LogCaptu
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="webhook must start with http"):
         SafetyGuard(webhook="file:///etc/passwd")
+
+
+def test_an_alarm_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path)
+    for shown, trackers in ((True, ["console"]), (False, [])):
+        config = run_config(tmp_path, "out", 1, tracking=TrackingConfig(trackers=trackers))
+        own = build_trackers(plan_run(config), SafetyGuard(), None)
+        own.log_event(event("alarm"))
+        assert capsys.readouterr().out.count("math has regressed") == shown
+        assert caplog.text.count("math has regressed") == (not shown)
