@@ -12,10 +12,9 @@ block, ``T`` its width; ``H`` heads, ``K`` key-value heads, ``D`` head width.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from multitask_rl.attention.options import check_options
-from multitask_rl.attention.wide import WIDE, attend_wide, is_wide
+from multitask_rl.attention.float32 import FLOAT32, attend_float32, is_float32
+from multitask_rl.attention.interface import check_options
 
-__all__ = ["Block", "Blocks", "attention_in_blocks", "can_attend_in_blocks", "keep_until_backward", "mask_of"]
+__all__ = ["BLOCKS", "Block", "Blocks", "can_attend_in_blocks", "keep_until_backward", "mask_of"]
 
-NAME = "multitask_rl_blocks"
+BLOCKS = "multitask_rl_blocks"
 
 MASK_CELLS = 2**25
 """Queries times keys: of biases that are kept for all layers, and of one made beside; 128 MiB each."""
@@ -137,7 +136,7 @@ def keep_until_backward(blocks: Blocks, outputs: Sequence[Tensor]) -> None:
     for output in outputs:
         node: Any = output.grad_fn
         if node is not None:
-            node.metadata[NAME] = blocks
+            node.metadata[BLOCKS] = blocks
 
 
 def _blocks_of(mask: Tensor | None, tokens: int) -> Blocks | None:
@@ -166,7 +165,7 @@ def block_attention(
         query: [1, H, M, D].
         key: [1, K, M, D].
         value: [1, K, M, D].
-        attention_mask: of ``mask_of``; with any other the call goes to ``attend_wide``.
+        attention_mask: of ``mask_of``; with any other the call goes to ``attend_float32``.
         scaling: factor of the scores; default D ** -0.5.
         kwargs: only what changes nothing, see ``check_options``.
 
@@ -175,7 +174,7 @@ def block_attention(
     """
     blocks = _blocks_of(attention_mask, query.shape[2])
     if blocks is None:
-        return attend_wide(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return attend_float32(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     check_options(kwargs, "in blocks")
     queries, keys, values = (
         torch.split(states.squeeze(0).transpose(0, 1), blocks.sizes) for states in (query, key, value)
@@ -184,12 +183,12 @@ def block_attention(
     outputs = []
     for number, block in enumerate(blocks.prefixes):
         asked, seen, read = (_heads(states[number], block) for states in (queries, keys, values))
-        outputs.append(attend_wide(module, asked, seen, read, None, scaling=scaling)[0])
+        outputs.append(attend_float32(module, asked, seen, read, None, scaling=scaling)[0])
     prompt_keys, prompt_values = blocks.join(keys[:first]), blocks.join(values[:first])
     for number, block in enumerate(blocks.responses):
         asked, seen, read = (_heads(states[first + number], block) for states in (queries, keys, values))
         if block.prompt is None or prompt_keys is None or prompt_values is None:
-            outputs.append(attend_wide(module, asked, seen, read, None, scaling=scaling)[0])
+            outputs.append(attend_float32(module, asked, seen, read, None, scaling=scaling)[0])
             continue
         seen = torch.cat([prompt_keys[block.prompt].transpose(1, 2), seen], dim=2)
         read = torch.cat([prompt_values[block.prompt].transpose(1, 2), read], dim=2)
@@ -213,7 +212,7 @@ def _continue(
     def attend(query: Tensor, start: int, stop: int) -> Tensor:
         end = key.shape[2] - width + stop
         bias = blocks.bias(number, range(start, stop), dtype)
-        return attend_wide(module, query, key[:, :, :end], value[:, :, :end], bias, scaling=scaling)[0]
+        return attend_float32(module, query, key[:, :, :end], value[:, :, :end], bias, scaling=scaling)[0]
 
     size = blocks.slice_size(number)
     if not size:
@@ -246,39 +245,15 @@ def _heads(states: Tensor, block: Block) -> Tensor:
 def _bias_dtype(query: Tensor, keys: int) -> torch.dtype:
     """Return the type that scores over ``keys`` tokens are computed in."""
     kind = query.device.type
-    if is_wide(query.device, keys):
+    if is_float32(query.device, keys):
         return torch.float32
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 def can_attend_in_blocks(model: Any) -> bool:
     """Whether the attention of ``model`` goes through the interface in a way that this can stand in for."""
-    return hasattr(model, "set_attn_implementation") and model.config._attn_implementation in (
-        "sdpa",
-        "eager",
-        WIDE,
-        NAME,
-    )
+    return bool(model.config._attn_implementation in ("sdpa", "eager", FLOAT32, BLOCKS))
 
 
-@contextlib.contextmanager
-def attention_in_blocks(*models: Any) -> Iterator[None]:
-    """Let ``models`` attend by ``block_attention``; what they used before is put back.
-
-    With gradient checkpointing it has to last until the backward pass is done, for layers are computed again
-    there.
-    """
-    before = [model.config._attn_implementation for model in models]
-    try:
-        for model, own in zip(models, before, strict=True):
-            if own != NAME:
-                model.set_attn_implementation(NAME)
-        yield
-    finally:
-        for model, own in zip(models, before, strict=True):
-            if own != NAME:
-                model.set_attn_implementation(own)
-
-
-AttentionInterface.register(NAME, block_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(BLOCKS, block_attention)
+AttentionMaskInterface.register(BLOCKS, sdpa_mask)

@@ -11,8 +11,6 @@ tokens of its longest, ``G`` rows of its largest group, ``C`` places for a row's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +21,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
-from multitask_rl.attention.options import check_options
-from multitask_rl.attention.wide import attend_wide, is_wide
+from multitask_rl.attention.float32 import attend_float32, is_float32
+from multitask_rl.attention.interface import check_options
 
 __all__ = [
+    "SHARED_PROMPT",
     "Bucket",
     "RowGrid",
     "SharedPromptCache",
-    "attention_over_shared_prompts",
     "shared_prompt_attention",
 ]
 
-NAME = "multitask_rl_shared_prompt"
+SHARED_PROMPT = "multitask_rl_shared_prompt"
 
 MARK = "shared_prompt_layer"
 """Attribute of a key tensor: the layer whose prompts its rows continue."""
@@ -188,7 +186,7 @@ def _precision(prompts: list[tuple[Tensor, Tensor]]) -> torch.dtype:
     keys = prompts[0][0]
     if not torch.is_autocast_enabled(keys.device.type):
         return keys.dtype
-    if is_wide(keys.device, max(k.shape[-2] for k, _ in prompts)):
+    if is_float32(keys.device, max(k.shape[-2] for k, _ in prompts)):
         return torch.float32
     return torch.get_autocast_dtype(keys.device.type)
 
@@ -249,7 +247,7 @@ def shared_prompt_attention(
     """
     layer: SharedPromptLayer | None = getattr(key, MARK, None)
     if layer is None:
-        return attend_wide(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return attend_float32(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if attention_mask is not None or query.shape[2] != 1:
         raise NotImplementedError("attention with a mask over shared prompts")
     check_options(kwargs, "over shared prompts")
@@ -302,16 +300,5 @@ def _attend_to_prompts(scaled: Tensor, layer: SharedPromptLayer) -> tuple[Tensor
     return torch.cat(outputs)[grid.slots], torch.cat(totals)[grid.slots]
 
 
-AttentionInterface.register(NAME, shared_prompt_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-@contextmanager
-def attention_over_shared_prompts(model: Any) -> Iterator[None]:
-    """Let ``model`` compute attention by ``shared_prompt_attention``; what it used before is put back."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+AttentionInterface.register(SHARED_PROMPT, shared_prompt_attention)
+AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)

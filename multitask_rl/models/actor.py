@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from multitask_rl.attention.wide import use_wide_attention
+from multitask_rl.attention.float32 import use_float32_attention
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.compiled import compile_blocks
@@ -57,7 +57,7 @@ class Actor:
         self._own_rows = int(model.get_input_embeddings().weight.shape[0])
         """Of the vocabulary as the model came, before control tokens."""
         if config.autocast:
-            use_wide_attention(model)
+            use_float32_attention(model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled grammars cannot travel; they are made anew."""

@@ -16,13 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from multitask_rl.attention.shared import (
-    Bucket,
-    RowGrid,
-    SharedPromptCache,
-    attention_over_shared_prompts,
-)
-from multitask_rl.attention.wide import WIDE, compiles_shapes
+from multitask_rl.attention.float32 import FLOAT32, compiles_shapes
+from multitask_rl.attention.interface import use_attention
+from multitask_rl.attention.shared import SHARED_PROMPT, Bucket, RowGrid, SharedPromptCache
 from multitask_rl.rollout.prefill import prefill
 
 __all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_decode_cached", "can_share_prompts"]
@@ -51,7 +47,7 @@ class Decoder(Protocol):
 
 
 class SharedDecoder:
-    """Rows that continue shared prompts; call under ``attention_over_shared_prompts``."""
+    """Rows that continue shared prompts; call under ``use_attention([model], SHARED_PROMPT)``."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], filler: int) -> None:
         device = next(model.parameters()).device
@@ -218,12 +214,12 @@ def can_share_prompts(model: Any) -> bool:
     """
     if getattr(model, "_is_stateful", False) or not hasattr(model, "set_attn_implementation"):
         return False
-    if model.config._attn_implementation not in ("sdpa", "eager", WIDE):
+    if model.config._attn_implementation not in ("sdpa", "eager", FLOAT32):
         return False  # chosen by hand, or a model that sdpa does not fit
     layers = DynamicCache(config=model.config).layers
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):
         return False
-    sharing = attention_over_shared_prompts(model)
+    sharing = use_attention([model], SHARED_PROMPT)
     problem = _try(model, lambda prompts: SharedDecoder(model, prompts, 0), sharing)
     if problem:
         logger.info("rows decode apart, their prompts are not shared: %s", problem)

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multitask_rl.attention.shared import attention_over_shared_prompts
+from multitask_rl.attention.interface import use_attention
+from multitask_rl.attention.shared import SHARED_PROMPT
 from multitask_rl.errors import EngineError
 from multitask_rl.models.grammar import GrammarRows, Grammars
 from multitask_rl.models.modes import evaluating
@@ -171,7 +172,7 @@ class HFEngine:
         if self._shares_prompts is None:
             self._shares_prompts = can_share_prompts(self.model)
             self._cached = self._shares_prompts or can_decode_cached(self.model)
-        return attention_over_shared_prompts(self.model) if self._shares_prompts else nullcontext()
+        return use_attention([self.model], SHARED_PROMPT) if self._shares_prompts else nullcontext()
 
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[_Row]]:
         """Cut the rows into batches of one sampling distribution, similar length and bounded tokens."""

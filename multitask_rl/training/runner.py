@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multitask_rl.attention.block import attention_in_blocks
+from multitask_rl.attention.block import BLOCKS
+from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
@@ -143,7 +144,7 @@ class ModelRunner:
             return attention_over_parts(self.ranks, models)
         if not self._shares_prompts:
             return contextlib.nullcontext()
-        return attention_in_blocks(*models, *([] if self.critic.trunk is None else [self.critic.trunk]))
+        return use_attention(models + ([] if self.critic.trunk is None else [self.critic.trunk]), BLOCKS)
 
     def forward(self, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool) -> TokenOutputs:
         """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``).

@@ -2,7 +2,7 @@
 
 A prompt without its last token (the *prefix*) stands in it once per distinct prompt; a row for each sample
 holds the last prompt token and the response, and attends to the prefix as if it stood before it (see
-``block_attention.py``). Every token sees exactly what it would see in a row of its own, so values and
+``attention/block.py``). Every token sees exactly what it would see in a row of its own, so values and
 gradients are the same. (The idea is Prefix Grouper's, arXiv:2506.05433.)
 
 Axes: ``U`` distinct prompts, ``M`` tokens of the sequence, padding counted, ``N`` response tokens.
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from multitask_rl.attention.block import (
+    BLOCKS,
     Block,
     Blocks,
-    attention_in_blocks,
     can_attend_in_blocks,
     keep_until_backward,
     mask_of,
 )
+from multitask_rl.attention.interface import use_attention
 from multitask_rl.models.modes import evaluating
 
 __all__ = [
@@ -299,7 +300,7 @@ def read_shared(
         kwargs: passed to ``model`` with every part.
     """
     found: list[tuple[Tensor, ...]] = []
-    with attention_in_blocks(model):
+    with use_attention([model], BLOCKS):
         for part in parts:
             blocks = Blocks(part.prefixes, part.prefix_lengths, part.responses)
             # of all tokens they would be M times the vocabulary

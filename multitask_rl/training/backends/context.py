@@ -1,31 +1,25 @@
 """Context parallelism: the ranks of a context group hold each sequence in parts.
 
-A sequence of ``S`` tokens is cut into ``2 C`` pieces for ``C`` ranks; rank ``r`` computes pieces ``r`` and
-``2 C - 1 - r``, so that causal attention costs all the same. Everything but attention looks at single
-positions; attention gathers the keys and values of all parts, and its backward pass sums their gradients
-back to where they belong (as in the training of Llama 3, arXiv:2407.21783, section 3.3.2). It is plugged in
-through ``transformers``' own attention interface, so no model code is replaced.
+Everything but attention looks at single positions; ``attention/context.py`` says how sequences are cut and
+how attention puts the parts together. Each rank scores its own response tokens. The scores are then gathered,
+so every rank of the group computes the same loss, and takes from it the gradient of its own tokens.
 
-Each rank scores its own response tokens; the scores are then gathered, so every rank of the group computes
-the same loss, and takes from it the gradient of its own tokens.
-
-Axes: ``B`` samples, ``L`` tokens of a piece, ``N`` response tokens, ``H`` heads, ``D`` head width.
+Axes: ``B`` samples, ``N`` response tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.functional import pad
 
-from multitask_rl.attention.options import check_options
+from multitask_rl.attention.context import CONTEXT, pieces_of
+from multitask_rl.attention.interface import use_attention
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams
@@ -34,13 +28,6 @@ from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_he
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
 
 __all__ = ["attention_over_parts", "check_model", "cut_sequences", "forward_in_parts"]
-
-NAME = "multitask_rl_context_parallel"
-MASK_CELLS = 2**25
-"""Queries times keys whose mask exists at once: 32 MiB of booleans, 128 MiB as float32."""
-
-_together: list[Ranks] = []
-"""Innermost last. No context variable: layers are computed again in threads of the backward pass."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +58,7 @@ def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts)[owner[order]]
     tokens = (owner == index).nonzero().squeeze(-1)
-    columns = torch.cat([torch.arange(piece, device=device) + p * piece for p in _pieces(index, number)])
+    columns = torch.cat([torch.arange(piece, device=device) + p * piece for p in pieces_of(index, number)])
     local = torch.full((2 * number * piece,), -1, device=device)
     local[columns] = torch.arange(len(columns), device=device)
     part = replace(
@@ -86,10 +73,6 @@ def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int)
     )
     most = int(counts.max())
     return Part(batch=part, tokens=tokens, most=most, place=owner * most + place)
-
-
-def _pieces(index: int, number: int) -> tuple[int, int]:
-    return index, 2 * number - 1 - index
 
 
 def forward_in_parts(
@@ -148,122 +131,11 @@ class _Gather(torch.autograd.Function):
         return gradients[0][ctx.index], None
 
 
-class _GatherAndSum(torch.autograd.Function):
-    """[B, ...] -> [C, B, ...]. Every rank uses all parts for something else: the gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.gather_peers(own)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ranks: Ranks = ctx.ranks
-        return ranks.sum_rows(gradients[0]), None
-
-
-def context_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention of this rank's positions over everybody's (``transformers``' attention interface).
-
-    Args:
-        module: the attention layer.
-        query: [B, H, 2 L, D].
-        key: [B, K, 2 L, D].
-        value: [B, K, 2 L, D].
-        attention_mask: none.
-        scaling: factor of the scores; default D ** -0.5.
-        kwargs: only what changes nothing, see ``check_options``.
-
-    Raises:
-        NotImplementedError: the layer wants something more, such as a window, capped scores or sinks.
-    """
-    if attention_mask is not None:
-        raise NotImplementedError("attention with a mask in parts")
-    check_options(kwargs, "in parts")
-    ranks = _together[-1]
-    number, width = ranks.context, key.shape[-1]
-    own = torch.cat([key, value], dim=-1)
-    parts: Tensor = _GatherAndSum.apply(own, ranks)  # type: ignore[no-untyped-call]
-    length = key.shape[2] // 2
-    halves = [(p, 0) if p < number else (2 * number - 1 - p, 1) for p in range(2 * number)]
-    everything = torch.cat(
-        [parts[owner, :, :, half * length : (half + 1) * length] for owner, half in halves], dim=2
-    )
-    keys, values = everything[..., :width], everything[..., width:]
-    outputs = []
-    for half, number_of_piece in enumerate(_pieces(ranks.peer_index, number)):
-        start, stop = half * length, (half + 1) * length
-        while start < stop:
-            before = number_of_piece * length + start - half * length
-            end = stop if not before else min(stop, start + max(1, MASK_CELLS // (before + length)))
-            seen = before + end - start
-            outputs.append(
-                checkpoint(
-                    _attend,
-                    query[:, :, start:end],
-                    keys[:, :, :seen],
-                    values[:, :, :seen],
-                    scaling,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            )
-            start = end
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attend causally, the last query at the last key; computed again in the backward pass with its mask."""
-    asked, seen = query.shape[2], key.shape[2]
-    mask = None
-    if asked < seen:
-        mask = torch.ones(asked, seen, dtype=torch.bool, device=query.device).tril(seen - asked)
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Causality is in the attention itself."""
-    return
-
-
-AttentionInterface.register(NAME, context_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
-
-
-@contextlib.contextmanager
-def attention_over_parts(ranks: Ranks, models: Sequence[Any]) -> Iterator[None]:
-    """Let ``models`` attend over the parts of all ranks; what they used before is put back.
-
-    It has to last until the backward pass is done, for checkpointed layers are computed again there.
-    """
+def attention_over_parts(ranks: Ranks, models: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which ``models`` attend over the parts of all ranks."""
     for model in models:
         split_head(model)  # tried once, by forwards in which the other ranks take no part
-    before = [model.config._attn_implementation for model in models]
-    _together.append(ranks)
-    try:
-        for model in models:
-            model.set_attn_implementation(NAME)
-        yield
-    finally:
-        _together.pop()
-        for model, own in zip(models, before, strict=True):
-            model.set_attn_implementation(own)
+    return use_attention(models, CONTEXT, peers=ranks)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from multitask_rl.attention.shared import attention_over_shared_prompts, shared_prompt_attention
+from multitask_rl.attention.interface import use_attention
+from multitask_rl.attention.shared import SHARED_PROMPT, shared_prompt_attention
 from multitask_rl.rollout.decoder import PlainDecoder, SharedDecoder, can_decode_cached, can_share_prompts
 from rollout_models import build
 
@@ -17,7 +18,7 @@ def test_rows_see_their_prompt_and_their_own_tokens_while_others_leave(name):
     torch.manual_seed(0)
     texts = [list(prompt) for prompt in PROMPTS]
     leaving = {3: [0], 5: [1, 4], 6: [0, 2], 8: [0, 1], 12: [0]}
-    with attention_over_shared_prompts(model):
+    with use_attention([model], SHARED_PROMPT):
         decoder = SharedDecoder(model, PROMPTS, 0)
         for step in range(14):
             expected = [model(torch.tensor([text]), use_cache=False).logits[0, -1] for text in texts]
@@ -35,7 +36,7 @@ def test_rows_see_their_prompt_and_their_own_tokens_while_others_leave(name):
 @torch.no_grad()
 def test_a_prompt_is_kept_once_and_leaves_with_its_last_row():
     model = build("qwen2.Qwen2")
-    with attention_over_shared_prompts(model):
+    with use_attention([model], SHARED_PROMPT):
         decoder = SharedDecoder(model, PROMPTS, 0)
         layer = decoder._cache.layers[0]
         assert sum(keys.shape[0] for keys, _ in layer.prompts) == len({tuple(p) for p in PROMPTS})
@@ -47,7 +48,7 @@ def test_a_prompt_is_kept_once_and_leaves_with_its_last_row():
 @torch.no_grad()
 def test_the_plain_decoder_says_the_same():
     model = build("llama.Llama")
-    with attention_over_shared_prompts(model):
+    with use_attention([model], SHARED_PROMPT):
         shared = SharedDecoder(model, PROMPTS, 0).logits
     for cached in (True, False):
         rows = [i for i, p in enumerate(PROMPTS) if cached or len(p) == 40]
@@ -85,7 +86,7 @@ def test_other_forwards_are_untouched_while_it_is_on():
     model = build("qwen2.Qwen2")
     ids, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     expected = model(ids, attention_mask=mask).logits
-    with attention_over_shared_prompts(model):
+    with use_attention([model], SHARED_PROMPT):
         found = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
     assert torch.equal(found[mask.bool()], expected[mask.bool()])
 

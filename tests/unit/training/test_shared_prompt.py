@@ -16,7 +16,8 @@ from transformers import (
 
 from model_builders import build_actor, build_model, build_tokenizer
 from multitask_rl.attention import block as block_attention
-from multitask_rl.attention.block import Block, Blocks, attention_in_blocks, mask_of
+from multitask_rl.attention.block import BLOCKS, Block, Blocks, mask_of
+from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import BatchConfig, LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
@@ -74,7 +75,7 @@ def test_a_shared_prompt_is_counted_once_and_the_budget_holds():
 def learn(model, prompts, responses, layout):
     (batch,) = build_microbatches(prompts, responses, max_tokens=10**6, layout=layout, pad_token_id=0)
     model.zero_grad()
-    with attention_in_blocks(model):
+    with use_attention([model], BLOCKS):
         out = forward_tokens(model, batch, [SamplingParams()] * len(batch.indices))
         weights = torch.linspace(-1, 2, len(out.logprobs))
         by_sample = torch.split(out.logprobs, torch.bincount(batch.sequence).tolist())
@@ -268,7 +269,7 @@ def test_layers_computed_again_without_blocks_fail_loudly():
     out = forward_tokens(model, batch, [SamplingParams()] * 4)
     with pytest.raises(RuntimeError):
         out.logprobs.sum().backward()
-    with pytest.raises(RuntimeError, match="no more those of this sequence"), attention_in_blocks(model):
+    with pytest.raises(RuntimeError, match="no more those of this sequence"), use_attention([model], BLOCKS):
         model(input_ids=torch.tensor([[5, 6]]), attention_mask=torch.empty(1, 1, 1, 0))
 
 

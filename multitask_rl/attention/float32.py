@@ -1,4 +1,4 @@
-"""Attention in float32 where a processor would compute it in bfloat16 more slowly.
+"""Attention in float32 on CPUs, where computing it in bfloat16 takes longer.
 
 Under autocast the matrix products of a model run in bfloat16. On a CPU those of attention are many and small,
 each length of a sequence is a shape that has to be compiled first, and the operands come in float32 anyway
@@ -17,10 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["LONGEST", "WIDE", "attend_wide", "compiles_shapes", "is_wide", "use_wide_attention"]
+__all__ = ["FLOAT32", "LONGEST", "attend_float32", "compiles_shapes", "is_float32", "use_float32_attention"]
 
-WIDE = "multitask_rl_wide"
-"""Name of ``attend_wide`` in ``transformers``' attention interface."""
+FLOAT32 = "multitask_rl_float32"
+"""Name of ``attend_float32`` in ``transformers``' attention interface."""
 
 LONGEST = 512
 """Keys per row up to which float32 pays: beyond, the bytes read cost more than the compilation."""
@@ -32,15 +32,15 @@ def compiles_shapes(model: Any, *, autocast: bool) -> bool:
     return bool(weight.device.type == "cpu" and (autocast or weight.dtype == torch.bfloat16))
 
 
-def is_wide(device: torch.device, keys: int) -> bool:
+def is_float32(device: torch.device, keys: int) -> bool:
     """Whether attention over ``keys`` tokens is computed in float32 although products are in bfloat16."""
     return device.type == "cpu" and torch.is_autocast_enabled("cpu") and keys <= LONGEST
 
 
-def attend_wide(
+def attend_float32(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as ``sdpa`` does, in float32 where ``is_wide`` says so.
+    """Attend as ``sdpa`` does, in float32 where ``is_float32`` says so.
 
     Args:
         module: the attention layer.
@@ -50,7 +50,7 @@ def attend_wide(
         attention_mask: see ``sdpa``.
         kwargs: see ``sdpa``.
     """
-    if is_wide(query.device, key.shape[-2]):
+    if is_float32(query.device, key.shape[-2]):
         with torch.autocast("cpu", enabled=False):
             return _sdpa(
                 module,
@@ -71,13 +71,13 @@ def _float(given: Any) -> Any:
     return given.float() if isinstance(given, Tensor) and given.is_floating_point() else given
 
 
-def use_wide_attention(model: Any) -> bool:
-    """Let ``model`` compute attention by ``attend_wide`` if it uses ``sdpa``; return whether it does."""
-    if not hasattr(model, "set_attn_implementation") or model.config._attn_implementation != "sdpa":
+def use_float32_attention(model: Any) -> bool:
+    """Let ``model`` compute attention by ``attend_float32`` if it uses ``sdpa``; return whether it does."""
+    if model.config._attn_implementation != "sdpa":
         return False
-    model.set_attn_implementation(WIDE)
+    model.set_attn_implementation(FLOAT32)
     return True
 
 
-AttentionInterface.register(WIDE, attend_wide)
-AttentionMaskInterface.register(WIDE, sdpa_mask)
+AttentionInterface.register(FLOAT32, attend_float32)
+AttentionMaskInterface.register(FLOAT32, sdpa_mask)

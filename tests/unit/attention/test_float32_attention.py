@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from multitask_rl.attention.shared import attention_over_shared_prompts
-from multitask_rl.attention.wide import LONGEST, WIDE, attend_wide, use_wide_attention
+from multitask_rl.attention.float32 import FLOAT32, LONGEST, attend_float32, use_float32_attention
+from multitask_rl.attention.interface import use_attention
+from multitask_rl.attention.shared import SHARED_PROMPT
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.decoder import SharedDecoder, can_share_prompts, round_rows
@@ -36,7 +37,7 @@ def test_values_and_gradients_are_those_of_float32(kind):
         kind, torch.zeros(3, 1, 6, 6, dtype=torch.bfloat16).masked_fill(~seen, float("-inf"))
     )
     with torch.autocast(**AUTOCAST):
-        found, _ = attend_wide(_Layer(), query, key, value, mask)
+        found, _ = attend_float32(_Layer(), query, key, value, mask)
     wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
     many = [wide[0], *(x.repeat_interleave(2, 1) for x in wide[1:])]
     expected = scaled_dot_product_attention(*many, attn_mask=seen).transpose(1, 2)
@@ -51,20 +52,20 @@ def test_values_and_gradients_are_those_of_float32(kind):
 def test_long_sequences_and_models_without_autocast_are_left_alone():
     query, key, value = states(LONGEST + 1)
     with torch.autocast(**AUTOCAST):
-        assert attend_wide(_Layer(), query, key, value, None)[0].dtype == torch.bfloat16
-    assert attend_wide(_Layer(), *states(6), None)[0].dtype == torch.bfloat16
+        assert attend_float32(_Layer(), query, key, value, None)[0].dtype == torch.bfloat16
+    assert attend_float32(_Layer(), *states(6), None)[0].dtype == torch.bfloat16
 
 
 def test_a_model_takes_it_in_place_of_sdpa_only_and_its_files_do_not_name_it(tmp_path):
     model = build("qwen2.Qwen2")
     model.set_attn_implementation("eager")
-    assert not use_wide_attention(model)
+    assert not use_float32_attention(model)
     assert model.config._attn_implementation == "eager"
     model.set_attn_implementation("sdpa")
-    assert use_wide_attention(model)
+    assert use_float32_attention(model)
     assert can_share_prompts(model)
     model.save_pretrained(tmp_path)
-    assert WIDE not in (tmp_path / "config.json").read_text()
+    assert FLOAT32 not in (tmp_path / "config.json").read_text()
 
 
 def test_a_batch_is_filled_up_to_one_of_few_sizes():
@@ -84,7 +85,7 @@ def test_rows_that_fill_a_batch_change_nothing_and_are_not_seen():
     prompts = [[5, 3, 9, 4]] * 18 + [[7, 8]] * 3
     answers = torch.randint(3, 60, (3, len(prompts)), generator=torch.Generator().manual_seed(0))
     rows = torch.arange(len(prompts))
-    with torch.no_grad(), torch.autocast(**AUTOCAST), attention_over_shared_prompts(model):
+    with torch.no_grad(), torch.autocast(**AUTOCAST), use_attention([model], SHARED_PROMPT):
         decoder = SharedDecoder(model, prompts, 0)
         sizes.clear()
         for step, tokens in enumerate(answers):
@@ -106,7 +107,7 @@ def test_without_bfloat16_no_row_is_added():
     model.model.register_forward_pre_hook(
         lambda _module, _args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    with torch.no_grad(), attention_over_shared_prompts(model):
+    with torch.no_grad(), use_attention([model], SHARED_PROMPT):
         decoder = SharedDecoder(model, [[5, 3]] * 21, 0)
         decoder.advance(torch.arange(21))
     assert sizes[-1] == 21
@@ -141,7 +142,7 @@ def gap(model) -> float:
 def test_engine_and_trainer_are_closer_than_with_attention_in_bfloat16_on_one_side():
     model = build("qwen2.Qwen2")
     apart = gap(model)
-    assert use_wide_attention(model)
+    assert use_float32_attention(model)
     together = gap(model)
     assert together < 0.005
     assert together <= apart

@@ -1,0 +1,129 @@
+"""Causal attention over sequences that several processes compute in parts.
+
+A sequence of ``S`` tokens is cut into ``2 C`` pieces for ``C`` processes; process ``r`` computes pieces ``r``
+and ``2 C - 1 - r``, so that causal attention costs each the same. A layer gathers the keys and values of all
+parts, and its backward pass sums their gradients back to where they belong (as in the training of Llama 3,
+arXiv:2407.21783, section 3.3.2).
+
+Axes: ``B`` samples, ``L`` tokens of a piece, ``H`` heads, ``K`` key-value heads, ``D`` head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from multitask_rl.attention.interface import Peers, check_options, current_peers
+
+__all__ = ["CONTEXT", "pieces_of"]
+
+CONTEXT = "multitask_rl_context_parallel"
+MASK_CELLS = 2**25
+"""Queries times keys whose mask exists at once: 32 MiB of booleans, 128 MiB as float32."""
+
+
+def pieces_of(index: int, number: int) -> tuple[int, int]:
+    """Return the pieces that process ``index`` of ``number`` computes."""
+    return index, 2 * number - 1 - index
+
+
+class _GatherAndSum(torch.autograd.Function):
+    """[B, ...] -> [C, B, ...]. Every process uses all parts for something else: the gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return peers.gather_peers(own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        peers: Peers = ctx.peers
+        return peers.sum_rows(gradients[0]), None
+
+
+def context_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally from this process's positions to all positions (``transformers``' interface).
+
+    Args:
+        module: the attention layer.
+        query: [B, H, 2 L, D].
+        key: [B, K, 2 L, D].
+        value: [B, K, 2 L, D].
+        attention_mask: none.
+        scaling: factor of the scores; default D ** -0.5.
+        kwargs: only what changes nothing, see ``check_options``.
+
+    Raises:
+        NotImplementedError: the layer wants something more, such as a window, capped scores or sinks.
+    """
+    if attention_mask is not None:
+        raise NotImplementedError("attention with a mask in parts")
+    check_options(kwargs, "in parts")
+    peers = current_peers()
+    number, width = peers.peers, key.shape[-1]
+    own = torch.cat([key, value], dim=-1)
+    parts: Tensor = _GatherAndSum.apply(own, peers)  # type: ignore[no-untyped-call]
+    length = key.shape[2] // 2
+    halves = [(p, 0) if p < number else (2 * number - 1 - p, 1) for p in range(2 * number)]
+    everything = torch.cat(
+        [parts[owner, :, :, half * length : (half + 1) * length] for owner, half in halves], dim=2
+    )
+    keys, values = everything[..., :width], everything[..., width:]
+    outputs = []
+    for half, number_of_piece in enumerate(pieces_of(peers.peer_index, number)):
+        start, stop = half * length, (half + 1) * length
+        while start < stop:
+            before = number_of_piece * length + start - half * length
+            end = stop if not before else min(stop, start + max(1, MASK_CELLS // (before + length)))
+            seen = before + end - start
+            outputs.append(
+                checkpoint(
+                    _attend,
+                    query[:, :, start:end],
+                    keys[:, :, :seen],
+                    values[:, :, :seen],
+                    scaling,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
+            start = end
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attend causally, the last query at the last key; computed again in the backward pass with its mask."""
+    asked, seen = query.shape[2], key.shape[2]
+    mask = None
+    if asked < seen:
+        mask = torch.ones(asked, seen, dtype=torch.bool, device=query.device).tril(seen - asked)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Causality is in the attention itself."""
+
+
+AttentionInterface.register(CONTEXT, context_attention)
+AttentionMaskInterface.register(CONTEXT, _no_mask)

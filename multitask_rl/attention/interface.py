@@ -1,0 +1,84 @@
+"""How attention of our own enters a model: by its name in ``transformers``' attention interface.
+
+Every module here registers one function under one name when it is imported; no model code is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Peers", "check_options", "current_peers", "use_attention"]
+
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
+"""Arguments of ``transformers``' attention interface that change nothing for causal attention."""
+
+
+class Peers(Protocol):
+    """Processes that compute the same sequences together, each a part of every one."""
+
+    peers: int
+    """How many, this one counted."""
+
+    @property
+    def peer_index(self) -> int:
+        """Which part is this process's."""
+        ...
+
+    def gather_peers(self, local: Tensor) -> Tensor:
+        """Return ``local`` of every peer, which all have its shape: [peers, ...]."""
+        ...
+
+    def sum_rows(self, parts: Tensor) -> Tensor:
+        """Return this process's row of the sum over the peers of ``parts`` [peers, ...]."""
+        ...
+
+
+_peers: list[Peers] = []
+"""Innermost last. No context variable: layers are computed again in threads of the backward pass."""
+
+
+@contextlib.contextmanager
+def use_attention(models: Sequence[Any], name: str, *, peers: Peers | None = None) -> Iterator[None]:
+    """Let ``models`` attend by the implementation ``name``; put back what they used before.
+
+    With gradient checkpointing the context has to last until the backward pass is done: layers are computed
+    again there.
+
+    Args:
+        models: of ``transformers``, adapted or not.
+        name: ``BLOCKS``, ``SHARED_PROMPT`` or ``CONTEXT`` of the modules here.
+        peers: which processes compute the same sequences; ``CONTEXT`` needs them.
+    """
+    before = [(model, own) for model in models if (own := model.config._attn_implementation) != name]
+    if peers is not None:
+        _peers.append(peers)
+    try:
+        for model, _ in before:
+            model.set_attn_implementation(name)
+        yield
+    finally:
+        if peers is not None:
+            _peers.pop()
+        for model, own in before:
+            model.set_attn_implementation(own)
+
+
+def current_peers() -> Peers:
+    """Return the peers of the innermost ``use_attention``."""
+    return _peers[-1]
+
+
+def check_options(options: Mapping[str, Any], where: str) -> None:
+    """Refuse ``options`` of the attention interface that would change the result.
+
+    Raises:
+        NotImplementedError: the layer wants something more: a window, capped scores, sinks, dropout.
+    """
+    given = {name: one for name, one in options.items() if name not in _HARMLESS}
+    strange = [name for name, one in given.items() if isinstance(one, Tensor) or one]
+    if strange:
+        raise NotImplementedError(f"attention with {', '.join(strange)} {where}")
