@@ -17,10 +17,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from claims import constraints, suite  # noqa: E402
 from claims.base import (  # noqa: E402
-    Arm,
     Claim,
     Options,
-    difference,
     dump_numbers,
     load_numbers,
     run_claim,
@@ -29,28 +27,13 @@ from claims.scheduler import summarise  # noqa: E402
 from claims.shares import WINDOW, largest_errors  # noqa: E402
 from multitask import CLAIMS  # noqa: E402
 
-
-def _measure(arm: Arm, seed: int, options: Options) -> dict[str, float]:
-    with (options.directory / "calls").open("a") as calls:
-        calls.write(f"{arm.name} {seed}\n")
-    return {"level": arm.settings["level"] + seed / 10, "reached": math.nan}
-
-
-CLAIM = Claim(
-    name="example",
-    statement="b is better than a",
-    steps=3,
-    arms=(Arm(name="a", settings={"level": 0.0}), Arm(name="b", settings={"level": 0.5})),
-    run=_measure,
-    render=lambda arms: f"{difference(arms, 'a', 'b', 'level').delta:+.2f}",
-    runs_per_process=None,  # a fresh process imports torch
-)
+import claim_example  # noqa: E402
 
 
 def test_an_interrupted_claim_goes_on_where_it_was(tmp_path: Path) -> None:
     def run(seeds: range) -> dict[str, object]:
         options = Options(seeds=seeds, steps=3, directory=tmp_path)
-        return run_claim(CLAIM, options, arms=[], processes=1)
+        return run_claim(claim_example.CLAIM, options, arms=[], processes=1)
 
     run(range(2))
     result = run(range(3))
@@ -58,7 +41,7 @@ def test_an_interrupted_claim_goes_on_where_it_was(tmp_path: Path) -> None:
     assert sorted(calls) == sorted(f"{a} {s}" for a in "ab" for s in range(3)), "each once"
     assert result["arms"]["a"]["level"] == [0.0, 0.1, 0.2]
     assert result["arms"]["b"]["level"] == [0.5, 0.6, 0.7]
-    assert CLAIM.render(result["arms"]) == "+0.50"
+    assert claim_example.CLAIM.render(result["arms"]) == "+0.50"
 
 
 def test_what_did_not_happen_survives_the_file() -> None:

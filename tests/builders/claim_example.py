@@ -1,0 +1,24 @@
+"""A claim that takes no time to measure; a fresh process imports nothing heavy for it."""
+
+from __future__ import annotations
+
+import math
+
+from claims.base import Arm, Claim, Options, difference
+
+
+def _measure(arm: Arm, seed: int, options: Options) -> dict[str, float]:
+    with (options.directory / "calls").open("a") as calls:
+        calls.write(f"{arm.name} {seed}\n")
+    return {"level": arm.settings["level"] + seed / 10, "reached": math.nan}
+
+
+CLAIM = Claim(
+    name="example",
+    statement="b is better than a",
+    steps=3,
+    arms=(Arm(name="a", settings={"level": 0.0}), Arm(name="b", settings={"level": 0.5})),
+    run=_measure,
+    render=lambda arms: f"{difference(arms, 'a', 'b', 'level').delta:+.2f}",
+    runs_per_process=None,
+)
