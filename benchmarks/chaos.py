@@ -290,6 +290,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         elif isinstance(one, list) and isinstance(other, list):
             pairs = [(a, b) for a, b in zip(one, other, strict=False) if a != b]
             detail = f": {len(one)} and {len(other)} lines, first {str(pairs[:1])[:600]}"
+        elif isinstance(one, dict) and isinstance(other, dict):
+            keys = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
+            detail = f": {str({key: (one.get(key), other.get(key)) for key in keys})[:600]}"
         elif not isinstance(one, bytes):
             detail = f": {str(one)[:300]} and {str(other)[:300]}"
         said.append(f"{name}{detail}")

@@ -340,6 +340,12 @@ class MLflowTracker:
         self._client.log_text(self.run_id, "".join(map(dump_line, self._events)), "events.jsonl")
         self._events_written_s = time.monotonic()
 
+    def _send_num_dropped(self) -> None:
+        """Tag the run; in the worker's turn, which counts those of the record first."""
+        assert self.run_id is not None, "started"
+        if self.num_dropped:
+            self._client.set_tag(self.run_id, "metrics_not_finite", str(self.num_dropped))
+
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """Do nothing: thousands of small artifacts help nobody; they are in ``rollouts.jsonl``."""
 
@@ -358,8 +364,7 @@ class MLflowTracker:
         for path in (self._directory / name for name in _KEPT_FILES):
             if path.is_file():
                 worker.put(partial(self._client.log_artifact, run_id, str(path)))
-        if self.num_dropped:
-            worker.put(lambda: self._client.set_tag(run_id, "metrics_not_finite", str(self.num_dropped)))
+        worker.put(self._send_num_dropped)
         worker.put(lambda: self._client.set_terminated(run_id, _STATUS.get(status, "FAILED")))
         worker.close(timeout_s=60.0)
         if worker.num_failed:
