@@ -34,10 +34,11 @@ from multitask_rl.run.assembly import (
     engine_factory,
 )
 from multitask_rl.run.interrupts import check_interrupt, finishing
-from multitask_rl.run.plan import RunPlan, check_overlap, initial_weights, plan_run
+from multitask_rl.run.plan import RunPlan, check_overlap, initial_weights, plan_run, reach_warning
 from multitask_rl.run.profiling import StepProfiler, memory_numbers, memory_report
 from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
+from multitask_rl.statistics.definitions import metric_names
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import Experience, Pipeline, build_stages
 from multitask_rl.step.flow import DataFlow, Stage
@@ -140,8 +141,11 @@ class Trainer:
             },
             seed=self.config.seed,
         )
+        self._bind_guard()
+
+    def _bind_guard(self) -> None:
         if self.guard is not None:
-            self.guard.bind(list(specs))
+            self.guard.bind(list(self.plan.specs), {n: metric_names(s) for n, s in self.plan.specs.items()})
 
     # -- settings of the Python front door ------------------------------------------------------------------
 
@@ -150,8 +154,13 @@ class Trainer:
         self.scheduler = scheduler
 
     def add_guard(self, guard: SafetyGuard) -> None:
-        """Use ``guard`` instead of the configured one. Before ``train``."""
+        """Use ``guard`` instead of the configured one. Before ``train``.
+
+        Raises:
+            ConfigError: it is to watch what no task has, or a metric without a direction.
+        """
         self.guard = guard
+        self._bind_guard()
 
     def insert_stage(self, stage: Stage, *, after: str) -> None:
         """Put a node of your own into the flow of every step, after the stage ``after``. Before ``train``."""
@@ -313,6 +322,10 @@ class Trainer:
         for name, run in self.runs.items():
             run.metrics.declare(traits.get(name, {}))
         self._bind_controllers()
+        if self.guard is not None and (
+            warning := reach_warning(config.eval.every, self.guard.rollback_steps)
+        ):
+            logger.warning("%s", warning)
         self.store = RunStore(plan.output_dir, config.checkpoint, track=track)
         self._built.append(self.store)
         self.store.settle_vocabulary(self.actor)

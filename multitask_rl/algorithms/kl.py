@@ -90,12 +90,10 @@ def exact_kl(policy_logits: Tensor, ref_logits: Tensor) -> Tensor:
     Returns:
         [...] nats; differentiable in ``policy_logits``.
     """
-    log_p = torch.log_softmax(policy_logits, dim=-1)
-    log_q = torch.log_softmax(ref_logits, dim=-1)
-    impossible = torch.isneginf(log_p)
-    # Mask before multiplying: 0 * (-inf) would put NaN into value and gradient.
-    difference = torch.where(impossible, 0.0, log_p) - torch.where(impossible, 0.0, log_q)
-    return (log_p.exp() * difference).sum(dim=-1)
+    log_p, log_q = policy_logits.log_softmax(dim=-1), ref_logits.log_softmax(dim=-1)
+    # masked before the product: -inf - -inf is NaN, and 0 * NaN is NaN in the gradient
+    gap = (log_p - log_q).masked_fill(torch.isneginf(log_p), 0.0)
+    return (log_p.exp() * gap).sum(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -232,7 +232,8 @@ class GuardConfig:
     enabled: bool = True
     """Whether regressions are watched for at all."""
     monitor_metrics: list[str] = field(default_factory=list)
-    """Task names (or ``task/metric``) watched; empty = the primary metric of every task."""
+    """What is watched: a task (its primary metric), ``task/metric``, or a metric or reward, in every task
+    that has it; empty = the primary metric of every task."""
     threshold_delta: float = -0.15
     """Fall that counts as regression: fraction of the demonstrated level, or absolute."""
     absolute: bool = False

@@ -170,7 +170,9 @@ class DynamicTaskWeightScheduler:
         policy = self._bound()
         shares = policy.weights()
         floors = dict(self._floors)
-        if policy.adaptive:
+        if len(self._gate.held) == len(policy.tasks):  # what one would lose, none can use
+            shares = dict(policy.prior)
+        elif policy.adaptive:
             for task in self._gate.held:
                 shares[task] = 0.0
                 floors[task] = max(floors[task], self._gate.probe_share)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.confirmation import Confirmation
@@ -44,8 +44,8 @@ class SafetyGuard:
     ``bind`` once; per step ``record_step``; per evaluation ``observe``; after a rollback ``rolled_back``.
 
     Args:
-        monitor_metrics: ``task`` (its primary metric) or ``task/metric``; None or empty = the primary metric
-            of every task.
+        monitor_metrics: ``task`` (its primary metric), ``task/metric``, or a metric or reward, in every task
+            that has it; None or empty = the primary metric of every task.
         threshold_delta: the fall that counts as regression: a fraction of the demonstrated level, or in the
             metric's unit with ``absolute``. The sign is ignored, 0 is refused.
         rollback_steps: how far back a rollback may reach.
@@ -86,23 +86,19 @@ class SafetyGuard:
         self.config = build_dataclass(SafetyGuardConfig, guard_config, Where(path=("guard", "guard_config")))
         self.bind(())
 
-    def bind(self, tasks: Collection[str]) -> None:
-        """Learn which tasks are evaluated; called once by the trainer before the first step.
+    def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
+        """Learn which tasks are evaluated; called by the trainer when the guard is added, and at the start.
 
         Args:
             tasks: their names.
+            metrics: by task, the metrics that its evaluations can have and whether each has a direction;
+                None = not known, they are then checked by the first evaluation.
 
         Raises:
-            ConfigError: ``monitor_metrics`` names an unknown task.
+            ConfigError: ``monitor_metrics`` names what is not there, or a metric without a direction.
         """
-        for entry in self.monitor_metrics if tasks else ():
-            name = entry.partition("/")[0]
-            if name not in tasks:
-                raise ConfigError(
-                    f"guard.monitor_metrics: {entry!r} is not a task or task/metric{suggest(name, tasks)} "
-                    f"(tasks: {', '.join(tasks)})"
-                )
-        self._watches = build_watches(self.monitor_metrics if tasks else (), tasks, self.config.directions)
+        entries = self.monitor_metrics if tasks else ()
+        self._watches = build_watches(entries, tasks, self.config.directions, metrics)
         self._settings = DetectorSettings(
             drop=self.threshold,
             absolute=self.absolute,

@@ -74,12 +74,16 @@ class Watch:
         if self.direction.sign:
             statistic = replace(statistic, direction=self.direction)
         if not statistic.direction.sign:
-            raise ConfigError(
-                f"guard.monitor_metrics: {self.key!r} is better neither higher nor lower, so nothing is a "
-                f"regression; state it with guard.guard_config.directions.{self.metric}=higher (or lower), "
-                "or leave the metric out"
-            )
+            raise self.lacks_direction()
         return statistic
+
+    def lacks_direction(self) -> ConfigError:
+        """Return the error that neither the metric nor the user says which way it gets better."""
+        return ConfigError(
+            f"guard.monitor_metrics: {self.key!r} is better neither higher nor lower, so nothing is a "
+            f"regression; state it with guard.guard_config.directions.{self.metric}=higher (or lower), "
+            "or leave the metric out"
+        )
 
     def tell_missing(self, step: int, evaluation: TaskEvaluation | None) -> Event:
         """Say that there is no value; an alarm if there never was one."""
@@ -122,12 +126,58 @@ class Watch:
 
 
 def build_watches(
-    entries: Sequence[str], tasks: Collection[str], directions: Mapping[str, str]
+    entries: Sequence[str],
+    tasks: Collection[str],
+    directions: Mapping[str, str],
+    metrics: Mapping[str, Mapping[str, bool]] | None = None,
 ) -> list[Watch]:
-    """Return a watch per entry (``task`` or ``task/metric``); without any, one per task."""
-    watches = []
+    """Return what to watch; without entries the primary metric of every task.
+
+    Args:
+        entries: ``task``, ``task/metric``, or a metric or reward: it is watched in every task that has it.
+        tasks: their names.
+        directions: of metrics, as the user states them.
+        metrics: by task, the names of its metrics and whether each has a direction; None = not known yet.
+
+    Raises:
+        ConfigError: an entry names nothing that is there, or a metric without a direction.
+    """
+    watches: dict[str, Watch] = {}
     for entry in entries or list(tasks):
-        task, _, metric = entry.partition("/")
-        stated = Direction(directions.get(metric, "none"))
-        watches.append(Watch(task=task, metric=metric, direction=stated))
-    return watches
+        name, _, metric = entry.partition("/")
+        found = [(name, metric)] if name in tasks else _having(entry, metrics or {})
+        if not found:
+            raise ConfigError(_unknown(entry, tasks, metrics or {}))
+        for task, own in found:
+            watch = Watch(task=task, metric=own, direction=Direction(directions.get(own, "none")))
+            if own and metrics is not None:
+                _check(watch, entry, metrics[task])
+            watches[watch.key] = watch
+    return list(watches.values())
+
+
+def _having(name: str, metrics: Mapping[str, Mapping[str, bool]]) -> list[tuple[str, str]]:
+    """Return task and metric wherever a metric, or a reward, has that name."""
+    keys = (name, f"reward/{name}")
+    return [(task, key) for task, own in metrics.items() for key in keys if key in own]
+
+
+def _check(watch: Watch, entry: str, known: Mapping[str, bool]) -> None:
+    """Refuse a metric that the task will not have, or that says nowhere which way is better."""
+    is_component = any(watch.metric.startswith(f"{name}/") for name in known if name.startswith("reward/"))
+    if watch.metric not in known and not is_component:
+        raise ConfigError(
+            f"guard.monitor_metrics: {entry!r} is no metric of the task {watch.task}"
+            f"{suggest(watch.metric, known)} ({watch.task} has: {', '.join(sorted(known))})"
+        )
+    if not known.get(watch.metric) and not watch.direction.sign:
+        raise watch.lacks_direction()
+
+
+def _unknown(entry: str, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]]) -> str:
+    names = {name.removeprefix("reward/") for own in metrics.values() for name in own}
+    text = (
+        f"guard.monitor_metrics: {entry!r} is not a task, task/metric or metric"
+        f"{suggest(entry, [*tasks, *sorted(names)])} (tasks: {', '.join(tasks)}"
+    )
+    return text + "".join(f"; {task}: {', '.join(sorted(own))}" for task, own in metrics.items()) + ")"

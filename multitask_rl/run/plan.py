@@ -127,8 +127,6 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
     if warning:
         logger.warning("%s", warning)
-    if warning := reach_warning(config):
-        logger.warning("%s", warning)
     check_overlap(plan)
     _check_output_dir(plan.output_dir)
     return plan
@@ -298,13 +296,16 @@ def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
     )
 
 
-def reach_warning(config: RunConfig) -> str:
-    """Return what to know when the guard can never roll back; "" if it can.
+def reach_warning(every: int, reach: int) -> str:
+    """Return what to know when a guard can never roll back; "" if it can.
 
-    A rollback goes to weights that an evaluation judged good, at most ``guard.rollback_steps`` back.
+    A rollback goes to weights that an evaluation judged good, at most its ``rollback_steps`` back.
+
+    Args:
+        every: steps between evaluations; 0 = none.
+        reach: the guard's ``rollback_steps``.
     """
-    every, reach = config.eval.every, config.guard.rollback_steps
-    if not config.guard.enabled or 0 < every <= reach:
+    if 0 < every <= reach:
         return ""
     return (
         f"guard: eval.every={every} and guard.rollback_steps={reach}: no weights judged good are within "

@@ -27,7 +27,7 @@ from multitask_rl.records import (
 )
 from multitask_rl.statistics.intervals import summarise
 
-__all__ = ["REWARD", "TaskMetrics", "served"]
+__all__ = ["REWARD", "TaskMetrics", "metric_names", "served"]
 
 REWARD = "reward_mean"
 """Name of the reward's statistic."""
@@ -54,6 +54,28 @@ _GOOD_RATE = _Kind(Direction.higher, 0.0, 1.0)
 _PLAIN = _Kind(Direction.none)
 _Column = tuple[_Kind, Sequence[Scored], Sequence[float]]
 """Of a metric: what it is, its records, the value of each (NaN = not in the population)."""
+
+
+def metric_names(spec: TaskSpec) -> dict[str, bool]:
+    """Return the metrics that evaluations of a task can have; whether each says which way is better.
+
+    Components of rewards, ``reward/<name>/<component>``, come beside them: what a plugin returns decides.
+    """
+    found = {REWARD: True, "length": False, "truncated_rate": True, "failure_rate": True}
+    found |= {f"reward/{r.name or r.plugin}": True for r in spec.rewards}
+    if spec.grammar:
+        found["grammar/accepted_rate"] = True
+    if not spec.constraints:
+        return found
+    names = ("cost", "flagged_rate", "rejection_rate", "violation_rate", "served_violation_rate")
+    found |= dict.fromkeys(names, True)
+    for c in spec.constraints:
+        name = c.name or c.plugin
+        found[f"cost/{name}"] = True
+        if c.limit is not None:
+            rates = ["violation_rate"] + (["served_violation_rate"] if c.mode == "reject" else [])
+            found |= {f"constraint/{name}/{rate}": True for rate in rates}
+    return found
 
 
 class TaskMetrics:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multitask_rl.algorithms.kl import exact_kl
 from multitask_rl.attention.block import BLOCKS
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import RunConfig
@@ -193,11 +194,7 @@ class ModelRunner:
             logits_ref = self._forward(reference, batch, samples, want_logits=True).logits
         if logits_ref is None:
             raise AssertionError("logits were asked for")
-        ref = logits_ref.log_softmax(dim=-1)
-        policy = logits.log_softmax(dim=-1)
-        # masked before the product: -inf - -inf is NaN, and 0 * NaN is NaN in the gradient
-        gap = (policy - ref).masked_fill(policy == float("-inf"), 0.0)
-        return (policy.exp() * gap).sum(dim=-1)
+        return exact_kl(logits, logits_ref)
 
     def values(self, task: str, batch: MicroBatch, out: TokenOutputs, tokens: Tensor | None = None) -> Tensor:
         """Return the values of the task's head for ``tokens`` (default: all) of a micro-batch: [N]."""

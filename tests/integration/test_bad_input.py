@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 
 from multitask_rl.cli import main
 from multitask_rl.config.recorded import recorded_config
-from multitask_rl.config.run import CheckpointConfig
+from multitask_rl.config.run import CheckpointConfig, EvalConfig, GuardConfig, ModelConfig
+from multitask_rl.errors import ConfigError
+from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, write_run
@@ -342,3 +345,26 @@ def test_another_runs_checkpoint_is_gone_on_from_but_not_its_records(space):
         fork.train_step()
         assert fork.step == 3
         assert fork.run_id is None
+
+
+@pytest.mark.parametrize(
+    ("watched", "words"),
+    [
+        ("copy/length", "directions.length=higher (or lower)"),
+        ("copy/lenth", "copy has: failure_rate, length"),
+    ],
+)
+def test_a_guard_that_watches_nothing_is_refused_before_a_model_loads(space, watched, words):
+    config = run_config(space, "unwatched", 2, guard=GuardConfig(monitor_metrics=[watched]))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Trainer.from_config(replace(config, model=ModelConfig(name_or_path="no/such/model")))
+
+
+def test_a_guard_is_checked_when_it_is_added_and_its_reach_when_the_run_begins(space, caplog):
+    config = run_config(space, "added", 2, guard=GuardConfig(enabled=False), eval=EvalConfig(every=2))
+    with Trainer.from_config(config) as trainer:
+        with pytest.raises(ConfigError, match=r"'dialogue_fluency' is not a task.*starts_right"):
+            trainer.add_guard(SafetyGuard(monitor_metrics=["dialogue_fluency"]))
+        trainer.add_guard(SafetyGuard(monitor_metrics=["starts_right"], rollback_steps=1))
+        trainer.evaluate()
+    assert "eval.every=2 and guard.rollback_steps=1" in caplog.text

@@ -276,10 +276,13 @@ class Scheduler:
     def shares(self) -> dict[str, float]:
         """What is below its floor is raised to it, the rest scaled down.
 
-        A task that the gate holds gets its floor alone, and enough to notice that it can be learnt again.
+        A task that the gate holds gets its floor alone, and enough to notice that it can be learnt again;
+        all of them held, shares are the weights.
         """
         wanted, floors = self._wanted(), dict(self.floors)
-        if self.settings.policy not in ("static", "uniform"):
+        if len(self.held) == len(wanted):
+            wanted = dict(self.prior)
+        elif self.settings.policy not in ("static", "uniform"):
             for name in self.held:
                 wanted[name] = 0.0
                 floors[name] = max(floors[name], min(0.02, 0.4 / len(floors)))

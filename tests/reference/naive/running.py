@@ -3,50 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+LONG_RUN = 50.0
+"""The floor's memory in memories of the statistic itself."""
 
 
-def _weight(step: int, rate: float) -> float:
-    """Weight of step 1, 2, ... in ``sum_s rate (1 - rate)^(n - s) x_s / sum of those weights``."""
-    return 1.0 if step == 1 else rate / (1.0 - (1.0 - rate) ** step)
+def average(steps: Sequence[float], rate: float) -> float:
+    """Return ``sum_s rate (1 - rate)^(n - s) x_s`` over the sum of those weights; 0 without a step."""
+    if not steps:
+        return 0.0
+    weights = [(1.0 - rate) ** (len(steps) - 1 - s) for s in range(len(steps))]
+    return math.fsum(w * x for w, x in zip(weights, steps, strict=True)) / math.fsum(weights)
 
 
 class Scale:
-    """Root mean square of deviations within groups, over about 20 steps; at least a tenth of its highest."""
+    """Root mean square of deviations, over ``1 / rate`` steps; at least a tenth of its long-run value."""
 
-    def __init__(self) -> None:
-        self.steps, self.mean_square, self.peak = 0, 0.0, 0.0
+    def __init__(self, rate: float = 0.05) -> None:
+        self.rate = rate
+        self.squares: list[float] = []
+        """Mean square of each step."""
 
     def add(self, mean_square: float) -> None:
-        self.steps += 1
-        w = _weight(self.steps, 0.05)
-        self.mean_square = (1.0 - w) * self.mean_square + w * mean_square
-        self.peak = max(self.peak, math.sqrt(self.mean_square))
+        self.squares.append(mean_square)
 
     @property
     def value(self) -> float:
-        return max(math.sqrt(self.mean_square), 0.1 * self.peak) if self.steps else 1.0
+        if not self.squares:
+            return 1.0
+        long_run = average(self.squares, self.rate / LONG_RUN)
+        return math.sqrt(max(average(self.squares, self.rate), 0.01 * long_run))
 
 
 class Moments:
     """Mean and deviation of all values seen, step by step weighted."""
 
     def __init__(self, rate: float) -> None:
-        self.rate, self.steps, self.mean, self.second, self.peak = rate, 0, 0.0, 0.0, 0.0
+        self.rate = rate
+        self.means: list[float] = []
+        self.variances: list[float] = []
 
     def add(self, mean: float, variance: float) -> None:
-        self.steps += 1
-        w = _weight(self.steps, self.rate)
-        self.mean, self.second = (
-            (1.0 - w) * self.mean + w * mean,
-            (1.0 - w) * self.second + w * (variance + mean * mean),
-        )
-        self.peak = max(self.peak, self.plain_std)
+        self.means.append(mean)
+        self.variances.append(variance)
 
     @property
-    def plain_std(self) -> float:
-        variance = self.second - self.mean**2
-        return math.sqrt(variance) if variance > 1e-12 * self.second else 0.0
+    def mean(self) -> float:
+        return average(self.means, self.rate)
+
+    def variance(self, rate: float) -> float:
+        centre = average(self.means, rate)
+        within = zip(self.means, self.variances, strict=True)
+        return average([v + (m - centre) ** 2 for m, v in within], rate)
 
     @property
     def std(self) -> float:
-        return max(self.plain_std, 0.1 * self.peak)
+        """At least a tenth of its long-run value; 0 where it is rounding."""
+        std = math.sqrt(max(self.variance(self.rate), 0.01 * self.variance(self.rate / LONG_RUN)))
+        return std if std > 1e-7 * abs(self.mean) else 0.0

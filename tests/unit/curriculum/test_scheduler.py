@@ -269,6 +269,19 @@ def test_unlearnable_task_is_held_at_its_floor_with_an_alarm_and_released() -> N
     assert scheduler.weights()["b"] > 0.3
 
 
+def test_where_every_task_is_held_shares_are_the_weights() -> None:
+    scheduler = DynamicTaskWeightScheduler(initial_weights={"a": 3, "b": 1}, min_weight=0.01)
+    scheduler.bind("ab")
+    for step in range(220):
+        dead = {task: _stats(task, 0.1 * (task == "a"), informative=0.0) for task in "ab"}
+        scheduler.update(dead, step)
+    assert {key for key, held in scheduler.metrics().items() if "held" in key and held} == {
+        "task/a/held",
+        "task/b/held",
+    }
+    assert scheduler.weights() == pytest.approx({"a": 0.75, "b": 0.25})
+
+
 def test_solved_task_without_variance_is_not_called_unlearnable() -> None:
     scheduler = _bound("ab")
     events = []

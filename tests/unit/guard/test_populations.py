@@ -55,6 +55,43 @@ def test_a_metric_without_a_direction_is_refused_until_one_is_stated() -> None:
         SafetyGuard(directions={"length": "up"})
 
 
+METRICS = {
+    "a": {"reward_mean": True, "reward/exact": True, "length": False},
+    "b": {"reward_mean": True, "reward/fluency": True, "length": False},
+}
+
+
+def bind(*entries: str) -> None:
+    SafetyGuard(monitor_metrics=list(entries)).bind(list(METRICS), METRICS)
+
+
+def test_what_no_task_has_is_refused_before_an_evaluation():
+    with pytest.raises(ConfigError, match=r"'a/fluency' .*a has: length, reward/exact, reward_mean"):
+        bind("a/fluency")
+    with pytest.raises(ConfigError, match=r"'exactt' .* did you mean 'exact'.*a: .*reward/exact"):
+        bind("exactt")
+    with pytest.raises(ConfigError, match=r"directions\.length=higher \(or lower\)"):
+        bind("a/length")
+    with pytest.raises(ConfigError, match=r"directions\.reward/exact/time=higher \(or lower\)"):
+        bind("a/reward/exact/time")
+
+
+def test_a_metric_is_found_in_the_tasks_that_have_it():
+    guard = SafetyGuard(monitor_metrics=["fluency", "length", "b"], directions={"length": "lower"})
+    guard.bind(list(METRICS), METRICS)
+    evaluations = {
+        task: make_evaluation(
+            [1.0, 0.0],
+            task=task,
+            metrics={n: summarise([0.0, 1.0], direction=Direction.higher, keep=range(2)) for n in own},
+        )
+        for task, own in METRICS.items()
+    }
+    guard.observe(0, evaluations)
+    seen = {name.removeprefix("guard/").removesuffix("/value") for name in guard.metrics() if "value" in name}
+    assert seen == {"b", "b/reward/fluency", "a/length", "b/length"}
+
+
 def test_directions_come_with_the_metric_and_not_from_its_name() -> None:
     """A metric of any name falls in its own direction."""
     for direction, levels in ((Direction.higher, (0.9, 0.3)), (Direction.lower, (0.1, 0.7))):
