@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import socket
 from pathlib import Path
-from typing import TextIO
+
+from filelock import FileLock, Timeout
 
 from multitask_rl.errors import ConfigError
 
@@ -16,70 +15,68 @@ __all__ = ["DirectoryLock"]
 
 
 class DirectoryLock:
-    """Held from its making to ``release``, or to the end of the process.
+    """A lock on a directory, held until ``release`` or the end of the process.
 
     Args:
-        directory: made if it is missing.
+        directory: made if it is missing. ``.lock`` in it is locked and names host and process of the holder.
 
     Raises:
-        ConfigError: another process that lives has it.
+        ConfigError: another living process holds it.
     """
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / ".lock"
-        self._file: TextIO | None = self._path.open("a+", encoding="utf-8")
+        self._lock = FileLock(self._path, timeout=0)
+        self._locked: os.stat_result | None = None
+        """The file that is locked; None on a file system without locks, and where a dead process holds it."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _holder(self._file)
+            self._lock.acquire()
+        except Timeout as error:
+            host, process = _holder(self._path)
             # a child that outlives a killed trainer for a moment still has its files open
-            if holder is None or not _is_gone(*holder):
-                self.release()
-                who = "another process" if holder is None else f"process {holder[1]} on {holder[0]}"
+            if _is_running(host, process):
+                holder = f"process {process} on {host}" if process else "another process"
                 raise ConfigError(
-                    f"output_dir {str(directory)!r}: {who} trains into it; wait for that run or end it, or "
-                    "choose another output_dir"
+                    f"output_dir {str(directory)!r}: {holder} trains into it; wait for that run or end it, "
+                    "or choose another output_dir"
                 ) from error
-        except OSError:
-            return  # a file system without locks
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(json.dumps([socket.gethostname(), os.getpid()]))
-        self._file.flush()
+            return
+        except (OSError, NotImplementedError):
+            return
+        self._path.write_text(json.dumps([socket.gethostname(), os.getpid()]), encoding="utf-8")
+        self._locked = self._path.stat()
 
     def is_lost(self) -> bool:
         """Whether the directory, or the file in it that is locked, was deleted or replaced since."""
-        if self._file is None:
-            return False
         try:
-            return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+            return self._locked is not None and not os.path.samestat(self._locked, self._path.stat())
         except OSError:
             return True
 
     def release(self) -> None:
-        """Let others have it. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Let other processes have the directory. Idempotent."""
+        self._lock.release(force=True)
+        self._locked = None
 
 
-def _holder(file: TextIO) -> tuple[str, int] | None:
-    """Return host and process that wrote the file."""
-    file.seek(0)
-    with contextlib.suppress(ValueError, TypeError):
-        host, pid = json.load(file)
-        return str(host), int(pid)
-    return None
-
-
-def _is_gone(host: str, pid: int) -> bool:
-    if host != socket.gethostname() or pid == os.getpid():
-        return pid == os.getpid()  # one of this process that was left open
+def _holder(path: Path) -> tuple[str, int]:
+    """Return host and process that wrote ``path``; process 0 if it does not say."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        host, process = json.loads(path.read_text(encoding="utf-8"))
+        return str(host), int(process)
+    except (OSError, ValueError, TypeError):
+        return "", 0
+
+
+def _is_running(host: str, process: int) -> bool:
+    """Whether the process may be alive; this process itself does not count."""
+    if not process or host != socket.gethostname():
         return True
-    except PermissionError:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
         return False
-    return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
