@@ -1,8 +1,8 @@
 """The scoring of installed ``verifiers`` tasksets: ``verifiers:<taskset id>`` (verifiers >= 0.4, its v1 API).
 
 Single-turn: the response is the one assistant message of a trace whose prompt is the task's. Refused are
-tasksets that need more: tools, a container, a hook around the agent, a runtime for a reward or judge,
-or an environment that gives the reward. Metrics that need a runtime are left out.
+tasksets that need more: tools, a container, a hook around the agent, a runtime for a reward, metric or judge
+(a reward may read a metric), or an environment of their own, which may take several turns and give rewards.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class VerifiersReward(ForeignReward):
                 f"{self.where}: the verifiers taskset {self.target!r} cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self._refuse_more_than_a_response(taskset, tasks)
+        environment = loaders.environment_class(self.target)
+        self._refuse_more_than_a_response(taskset, tasks, environment)
         self._by_key = {key: task for task in tasks for key in (task.data.idx, task.data.id)}
         self._by_key.pop(None, None)
         self._by_prompt = {task.data.prompt_text: task for task in tasks}
@@ -105,23 +106,25 @@ class VerifiersReward(ForeignReward):
             )
         return task
 
-    def _refuse_more_than_a_response(self, taskset: Any, tasks: Sequence[Any]) -> None:
+    def _refuse_more_than_a_response(self, taskset: Any, tasks: Sequence[Any], environment: type) -> None:
         """Refuse a taskset whose reward is of more than one response."""
         base = self._library.Task
         lacks = [] if _own(taskset, self._library.Taskset, "toolsets") else ["gives the model tools"]
+        if environment is not self._library.SingleAgentEnv:
+            lacks.append("has an environment of its own")
         for task in {type(task): task for task in tasks}.values():
             if not _own(task, base, "toolsets"):
                 lacks.append("gives the model tools")
             lacks += ["needs a container"] * bool(task.NEEDS_CONTAINER)
             hooks = ("setup", "finalize", "stage_verifier")
             lacks += [f"overrides {name!r} of its task" for name in hooks if not _own(task, base, name)]
-            signals = {f.__name__: f for f in task.hooks("reward")}
-            signals |= {judge.reward_name: judge.score for judge in task.plugged_judges()}
-            lacks += [] if signals else ["has no reward of its own (its environment gives it)"]
-            for name, signal in signals.items():
+            rewards = [("reward", f.__name__, f) for f in task.hooks("reward")]
+            rewards += [("reward", judge.reward_name, judge.score) for judge in task.plugged_judges()]
+            lacks += [] if rewards else ["has no reward of its own (its environment gives it)"]
+            for kind, name, signal in [*rewards, *(("metric", f.__name__, f) for f in task.hooks("metric"))]:
                 parameter = inspect.signature(signal).parameters.get("runtime")
                 if parameter is not None and parameter.default is parameter.empty:
-                    lacks.append(f"has the reward {name!r}, which needs a runtime")
+                    lacks.append(f"has the {kind} {name!r}, which needs a runtime")
         if lacks:
             raise PluginError(
                 f"{self.where}: the verifiers taskset {self.target!r} {' and '.join(dict.fromkeys(lacks))}; "

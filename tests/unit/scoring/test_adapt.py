@@ -313,6 +313,8 @@ def test_a_verifiers_taskset_scores_unchanged(monkeypatch: pytest.MonkeyPatch, t
         ("openenv", {"env": "x"}, "has no reward of its own"),
         ("nemo_gym", {"dataset": str(tmp_path / "nemo.jsonl")}, "gives the model tools"),
         ("gated_taskset", {}, "overrides 'setup'"),
+        ("measured_taskset", {}, "has the metric 'passed', which needs a runtime"),
+        ("compared_taskset", {}, "has an environment of its own"),
     ):
         with pytest.raises(PluginError, match=f"{part}.*only tasksets that judge one response"):
             resolve_reward(RewardSpec(plugin=f"verifiers:{name}", config={"taskset": config}), "here")
