@@ -44,7 +44,7 @@ from multitask_rl.step.experience import Experience, Pipeline, build_stages
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.step.stages import AdvantageStage
-from multitask_rl.step.task_state import TaskRun, build_task_runs, suppress_control_tokens
+from multitask_rl.step.task_state import TaskState, build_task_states, suppress_control_tokens
 from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.credit import CreditedSample
 from multitask_rl.training.critic import Critic
@@ -110,7 +110,7 @@ class Trainer:
         self.plan, self.config = plan, plan.config
         self.scheduler = build_scheduler(plan.config, initial_weights(plan.specs, plan.trained))
         self.guard = build_guard(plan.config)
-        self.runs: dict[str, TaskRun] = {}
+        self.runs: dict[str, TaskState] = {}
         self._bind_controllers()
         self.scorer = build_scorer(plan)
         self._built: list[Any] = []
@@ -127,7 +127,7 @@ class Trainer:
         plan, config = self.plan, self.config
         default_device = plan.devices.get("critic", str(actor.device))
         self.actor, self.critic = actor, critic or Critic(trunk=config.critic.trunk, device=default_device)
-        self.runs = build_task_runs(plan.specs, plan.algorithms, plan.rows, config, actor)
+        self.runs = build_task_states(plan.specs, plan.algorithms, plan.rows, config, actor)
 
     def _bind_controllers(self) -> None:
         specs = self.plan.specs

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from multitask_rl.models.actor import Actor
-    from multitask_rl.step.task_state import TaskRun
+    from multitask_rl.step.task_state import TaskState
     from multitask_rl.trainer import Trainer
 
 __all__ = ["RunStore"]
@@ -122,7 +122,7 @@ class RunStore:
         if self._found is not None:
             actor.keep_control_tokens(self._found.actor_dir)
 
-    def reference(self, actor: Actor, runs: Mapping[str, TaskRun]) -> PreTrainedModel | None:
+    def reference(self, actor: Actor, runs: Mapping[str, TaskState]) -> PreTrainedModel | None:
         """Return the frozen policy that the KL is measured against: the actor as it was at the very start.
 
         It is kept beside the checkpoints, so that a resumed run does not measure against itself. None: no

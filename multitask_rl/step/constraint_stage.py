@@ -10,7 +10,7 @@ from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.step.flow import Stage
 from multitask_rl.step.stages import RolloutStage, Scorer
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 
 __all__ = ["ConstraintStage"]
 
@@ -48,10 +48,10 @@ class ConstraintStage(Stage):
     consumes = Rollout
     produces = Rollout
 
-    def __init__(self, scorer: Scorer, rollout: RolloutStage, runs: Mapping[str, TaskRun]) -> None:
+    def __init__(self, scorer: Scorer, rollout: RolloutStage, tasks: Mapping[str, TaskState]) -> None:
         self._scorer = scorer
         self._rollout = rollout
-        self._runs = runs
+        self._tasks = tasks
         self.spans: list[Span] = []
         """When verdicts were waited for, since the caller last cleared it."""
 
@@ -71,10 +71,10 @@ class ConstraintStage(Stage):
         """
         rounds: list[_Round] = []
         for part in parts:
-            free = [r for r in part if not self._runs[r.task].spec.judged]
+            free = [r for r in part if not self._tasks[r.task].spec.judged]
             if free:
                 yield free
-            own = [r for r in part if self._runs[r.task].spec.judged]
+            own = [r for r in part if self._tasks[r.task].spec.judged]
             self._take(rounds, own + self._rollout.take_joined())
         number = 0
         while number < len(rounds):
@@ -126,7 +126,7 @@ class ConstraintStage(Stage):
     def _with_verdicts(self, rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
         # what ended a response stands, though a judge that draws might now think better of it
         verdicts = {**judged_whole, **rollout.verdicts}
-        rejecting = {c.name or c.plugin for c in self._runs[rollout.task].spec.judged if c.mode == "reject"}
+        rejecting = {c.name or c.plugin for c in self._tasks[rollout.task].spec.judged if c.mode == "reject"}
         failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
         refused = any(
             isinstance(v, Verdict) and v.violated for name, v in verdicts.items() if name in rejecting
@@ -140,9 +140,9 @@ class ConstraintStage(Stage):
         """
         if not rollout.rejected:
             return None
-        run = self._runs[rollout.task]
-        most = max(c.max_attempts for c in run.spec.constraints if c.mode == "reject")
-        sampling = rollout.sampling if rollout.sampling.temperature > 0 else run.sampling
+        task = self._tasks[rollout.task]
+        most = max(c.max_attempts for c in task.spec.constraints if c.mode == "reject")
+        sampling = rollout.sampling if rollout.sampling.temperature > 0 else task.sampling
         if rollout.attempt + 1 >= most or sampling.temperature == 0:
             return None
         return Rollout(

@@ -19,7 +19,7 @@ from multitask_rl.statistics.definitions import served
 from multitask_rl.step.constraint_stage import ConstraintStage
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import RewardStage, RolloutStage, Scorer
-from multitask_rl.step.task_state import TaskRun, render_rows
+from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.tracking.record_files import RecordFile
 
 __all__ = ["Evaluator"]
@@ -33,7 +33,7 @@ class Evaluator:
         actor: Actor,
         engine: RolloutEngine,
         scorer: Scorer,
-        runs: Mapping[str, TaskRun],
+        tasks: Mapping[str, TaskState],
         *,
         seed: int,
         temperature: float,
@@ -41,7 +41,7 @@ class Evaluator:
         self._actor = actor
         self._engine = engine
         self._scorer = scorer
-        self._runs = runs
+        self._tasks = tasks
         self._seed = seed
         self._temperature = temperature
         self.tally = ScoreTally()
@@ -66,9 +66,11 @@ class Evaluator:
         Raises:
             RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.
         """
-        names = list(self._runs if tasks is None else tasks)
+        names = list(self._tasks if tasks is None else tasks)
         flow = self._flow(purpose)
-        prompts = [p for n in names for p in render_rows(self._runs[n], self._runs[n].eval_rows, self._actor)]
+        prompts = [
+            p for n in names for p in render_rows(self._tasks[n], self._tasks[n].eval_rows, self._actor)
+        ]
         by_task: dict[str, list[Scored]] = {name: [] for name in names}
         for scored in flow(prompts):
             by_task[scored.rollout.task].append(scored)
@@ -76,12 +78,12 @@ class Evaluator:
         if must_score:
             self.tally.check()
         version = self._engine.policy_version
-        return {name: _evaluation(self._runs[name], own, step, version) for name, own in by_task.items()}
+        return {name: _evaluation(self._tasks[name], own, step, version) for name, own in by_task.items()}
 
     def _flow(self, purpose: str) -> DataFlow:
         rollout = RolloutStage(
             self._engine,
-            self._runs,
+            self._tasks,
             lambda ids: str(self._actor.tokenizer.decode(ids, skip_special_tokens=True)),
             seed=self._seed,
             scorer=self._scorer,
@@ -89,8 +91,8 @@ class Evaluator:
             group_size=1,
             temperature=self._temperature,
         )
-        constraints = ConstraintStage(self._scorer, rollout, self._runs)
-        return DataFlow([rollout, constraints, RewardStage(self._scorer, self._runs)])
+        constraints = ConstraintStage(self._scorer, rollout, self._tasks)
+        return DataFlow([rollout, constraints, RewardStage(self._scorer, self._tasks)])
 
 
 def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:
@@ -130,16 +132,16 @@ def _numbers(statistic: Statistic) -> dict[str, Any]:
     }
 
 
-def _evaluation(run: TaskRun, scored: list[Scored], step: int, version: int) -> TaskEvaluation:
+def _evaluation(task: TaskState, scored: list[Scored], step: int, version: int) -> TaskEvaluation:
     return TaskEvaluation(
-        task=run.spec.name,
-        metric=run.spec.primary_metric,
-        primary=run.metrics.primary(scored),
+        task=task.spec.name,
+        metric=task.spec.primary_metric,
+        primary=task.metrics.primary(scored),
         step=step,
         policy_version=version,
         prompts=_hash_prompts(served(scored)),
-        num_failed=run.metrics.num_failed(scored),
-        metrics={**run.metrics.describe(scored, held_out=True), **constraint_metrics(run.spec, scored)},
+        num_failed=task.metrics.num_failed(scored),
+        metrics={**task.metrics.describe(scored, held_out=True), **constraint_metrics(task.spec, scored)},
     )
 
 

@@ -150,10 +150,10 @@ class Pipeline:
         self.clear()
         trainer.scheduler.load_state_dict({**trainer.scheduler.state_dict(), "carry": before["carry"]})
         for name, (cursor, num_overlong) in before["cursors"].items():
-            run = trainer.runs[name]
-            run.num_overlong = num_overlong
-            if run.stream is not None:
-                run.stream.load_state_dict(cursor)
+            task = trainer.runs[name]
+            task.num_overlong = num_overlong
+            if task.stream is not None:
+                task.stream.load_state_dict(cursor)
 
     def clear(self) -> None:
         """Forget what is under way: the weights it was sampled from are gone."""
@@ -198,9 +198,9 @@ class Pipeline:
         return {
             "carry": self._trainer.scheduler.state_dict()["carry"],
             "cursors": {
-                name: (run.stream.state_dict(), run.num_overlong)
-                for name, run in self._trainer.runs.items()
-                if run.stream is not None
+                name: (task.stream.state_dict(), task.num_overlong)
+                for name, task in self._trainer.runs.items()
+                if task.stream is not None
             },
         }
 

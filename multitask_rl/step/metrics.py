@@ -10,7 +10,7 @@ from multitask_rl.algorithms.group import has_variance
 from multitask_rl.records import NUM_EXTREMES, Direction, Scored, TaskStats, concerned_cost
 from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step.stages import is_trainable
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 
 __all__ = ["Groups", "aggregate", "group_rewards", "task_stats"]
 
@@ -26,61 +26,63 @@ def by_group(scored: Sequence[Scored]) -> dict[str, Groups]:
     return result
 
 
-def group_rewards(run: TaskRun, group: Sequence[Scored]) -> list[float]:
+def group_rewards(task: TaskState, group: Sequence[Scored]) -> list[float]:
     """Return what the algorithm is credited for each trainable record of a group."""
-    return [run.algorithm.outcome(s) for s in group if is_trainable(run, s)]
+    return [task.algorithm.outcome(s) for s in group if is_trainable(task, s)]
 
 
-def costs_differ(run: TaskRun, group: Sequence[Scored]) -> bool:
+def costs_differ(task: TaskState, group: Sequence[Scored]) -> bool:
     """Whether a constraint of mode ``lagrangian`` tells the group's responses apart, whatever its multiplier.
 
     A multiplier of 0 may rise. Responses that the constraint does not concern have no cost to compare.
     """
-    trainable = [s for s in group if is_trainable(run, s)]
-    costs = [[c for s in trainable if (c := concerned_cost(s, name)) is not None] for name in run.multipliers]
+    trainable = [s for s in group if is_trainable(task, s)]
+    costs = [
+        [c for s in trainable if (c := concerned_cost(s, name)) is not None] for name in task.multipliers
+    ]
     return any(map(has_variance, costs))
 
 
-def is_informative(run: TaskRun, group: Sequence[Scored]) -> bool:
+def is_informative(task: TaskState, group: Sequence[Scored]) -> bool:
     """Whether the group gives the task's loss a gradient: by its rewards, or by costs with a multiplier.
 
     The gradient of a KL or entropy term does not count: every response has one, and it is not what a task
     is drawn again for (see ``Refill.keep``).
     """
-    rewards = group_rewards(run, group)
-    return bool(rewards) and (run.algorithm.is_informative(rewards) or costs_differ(run, group))
+    rewards = group_rewards(task, group)
+    return bool(rewards) and (task.algorithm.is_informative(rewards) or costs_differ(task, group))
 
 
-def has_spread(run: TaskRun, group: Sequence[Scored]) -> bool:
+def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
     """Whether the group's rewards or costs differ: what schedulers call learnable, whatever the algorithm.
 
     A critic or a quantile pool finds a gradient in any group; that is no sign that there is something to
     learn. A group of one has no spread to show: there the algorithm's word counts.
     """
-    rewards = group_rewards(run, group)
+    rewards = group_rewards(task, group)
     if len(rewards) <= 1:
-        return is_informative(run, group)
-    return has_variance(rewards) or costs_differ(run, group)
+        return is_informative(task, group)
+    return has_variance(rewards) or costs_differ(task, group)
 
 
-def task_stats(run: TaskRun, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:
+def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:
     """Return what the scheduler learns from: all groups of the step, before filtering.
 
     Args:
-        run: the task.
+        task: the task.
         groups: every group drawn in the step.
         metrics: further numbers of the step.
     """
     everything = [s for group in groups.values() for s in group]
-    found = run.metrics.describe(everything)
-    run.warnings += run.metrics.unearned(everything)
-    shown = [own for own in run.metrics.slot_rewards(everything).values() if own]
-    credited = [group_rewards(run, group) for group in groups.values()]
+    found = task.metrics.describe(everything)
+    task.warnings += task.metrics.unearned(everything)
+    shown = [own for own in task.metrics.slot_rewards(everything).values() if own]
+    credited = [group_rewards(task, group) for group in groups.values()]
     spreads = [statistics.pstdev(group) for group in credited if len(group) > 1]
     return TaskStats(
-        task=run.spec.name,
+        task=task.spec.name,
         num_prompts=len(groups),
-        num_informative=sum(has_spread(run, g) for g in groups.values()),
+        num_informative=sum(has_spread(task, g) for g in groups.values()),
         reward_mean=found[REWARD].mean if REWARD in found else math.nan,
         reward_std=math.fsum(spreads) / len(spreads) if spreads else 0.0,
         lowest=sorted(min(own) for own in shown)[:NUM_EXTREMES],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from multitask_rl.records import Scored
 from multitask_rl.step.metrics import Groups, by_group, is_informative
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 
 __all__ = ["Refill"]
 
@@ -28,15 +28,15 @@ class Refill:
     """Draws until each task has its quota of groups with a gradient, or the rounds are used up.
 
     Args:
-        runs: the tasks.
+        tasks: the tasks.
         rounds: extra rounds at most; 0 = none.
         informative_rate: task -> smoothed share of its groups that give a gradient.
     """
 
     def __init__(
-        self, runs: Mapping[str, TaskRun], rounds: int, informative_rate: Callable[[str], float]
+        self, tasks: Mapping[str, TaskState], rounds: int, informative_rate: Callable[[str], float]
     ) -> None:
-        self._runs = runs
+        self._tasks = tasks
         self._rounds = rounds
         self._informative_rate = informative_rate
 
@@ -74,7 +74,7 @@ class Refill:
 
     def num_informative(self, groups: Mapping[str, Groups]) -> dict[str, int]:
         """Return how many groups of each task give a gradient."""
-        return {n: sum(is_informative(self._runs[n], g) for g in own.values()) for n, own in groups.items()}
+        return {n: sum(is_informative(self._tasks[n], g) for g in own.values()) for n, own in groups.items()}
 
     def _missing(
         self, groups: Mapping[str, Groups], quotas: Mapping[str, int], late: Mapping[str, int]
@@ -97,9 +97,9 @@ class Refill:
         """
         kept: list[Scored] = []
         for name, own in by_group(drawn).items():
-            run, groups = self._runs[name], list(own.values())
-            informative = [is_informative(run, group) for group in groups]
-            if run.learner.is_regularised:
+            task, groups = self._tasks[name], list(own.values())
+            informative = [is_informative(task, group) for group in groups]
+            if task.learner.is_regularised:
                 found = itertools.accumulate(informative, initial=0)
                 chosen = [
                     group for group, before in zip(groups, found, strict=False) if before < quotas[name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from multitask_rl.records import Direction, Event, Scored, TaskStats
 from multitask_rl.step.metrics import aggregate, by_group, group_rewards, is_informative, task_stats
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 
 __all__ = ["StepReport", "collect_stats", "observe_groups", "some_of_each", "step_numbers"]
 
@@ -42,20 +42,20 @@ class StepReport:
         return {name: part / total for name, part in parts.items() if total}
 
 
-def observe_groups(report: StepReport, runs: Mapping[str, TaskRun]) -> list[Event]:
+def observe_groups(report: StepReport, tasks: Mapping[str, TaskState]) -> list[Event]:
     """Let each task's stream see what its groups earned; return what its curriculum decided."""
     events: list[Event] = []
     for name, groups in by_group(report.drawn).items():
-        stream, run = runs[name].stream, runs[name]
+        stream, task = tasks[name].stream, tasks[name]
         if stream is not None:
-            earned = {g[0].rollout.prompt.draw: group_rewards(run, g) for g in groups.values()}
+            earned = {g[0].rollout.prompt.draw: group_rewards(task, g) for g in groups.values()}
             events += stream.observe(earned, report.step)
     return events
 
 
 def collect_stats(
     report: StepReport,
-    runs: Mapping[str, TaskRun],
+    tasks: Mapping[str, TaskState],
     weights: Mapping[str, float],
     sources: Sequence[Mapping[str, Mapping[str, float]]],
 ) -> dict[str, TaskStats]:
@@ -63,12 +63,12 @@ def collect_stats(
 
     Args:
         report: the step.
-        runs: the tasks.
+        tasks: the tasks.
         weights: share of each trained task at the start of the step.
         sources: per-task numbers of the stages (update, advantages, reward pool), merged in this order.
     """
     drawn, kept = by_group(report.drawn), by_group(report.kept)
-    trained = {n: sum(is_informative(runs[n], g) for g in own.values()) for n, own in kept.items()}
+    trained = {n: sum(is_informative(tasks[n], g) for g in own.values()) for n, own in kept.items()}
     num_asked, num_trained = sum(report.quotas.values()), sum(trained.values())
     num_drawn = sum(len(own) for own in drawn.values())
     stats = {}
@@ -77,24 +77,24 @@ def collect_stats(
         metrics: dict[str, float] = {}
         for source in sources:
             metrics.update(source.get(name, {}))
-        stream = runs[name].stream
+        stream = tasks[name].stream
         metrics.update(stream.metrics() if stream is not None else {})
         metrics.update(
             weight=weight,
             share_requested=report.quotas.get(name, 0) / max(1, num_asked),
             share_sampled=len(own) / max(1, num_drawn),
             share_trained=trained.get(name, 0) / max(1, num_trained),
-            overlong_prompts=float(runs[name].num_overlong),
-            kl_coefficient=runs[name].kl.coefficient,
-            **{f"multiplier/{c}": m.value for c, m in runs[name].multipliers.items()},
+            overlong_prompts=float(tasks[name].num_overlong),
+            kl_coefficient=tasks[name].kl.coefficient,
+            **{f"multiplier/{c}": m.value for c, m in tasks[name].multipliers.items()},
         )
         shift = stream.shift() if stream is not None and own else 0.0
-        stats[name] = replace(task_stats(runs[name], own, metrics), shift=shift)
+        stats[name] = replace(task_stats(tasks[name], own, metrics), shift=shift)
     return stats
 
 
 def step_numbers(
-    report: StepReport, stats: Mapping[str, TaskStats], runs: Mapping[str, TaskRun]
+    report: StepReport, stats: Mapping[str, TaskStats], tasks: Mapping[str, TaskState]
 ) -> dict[str, float]:
     """Return every number of the step by its name in the logs."""
     seconds = report.seconds["step"]

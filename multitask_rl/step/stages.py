@@ -15,7 +15,7 @@ from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.seeding import derive_seed
 from multitask_rl.step.flow import Stage, in_order
 from multitask_rl.step.reward_batch import RewardBatch
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 from multitask_rl.training.credit import CreditAssigner, CreditedSample
 
 __all__ = ["AdvantageStage", "RewardStage", "RolloutStage", "Scorer"]
@@ -58,7 +58,7 @@ class RolloutStage(Stage):
     def __init__(
         self,
         engine: RolloutEngine,
-        runs: Mapping[str, TaskRun],
+        tasks: Mapping[str, TaskState],
         decode: Callable[[Sequence[int]], str],
         *,
         seed: int,
@@ -69,7 +69,7 @@ class RolloutStage(Stage):
     ) -> None:
         """Without ``scorer`` no response is looked at; ``purpose`` names the streams, the rest override."""
         self.engine = engine
-        self._runs = runs
+        self._tasks = tasks
         self._decode = decode
         self._seed = seed
         self._scorer = scorer
@@ -135,7 +135,7 @@ class RolloutStage(Stage):
             )
             watch = None
             if call.judge is not None:
-                watch = call.judge.watch(seed, slot, self._runs[slot.task].spec)
+                watch = call.judge.watch(seed, slot, self._tasks[slot.task].spec)
             previous = requests[-1] if requests else None
             if previous is not None and previous.prompt_ids is slot.prompt.prompt_ids:
                 requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
@@ -157,10 +157,10 @@ class RolloutStage(Stage):
         return [self._slot(p, i) for p in prompts for i in range(self._size(p))]
 
     def _size(self, prompt: Prompt) -> int:
-        return self._group_size or self._runs[prompt.task].group_size
+        return self._group_size or self._tasks[prompt.task].group_size
 
     def _slot(self, prompt: Prompt, sample: int) -> Rollout:
-        sampling = self._runs[prompt.task].sampling
+        sampling = self._tasks[prompt.task].sampling
         if self._temperature is not None:
             sampling = replace(sampling, temperature=self._temperature)
         return Rollout(prompt=prompt, sample=sample, sampling=sampling)
@@ -195,9 +195,9 @@ class RewardStage(Stage):
     consumes = Rollout
     produces = Scored
 
-    def __init__(self, scorer: Scorer, runs: Mapping[str, TaskRun]) -> None:
+    def __init__(self, scorer: Scorer, tasks: Mapping[str, TaskState]) -> None:
         self._scorer = scorer
-        self._runs = runs
+        self._tasks = tasks
 
     def process(self, items: list[Rollout]) -> list[Scored]:
         """Return one record per rollout; refused ones are not scored, what they earn is the algorithm's."""
@@ -221,7 +221,7 @@ class RewardStage(Stage):
         return RewardBatch(self._scorer.begin_scoring(), self._with_costs)
 
     def _with_costs(self, scored: Scored) -> Scored:
-        spec = self._runs[scored.rollout.task].spec
+        spec = self._tasks[scored.rollout.task].spec
         if not spec.judged:
             return scored
         costs: dict[str, list[float]] = {}
@@ -255,27 +255,27 @@ class AdvantageStage(Stage):
     consumes = Scored
     produces = CreditedSample
 
-    def __init__(self, credit: CreditAssigner, runs: Mapping[str, TaskRun]) -> None:
+    def __init__(self, credit: CreditAssigner, tasks: Mapping[str, TaskState]) -> None:
         self._credit = credit
-        self._runs = runs
+        self._tasks = tasks
         self.metrics: dict[str, dict[str, float]] = {}
         """Per task, of the last call."""
 
     def process(self, items: list[Scored]) -> list[CreditedSample]:
         """Leave failures out, let each task's algorithm select and credit its own."""
-        by_task: dict[str, list[Scored]] = {name: [] for name in self._runs}
+        by_task: dict[str, list[Scored]] = {name: [] for name in self._tasks}
         for scored in items:
-            if is_trainable(self._runs[scored.rollout.task], scored):
+            if is_trainable(self._tasks[scored.rollout.task], scored):
                 by_task[scored.rollout.task].append(scored)
         samples: list[TrainSample] = []
         for name, own in by_task.items():
-            samples.extend(self._runs[name].algorithm.select(own))
+            samples.extend(self._tasks[name].algorithm.select(own))
         credited, self.metrics = self._credit.credit(samples)
         return credited
 
 
-def is_trainable(run: TaskRun, scored: Scored) -> bool:
+def is_trainable(task: TaskState, scored: Scored) -> bool:
     """Whether the algorithm may learn from the record: not failed, and if refused it learns from those."""
     if scored.failure is not None or scored.rollout.failure is not None:
         return False
-    return run.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None
+    return task.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None

@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 _REPORTED_RATIO = math.log(1.25)
 """An adaptive coefficient moves every step; an event is made when it has moved by a quarter."""
 
-__all__ = ["TaskRun", "build_task_runs", "draw_prompts", "render_rows", "suppress_control_tokens"]
+__all__ = ["TaskState", "build_task_states", "draw_prompts", "render_rows", "suppress_control_tokens"]
 
 
 @dataclass(kw_only=True, slots=True)
-class TaskRun:
+class TaskState:
     """One task in a run: what is fixed and what moves."""
 
     spec: TaskSpec
@@ -137,13 +137,13 @@ def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
     }
 
 
-def build_task_runs(
+def build_task_states(
     specs: Mapping[str, TaskSpec],
     algorithms: Mapping[str, Algorithm],
     rows: Mapping[str, tuple[Sequence[Row], Sequence[Row]]],
     config: RunConfig,
     actor: Actor,
-) -> dict[str, TaskRun]:
+) -> dict[str, TaskState]:
     """Put each task together.
 
     Args:
@@ -157,12 +157,12 @@ def build_task_runs(
         ConfigError: the model's context cannot hold the response, or its vocabulary not the task's grammar.
     """
     _bind_control_tokens(algorithms, actor)
-    runs: dict[str, TaskRun] = {}
+    tasks: dict[str, TaskState] = {}
     for name, spec in specs.items():
         algorithm, (train_rows, eval_rows) = algorithms[name], rows[name]
         sampling = spec.sampling_params(run_sampling(config))
         _check_grammar(spec, sampling, actor)
-        run = TaskRun(
+        task = TaskState(
             spec=spec,
             algorithm=algorithm,
             sampling=sampling,
@@ -179,9 +179,9 @@ def build_task_runs(
             eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
             max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),
         )
-        run.sync_learner()
-        runs[name] = run
-    return runs
+        task.sync_learner()
+        tasks[name] = task
+    return tasks
 
 
 def run_sampling(config: RunConfig) -> SamplingParams:
@@ -196,7 +196,7 @@ def run_sampling(config: RunConfig) -> SamplingParams:
     )
 
 
-def draw_prompts(runs: Mapping[str, TaskRun], quotas: Mapping[str, int], actor: Actor) -> list[Prompt]:
+def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], actor: Actor) -> list[Prompt]:
     """Draw the next prompts of each task; those that do not fit are counted and replaced.
 
     Raises:
@@ -204,22 +204,22 @@ def draw_prompts(runs: Mapping[str, TaskRun], quotas: Mapping[str, int], actor: 
     """
     prompts: list[Prompt] = []
     for name, count in quotas.items():
-        run = runs[name]
+        task = tasks[name]
         misses = 0
         found: list[Prompt] = []
-        while len(found) < count and run.stream is not None:
-            for draw, row in run.stream.next(count - len(found)):
-                prompt = render(run, row, draw, actor)
-                if run.max_prompt_tokens and len(prompt.prompt_ids) > run.max_prompt_tokens:
-                    run.num_overlong += 1
+        while len(found) < count and task.stream is not None:
+            for draw, row in task.stream.next(count - len(found)):
+                prompt = render(task, row, draw, actor)
+                if task.max_prompt_tokens and len(prompt.prompt_ids) > task.max_prompt_tokens:
+                    task.num_overlong += 1
                     misses += 1
                 else:
                     found.append(prompt)
                     misses = 0
             # every row was tried, with room for streams that prefer some of them
-            if misses > min(max(50, 4 * run.stream.num_rows), 10_000):
+            if misses > min(max(50, 4 * task.stream.num_rows), 10_000):
                 raise DataError(
-                    f"task {name!r}: the last {misses} prompts were all longer than {run.max_prompt_tokens} "
+                    f"task {name!r}: the last {misses} prompts were all longer than {task.max_prompt_tokens} "
                     "tokens; raise rollout.max_prompt_tokens (the model's positions less the response bound "
                     "it too: model.rope_scaling) or shorten the prompt template"
                 )
@@ -227,27 +227,27 @@ def draw_prompts(runs: Mapping[str, TaskRun], quotas: Mapping[str, int], actor: 
     return prompts
 
 
-def render(run: TaskRun, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
+def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
     """Return the prompt of ``row``; for training as the algorithm wants it sampled, else not conditioned."""
-    text, ids = render_prompt(run.spec, row, actor.tokenizer)
+    text, ids = render_prompt(task.spec, row, actor.tokenizer)
     return Prompt(
-        task=run.spec.name,
-        prompt_id=f"{run.spec.name}/{row_id(row)}",
+        task=task.spec.name,
+        prompt_id=f"{task.spec.name}/{row_id(row)}",
         draw=draw,
         row=row,
         text=text,
-        prompt_ids=ids if evaluation else run.algorithm.condition(ids, evaluation=False),
+        prompt_ids=ids if evaluation else task.algorithm.condition(ids, evaluation=False),
     )
 
 
-def render_rows(run: TaskRun, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
+def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
     """Return evaluation prompts of ``rows``; one that does not fit keeps its end (the question)."""
     prompts = []
     for index, row in enumerate(rows):
-        prompt = render(run, row, index, actor, evaluation=True)
+        prompt = render(task, row, index, actor, evaluation=True)
         # cut before the algorithm conditions: its control token must survive
-        keep = run.max_prompt_tokens or len(prompt.prompt_ids)
-        prompt.prompt_ids = run.algorithm.condition(prompt.prompt_ids[-keep:], evaluation=True)
+        keep = task.max_prompt_tokens or len(prompt.prompt_ids)
+        prompt.prompt_ids = task.algorithm.condition(prompt.prompt_ids[-keep:], evaluation=True)
         prompts.append(prompt)
     return prompts
 
@@ -276,11 +276,11 @@ def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> N
             algorithm.bind(ids[: algorithm.num_control_tokens])
 
 
-def suppress_control_tokens(runs: Mapping[str, TaskRun], actor: Actor) -> None:
+def suppress_control_tokens(tasks: Mapping[str, TaskState], actor: Actor) -> None:
     """Give the control tokens of the vocabulary probability 0 in the responses of every task."""
     if ids := actor.control_token_ids:
-        for run in runs.values():
-            run.sampling = replace(run.sampling, suppressed_ids=ids)
+        for task in tasks.values():
+            task.sampling = replace(task.sampling, suppressed_ids=ids)
 
 
 def _check_grammar(spec: TaskSpec, sampling: SamplingParams, actor: Actor) -> None:

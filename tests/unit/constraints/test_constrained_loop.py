@@ -21,7 +21,7 @@ from multitask_rl.records import SamplingParams, Scored, Verdict
 from multitask_rl.step.metrics import by_group, task_stats
 from multitask_rl.step.refill import Refill
 from multitask_rl.step.stages import AdvantageStage
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
 from multitask_rl.training.credit import CreditAssigner, CreditedSample, LearnerTask
 
@@ -30,10 +30,10 @@ GROUP_SIZE = 4
 PROMPTS = 8
 
 
-def build_run(algorithm: Algorithm) -> TaskRun:
+def build_run(algorithm: Algorithm) -> TaskState:
     constraint = ConstraintSpec(plugin="safe", mode="lagrangian", limit=LIMIT)
     spec = TaskSpec(name="task", constraints=[constraint])
-    return TaskRun(
+    return TaskState(
         spec=spec,
         algorithm=algorithm,
         sampling=SamplingParams(),

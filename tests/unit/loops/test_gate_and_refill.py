@@ -14,7 +14,7 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.records import Event, SamplingParams, Scored
 from multitask_rl.step.metrics import by_group, is_informative, task_stats
 from multitask_rl.step.refill import Refill
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
 from multitask_rl.training.credit import LearnerTask
 
@@ -22,9 +22,9 @@ PROMPTS = 8
 GROUP = 4
 
 
-def _run(name: str) -> TaskRun:
+def _run(name: str) -> TaskState:
     spec, algorithm = TaskSpec(name=name), GRPO(GRPO.Config())
-    return TaskRun(
+    return TaskState(
         spec=spec,
         algorithm=algorithm,
         sampling=SamplingParams(),

@@ -17,16 +17,16 @@ from multitask_rl.records import SamplingParams, Scored, Verdict
 from multitask_rl.step.metrics import by_group, has_spread, is_informative, task_stats
 from multitask_rl.step.refill import MAX_OVERSAMPLING, Refill
 from multitask_rl.step.report import StepReport
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
 from multitask_rl.training.credit import LearnerTask
 
 Experience = Callable[[Mapping[str, int]], list[Scored]]
 
 
-def _run(name: str, *, limits: tuple[str, ...] = (), kl: float = 0.0, entropy: float = 0.0) -> TaskRun:
+def _run(name: str, *, limits: tuple[str, ...] = (), kl: float = 0.0, entropy: float = 0.0) -> TaskState:
     spec, algorithm = TaskSpec(name=name), GRPO(GRPO.Config(entropy_coefficient=entropy))
-    return TaskRun(
+    return TaskState(
         spec=spec,
         algorithm=algorithm,
         sampling=SamplingParams(),
@@ -156,7 +156,7 @@ def test_solved_groups_are_not_passed_over_where_a_term_gives_them_a_gradient(te
     rewards = [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 1.0)]
     drawn = [s for draw, own in enumerate(rewards) for s in _group(draw, own)]
 
-    def kept(run: TaskRun, quota: int) -> list[int]:
+    def kept(run: TaskState, quota: int) -> list[int]:
         own = Refill({"task": run}, 1, lambda _: 0.5).keep(drawn, {"task": quota})
         return [s.rollout.prompt.draw for s in own][::2]
 

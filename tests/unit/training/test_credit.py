@@ -13,7 +13,7 @@ from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.records import SamplingParams
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import AdvantageStage, RewardStage
-from multitask_rl.step.task_state import TaskRun
+from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing.builders import make_rollout
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
@@ -39,7 +39,7 @@ def harm(response):
 def advantages(spec: TaskSpec, algorithm: GRPO, responses: list[str]) -> list[float]:
     """Return the advantage of each response of one group."""
     learner = LearnerTask(spec=spec, algorithm=algorithm)
-    run = TaskRun(
+    run = TaskState(
         spec=spec,
         algorithm=algorithm,
         sampling=SamplingParams(),

@@ -11,7 +11,7 @@ from multitask_rl.errors import CheckpointError
 from multitask_rl.models.actor import Actor, load_actor
 from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import SamplingParams
-from multitask_rl.step.task_state import TaskRun, build_algorithms
+from multitask_rl.step.task_state import TaskState, build_algorithms
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic, rename_head
 from multitask_rl.training.optimizer import ActorCriticOptimizer
@@ -158,10 +158,10 @@ def test_control_tokens_start_as_the_mean_of_the_known_ones_whatever_rows_the_mo
     assert actor.model.generation_config.suppress_tokens == ids, "nor does a saved model write them"
 
 
-def build_run(kind: str, kl: float) -> TaskRun:
+def build_run(kind: str, kl: float) -> TaskState:
     spec = TaskSpec(name="math", type=kind, kl=KLSpec(coefficient=kl))
     algorithm = build_algorithms({"math": spec})["math"]
-    return TaskRun(
+    return TaskState(
         spec=spec,
         algorithm=algorithm,
         sampling=SamplingParams(),
