@@ -1,25 +1,31 @@
-"""Finding, loading and building plugins through packaging entry points.
+"""Finding, loading and building plugins: by entry point, as ``module:object`` or as ``file.py:object``.
 
-Bundled and foreign plugins take the same road; core holds no table of names. Listing reads metadata only:
-a broken plugin shows in the list and fails when somebody asks for it, with its distribution named.
+Bundled and foreign plugins are found in the same way; core holds no table of names. Listing reads metadata
+only: a broken plugin is listed, and loading it fails with the name of its distribution. A file is loaded
+under a private module name: ``math.py`` or ``code.py`` neither shadows nor is taken for a module of that
+name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
+from multitask_rl.errors import ConfigError, MissingExtraError, PluginError, path_errors
 
 __all__ = [
     "ALGORITHMS",
@@ -33,11 +39,14 @@ __all__ = [
     "SCHEDULERS",
     "TASKS",
     "TRACKERS",
+    "Located",
     "PluginInfo",
+    "absolute_reference",
     "build_config",
     "build_plugin",
     "list_plugins",
     "load_plugin",
+    "locate",
 ]
 
 PLUGIN_FORMS = "an installed name, package.module:object or path/to/file.py:object"
@@ -87,12 +96,25 @@ def list_plugins(group: str | None = None) -> list[PluginInfo]:
     return sorted(i for i, _ in _entry_points(tuple(sys.path)) if group is None or i.group == group)
 
 
-def load_plugin(group: str, name: str, *, expects: str | Sequence[str] | None = None) -> Any:
-    """Import and return the object behind the entry point ``name`` of ``group``.
+@dataclass(frozen=True, slots=True)
+class Located:
+    """An object with what identifies it."""
+
+    value: Any
+    label: str
+    """Short name for messages: the entry point's name or the object's."""
+    version: str
+    """Changes when its distribution or its source file changes; part of every cache key."""
+    owner: str = ""
+    """Where it comes from, for messages: the distribution or the module."""
+
+
+def load_plugin(group: str, reference: str, *, expects: str | Sequence[str] | None = None) -> Any:
+    """Import and return the object that ``reference`` names.
 
     Args:
-        group: one of ``GROUPS``.
-        name: the entry point's name.
+        group: one of ``GROUPS``; the group of a plain name.
+        reference: ``name`` (an entry point), ``package.module:object`` or ``file.py:object``.
         expects: attributes the object must have (a method name, or several).
 
     Raises:
@@ -100,6 +122,55 @@ def load_plugin(group: str, name: str, *, expects: str | Sequence[str] | None = 
             attribute in ``expects``.
         MissingExtraError: the plugin needs an optional dependency that is not installed.
     """
+    found = locate(reference, group)
+    required = [expects] if isinstance(expects, str) else list(expects or ())
+    missing = [attribute for attribute in required if not hasattr(found.value, attribute)]
+    if missing:
+        raise PluginError(
+            f"{_kind(group)} {reference!r} of {found.owner} (group {group}) has no "
+            f"{' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group"
+        )
+    return found.value
+
+
+def locate(reference: str, group: str, where: str = "") -> Located:
+    """Return the object that ``reference`` names, with what identifies it.
+
+    Args:
+        reference: ``name``, ``package.module:object`` or ``file.py:object``.
+        group: entry-point group of a plain name.
+        where: place for messages.
+
+    Raises:
+        PluginError: it does not exist, cannot be imported, or has no such object.
+        MissingExtraError: it needs an optional dependency that is not installed.
+    """
+    prefix = f"{where}: " if where else ""
+    place, separator, name = reference.rpartition(":")
+    if not separator and reference.endswith(".py"):
+        raise PluginError(f"{prefix}{reference!r} is a file; name an object in it: '{reference}:NAME'")
+    if not separator:
+        return _load_entry_point(group, reference)
+    if not place or not name:
+        raise PluginError(f"{prefix}cannot read the plugin {reference!r}; expected {PLUGIN_FORMS}")
+    try:
+        module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
+    except (PluginError, MissingExtraError) as error:
+        raise type(error)(f"{prefix}{error}") from error
+    except Exception as error:
+        raise PluginError(
+            f"{prefix}the plugin {reference!r} cannot be loaded: importing {place!r} failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise PluginError(f"{prefix}{place!r} has no {name!r}{_offer(module, name)}")
+        value = getattr(value, part)
+    return Located(value, name, _file_version(getattr(module, "__file__", None)), repr(place))
+
+
+def _load_entry_point(group: str, name: str) -> Located:
     infos = list_plugins(group)
     matches = [info for info in infos if info.name == name]
     if not matches:
@@ -112,23 +183,17 @@ def load_plugin(group: str, name: str, *, expects: str | Sequence[str] | None = 
         )
     info = matches[0]
     entry = next(e for i, e in _entry_points(tuple(sys.path)) if i == info)
+    version = f"{info.distribution} {info.version}"
     try:
         loaded = entry.load()
     except MissingExtraError:
         raise
     except Exception as error:
         raise PluginError(
-            f"{_kind(group)} {name!r} of {info.distribution} {info.version} cannot be loaded: importing "
-            f"{info.value!r} (group {group}) failed with {type(error).__name__}: {error}"
+            f"{_kind(group)} {name!r} of {version} cannot be loaded: importing {info.value!r} (group "
+            f"{group}) failed with {type(error).__name__}: {error}"
         ) from error
-    required = [expects] if isinstance(expects, str) else list(expects or ())
-    missing = [attribute for attribute in required if not hasattr(loaded, attribute)]
-    if missing:
-        raise PluginError(
-            f"{_kind(group)} {name!r} of {info.distribution} {info.version} ({info.value}, group {group}) "
-            f"has no {' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group"
-        )
-    return loaded
+    return Located(loaded, name, version, f"{version} ({info.value})")
 
 
 def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
@@ -171,6 +236,15 @@ def build_config(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
             )
         return None
     return build_dataclass(config_class, config, Where(path=(where,)))
+
+
+def absolute_reference(reference: str) -> str:
+    """Return ``reference`` with the path of its file made absolute: it survives a change of directory."""
+    prefix, place, name = "", *reference.rpartition(":")[::2]
+    if place.count(":") == 1 and place.endswith(".py"):  # verl:file.py:compute_score
+        prefix, _, place = place.partition(":")
+        prefix += ":"
+    return f"{prefix}{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else reference
 
 
 @lru_cache(maxsize=8)
@@ -216,3 +290,59 @@ def _kind(group: str) -> str:
 
 def _label(cls: Any) -> str:
     return f"{getattr(cls, '__module__', '?')}.{getattr(cls, '__qualname__', repr(cls))}"
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise
+    # A console script has no working directory on its path. At the end of it, nothing there can shadow.
+    _append_path(Path.cwd())
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    with path_errors("the plugin file", path, PLUGIN_FORMS, PluginError):
+        source = path.read_bytes()
+    digest = hashlib.blake2b(str(path).encode() + source, digest_size=8).hexdigest()
+    private = f"_multitask_rl_plugin_{digest}"
+    if private in sys.modules:
+        return sys.modules[private]
+    _append_path(path.parent)  # the file may import its neighbours
+    spec = importlib.util.spec_from_file_location(private, path)
+    assert spec is not None, path  # it ends in .py
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[private] = module  # dataclasses look their module up while it is being executed
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[private]
+        raise
+    return module
+
+
+def _append_path(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
+def _offer(module: ModuleType, name: str) -> str:
+    public = sorted(
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+    )
+    close = difflib.get_close_matches(name, public, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} (it has: {', '.join(public) or 'no function or class'})"
+
+
+def _file_version(file: str | None) -> str:
+    if file is None or not Path(file).is_file():
+        return ""
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()

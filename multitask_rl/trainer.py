@@ -21,7 +21,7 @@ import torch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import GuardStop, TrainingError
-from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, load_actor
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 from multitask_rl.run.assembly import (
@@ -153,7 +153,7 @@ class Trainer:
         """Use ``scheduler`` instead of the configured one. Before ``train``."""
         self.scheduler = scheduler
 
-    def add_guard(self, guard: SafetyGuard) -> None:
+    def add_guard(self, guard: Guard) -> None:
         """Use ``guard`` instead of the configured one. Before ``train``.
 
         Raises:

@@ -231,9 +231,12 @@ class GuardConfig:
 
     enabled: bool = True
     """Whether regressions are watched for at all."""
+    plugin: str = "safety_guard"
+    """Entry point of ``multitask_rl.guards``, ``module:Class`` or ``file.py:Class``."""
     monitor_metrics: list[str] = field(default_factory=list)
     """What is watched: a task (its primary metric), ``task/metric``, or a metric or reward, in every task
-    that has it; empty = the primary metric of every task."""
+    that has it; empty = the primary metric of every task. Of ``safety_guard`` alone, as are
+    ``threshold_delta``, ``absolute`` and ``max_rollbacks``."""
     threshold_delta: float = -0.15
     """Fall that counts as regression: fraction of the demonstrated level, or absolute."""
     absolute: bool = False
@@ -243,7 +246,7 @@ class GuardConfig:
     max_rollbacks: int = 3
     """After as many the run stops with exit code 3."""
     guard_config: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the guard's own ``Config`` (detector, cooldown, confirmation)."""
+    """Keys of the guard's own ``Config`` (of ``safety_guard``: detector, cooldown, confirmation)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,7 +23,7 @@ class GuardAction(StrEnum):
     freeze = "freeze"
     """As ``reweight``, with the task held to be the cause at factor 0."""
     rollback = "rollback"
-    """Restore ``SafetyGuard.rollback_target`` and go on with the adjustments."""
+    """Restore ``Guard.rollback_target`` and go on with the adjustments."""
     stop = "stop"
     """End the run with ``GuardStop`` (exit code 3)."""
 

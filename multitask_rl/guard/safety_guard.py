@@ -9,14 +9,16 @@ weights, and a hacked reward rises while the ability falls.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from multitask_rl.config.run import GuardConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError
+from multitask_rl.guard.base import Confirm, Guard
 from multitask_rl.guard.confirmation import Confirmation
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, RollbackAdjustments
 from multitask_rl.guard.detector import DetectorSettings
@@ -33,12 +35,8 @@ __all__ = ["SafetyGuard"]
 _MAX_SNAPSHOTS = 64
 _PLAIN_STATE = ("step", "good_until", "judged_good", "fallen")
 
-Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None]
-"""``confirm(task)`` evaluates the current weights and those last judged good afresh, same prompts and seeds
-for both and new ones at every call; returns ``(current, reference)``, None where no good weights are kept."""
 
-
-class SafetyGuard:
+class SafetyGuard(Guard):
     """Decide after every held-out evaluation whether the run may go on from these weights.
 
     ``bind`` once; per step ``record_step``; per evaluation ``observe``; after a rollback ``rolled_back``.
@@ -84,7 +82,20 @@ class SafetyGuard:
         self.absolute = absolute
         self.max_rollbacks = max_rollbacks
         self.config = build_dataclass(SafetyGuardConfig, guard_config, Where(path=("guard", "guard_config")))
+        self.webhook = self.config.webhook
         self.bind(())
+
+    @classmethod
+    def build(cls, config: GuardConfig) -> SafetyGuard:
+        """Return the guard that the run configuration describes."""
+        return cls(
+            monitor_metrics=config.monitor_metrics,
+            threshold_delta=config.threshold_delta,
+            rollback_steps=config.rollback_steps,
+            absolute=config.absolute,
+            max_rollbacks=config.max_rollbacks,
+            **config.guard_config,
+        )
 
     def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
         """Learn which tasks are evaluated; called by the trainer when the guard is added, and at the start.

@@ -12,7 +12,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.executor.engine import EngineFactory, RayEngineFactory
 from multitask_rl.executor.scorer import RayScorer, Scorer
-from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.guard.base import Guard, load_guard
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.scoring.pool import RewardPool
@@ -156,28 +156,16 @@ def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> D
     )
 
 
-def build_guard(config: RunConfig) -> SafetyGuard | None:
+def build_guard(config: RunConfig) -> Guard | None:
     """Return the configured guard; None when it is off."""
-    guard = config.guard
-    if not guard.enabled:
-        return None
-    return SafetyGuard(
-        monitor_metrics=guard.monitor_metrics or None,
-        threshold_delta=guard.threshold_delta,
-        rollback_steps=guard.rollback_steps,
-        absolute=guard.absolute,
-        max_rollbacks=guard.max_rollbacks,
-        **guard.guard_config,
-    )
+    return load_guard(config.guard.plugin).build(config.guard) if config.guard.enabled else None
 
 
-def build_trackers(
-    plan: RunPlan, guard: SafetyGuard | None, run_id: str | None, *, track: bool = True
-) -> Trackers:
+def build_trackers(plan: RunPlan, guard: Guard | None, run_id: str | None, *, track: bool = True) -> Trackers:
     """Return the configured trackers and, with a guard, its alerts; without ``track`` nothing is recorded."""
     if not track:
         return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id)
-    webhook = guard.config.webhook if guard is not None else ""
+    webhook = guard.webhook if guard is not None else ""
     logs = "console" not in plan.config.tracking.trackers  # which shows every event
     alerts = AlertTracker(plan.output_dir, webhook, logs=logs)
     return Trackers(plan.output_dir, plan.config.tracking, run_id, {"alerts": alerts})

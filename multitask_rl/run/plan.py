@@ -19,10 +19,9 @@ from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError, path_errors
-from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
+from multitask_rl.plugins import ROLLOUT_ENGINES, absolute_reference, load_plugin
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.scoring.locate import absolute_reference
 from multitask_rl.step.task_state import build_algorithms, run_sampling
 
 if TYPE_CHECKING:

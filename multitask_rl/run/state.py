@@ -124,6 +124,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "scheduler": trainer.scheduler.state_dict(),
         "scorer": trainer.scorer.state_dict(),
         "guard": trainer.guard.state_dict() if trainer.guard is not None else None,
+        "guard_class": type(trainer.guard).__name__,
         "run_id": trainer.run_id,
         "random": {
             "python": [version, list(internal), gauss],

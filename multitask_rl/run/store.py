@@ -16,6 +16,8 @@ import yaml
 from multitask_rl.boundary.redaction import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.vocabulary import fit_weights
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock
@@ -169,8 +171,7 @@ class RunStore:
         with reading_state(self._found):
             trainer.scorer.load_state_dict(self._found.state["scorer"])
             if trainer.guard is not None and self._found.state["guard"]:
-                names = renamed_tasks(trainer, self._found.state)
-                trainer.guard.load_state_dict(self._found.state["guard"], names)
+                self._restore_guard(trainer, trainer.guard, self._found.state)
         if track:
             self.checkpoints.set_aside_after(trainer.step)
         logger.info("resumed from %s at step %d", self._found.path, trainer.step)
@@ -185,6 +186,15 @@ class RunStore:
             set_records_aside(self._output_dir)
         self._found = None
         return None if run_id is None else str(run_id)
+
+    def _restore_guard(self, trainer: Trainer, guard: Guard, state: Mapping[str, Any]) -> None:
+        """Give ``guard`` its state back; another guard than the checkpoint's starts without history."""
+        before, now = state.get("guard_class", SafetyGuard.__name__), type(guard).__name__
+        if before == now:
+            guard.load_state_dict(state["guard"], renamed_tasks(trainer, state))
+            return
+        reason = f"the checkpoint's guard was {before}, this run's is {now}: it starts without history"
+        self.events.append(Event(step=trainer.step, source="guard", kind="warn", reason=reason))
 
     def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the keys whose values the run had otherwise, without secrets: key -> (before, now)."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.errors import CheckpointError, GuardStop
+from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
-from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.state import restore
@@ -35,7 +35,7 @@ class Supervisor:
     Weights are judged before they are saved, so a checkpoint is never newer than its verdict.
     """
 
-    def __init__(self, trainer: Trainer, guard: SafetyGuard | None, evaluator: Evaluator) -> None:
+    def __init__(self, trainer: Trainer, guard: Guard | None, evaluator: Evaluator) -> None:
         self._trainer = trainer
         self._guard = guard
         self._evaluator = evaluator
@@ -168,7 +168,7 @@ class Supervisor:
         self._known.judged_good = decision.judged_good
         return self._carry_out(self._guard, decision)
 
-    def _carry_out(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
+    def _carry_out(self, guard: Guard, decision: GuardDecision) -> bool:
         """Do what the guard decided; False if the run was taken back."""
         trainer = self._trainer
         trainer.note(decision.events)
@@ -235,7 +235,7 @@ class Supervisor:
                 self._has_other_weights = False
         return current, reference
 
-    def _roll_back(self, guard: SafetyGuard, decision: GuardDecision) -> bool:
+    def _roll_back(self, guard: Guard, decision: GuardDecision) -> bool:
         """Restore the newest judged-good checkpoint, change what the guard says; False if there is none."""
         trainer = self._trainer
         found = self._read(guard.rollback_target)
@@ -263,7 +263,7 @@ class Supervisor:
         trainer.note(guard.rolled_back(target, step=target.step))
         return True
 
-    def _stop(self, guard: SafetyGuard, decision: GuardDecision) -> None:
+    def _stop(self, guard: Guard, decision: GuardDecision) -> None:
         # the weights to go on from: those a rollback would take, else the newest that were good
         found = self._read(guard.rollback_target) or self._read(_newest_good)
         where = (

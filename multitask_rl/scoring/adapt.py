@@ -16,9 +16,8 @@ from typing import Any
 from multitask_rl.config.task import ConstraintSpec, RewardSpec
 from multitask_rl.contracts import Constraint, PluginTraits, Reward
 from multitask_rl.errors import ConfigError, PluginError
-from multitask_rl.plugins import CONSTRAINTS, REWARDS, build_config, build_plugin
+from multitask_rl.plugins import CONSTRAINTS, REWARDS, Located, build_config, build_plugin, locate
 from multitask_rl.scoring.foreign import FOREIGN, build_foreign
-from multitask_rl.scoring.locate import Located, locate
 from multitask_rl.scoring.shapes import UNDECLARED, FunctionPlugin
 
 __all__ = ["PluginSource", "find_plugin", "resolve_constraint", "resolve_reward"]

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError, PluginError
+from multitask_rl.plugins import absolute_reference
 from multitask_rl.scoring.adapt import PluginSource, find_plugin
 from multitask_rl.scoring.grader import Grader
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
-from multitask_rl.scoring.locate import absolute_reference
 from multitask_rl.scoring.output import PluginOutput
 from multitask_rl.scoring.worker.main import WorkerTask
 from multitask_rl.scoring.worker.runners import LocalRunner, ProcessRunner

@@ -12,13 +12,13 @@ Each becomes a class with ``Config`` whose instances are rewards: the rest of th
 from __future__ import annotations
 
 from multitask_rl.errors import PluginError
+from multitask_rl.plugins import Located
 from multitask_rl.scoring.foreign.base import ForeignReward
 from multitask_rl.scoring.foreign.evaluate import EvaluateReward
 from multitask_rl.scoring.foreign.reasoning_gym import ReasoningGymReward
 from multitask_rl.scoring.foreign.trl import TrlReward
 from multitask_rl.scoring.foreign.verifiers import VerifiersReward
 from multitask_rl.scoring.foreign.verl import VerlReward
-from multitask_rl.scoring.locate import Located
 
 __all__ = ["FOREIGN", "build_foreign"]
 

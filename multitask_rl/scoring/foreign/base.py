@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import DataError, PluginError
-from multitask_rl.plugins import REWARDS
+from multitask_rl.plugins import REWARDS, locate
 from multitask_rl.records import Rollout
-from multitask_rl.scoring.locate import locate
 from multitask_rl.scoring.results import failure_of
 from multitask_rl.scoring.shapes import UNDECLARED, EventLoop
 

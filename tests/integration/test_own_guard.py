@@ -1,0 +1,127 @@
+"""A guard of one's own in one file: it takes a tiny run back, ends it, and survives a resume."""
+
+import shutil
+
+import pytest
+
+from multitask_rl.config.run import GuardConfig
+from multitask_rl.errors import ConfigError, GuardStop, PluginError
+from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.trainer import Trainer
+from run_builders import run_config, write_run
+
+ONE_TASK = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
+"""
+GUARD = '''
+from dataclasses import dataclass
+
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardAction, GuardDecision
+
+
+class Counts(Guard):
+    """Rolls back at one evaluation, stops at another."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        back_at: int = 3
+        stop_at: int = 99
+
+    def __init__(self, config):
+        self.config, self.seen, self.back = config, 0, []
+
+    def observe(self, step, evaluations, confirm=None):
+        self.seen += 1
+        if self.seen == self.config.back_at:
+            return GuardDecision(action=GuardAction.rollback, task="copy", reason="counted")
+        if self.seen == self.config.stop_at:
+            return GuardDecision(action=GuardAction.stop, task="copy", reason="counted to the end")
+        return GuardDecision(judged_good=self.seen == 1)
+
+    def rolled_back(self, target, *, step):
+        self.back.append([target.step, step])
+        return super().rolled_back(target, step=step)
+
+    def lr_factor(self, step):
+        return 0.5 if self.back else 1.0
+
+    def metrics(self):
+        return {"guard/seen": float(self.seen)}
+
+    def state_dict(self):
+        return {"seen": self.seen, "back": self.back}
+
+    def load_state_dict(self, state, renamed=None):
+        self.seen, self.back = state["seen"], state["back"]
+'''
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Four steps with an evaluation each; the third takes the run back to step 0."""
+    directory = tmp_path_factory.mktemp("run")
+    write_run(directory, ONE_TASK)
+    (directory / "counts.py").write_text(GUARD)
+    with Trainer.from_config(config(directory, "run", 4)) as trainer:
+        trainer.train()
+    return directory, trainer
+
+
+def config(directory, output, max_steps, **guard_config):
+    guard = GuardConfig(plugin=f"{directory / 'counts.py'}:Counts", guard_config=guard_config)
+    return run_config(directory, output, max_steps, guard=guard)
+
+
+def test_it_takes_the_run_back(begun):
+    _, trainer = begun
+    assert [e.data for e in trainer.events if e.kind == "rolled_back"] == [{"to": 0}]
+    assert trainer.guard.back == [[0, 0]]
+    assert trainer.step == 4
+    assert trainer.guard.seen == 5, "steps 0, 2, 4 (taken back), 2, 4"
+
+
+def test_it_goes_on_with_what_it_has_counted_and_ends_the_run(begun):
+    directory, _ = begun
+    shutil.copytree(directory / "run", directory / "resumed")
+    with Trainer.from_config(config(directory, "resumed", 8, stop_at=6)) as resumed:
+        with pytest.raises(GuardStop, match=r"at step 6: counted to the end; the last good weights are in"):
+            resumed.train()
+        assert resumed.guard.back == [[0, 0]]
+        assert resumed.guard.lr_factor(6) == 0.5
+
+
+def test_another_guard_starts_without_history(begun):
+    directory, _ = begun
+    shutil.copytree(directory / "run", directory / "other")
+    with Trainer.from_config(run_config(directory, "other", 5)) as trainer:
+        trainer.train()
+        assert isinstance(trainer.guard, SafetyGuard)
+        told = [e.reason for e in trainer.events if e.source == "guard"]
+    assert "the checkpoint's guard was Counts, this run's is SafetyGuard: it starts without history" in told
+
+
+@pytest.mark.parametrize(
+    ("guard", "error", "message"),
+    [
+        (
+            {"guard_config": {"back_to": 1}},
+            ConfigError,
+            "guard.guard_config.back_to: unknown key 'back_to'; did",
+        ),
+        ({"max_rollbacks": 1}, ConfigError, "guard.max_rollbacks is a setting of safety_guard"),
+        ({"plugin": "safety_gard"}, PluginError, "unknown guard 'safety_gard'. Did you mean 'safety_guard'"),
+        (
+            {"plugin": "uuid:UUID"},
+            PluginError,
+            "'uuid:UUID' is no guard: expected a subclass of multitask_rl",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_a_model_loads(begun, guard, error, message):
+    directory, _ = begun
+    settings = {"plugin": f"{directory / 'counts.py'}:Counts"} | guard
+    with pytest.raises(error) as caught:
+        Trainer.from_config(run_config(directory, "refused", 1, guard=GuardConfig(**settings)))
+    assert message in str(caught.value)
