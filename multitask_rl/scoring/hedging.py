@@ -15,17 +15,18 @@ GROW_AFTER_S = 0.1
 STALL_S = 0.4
 
 
-def call_size(most: int, mean_s: float, *, one_by_one: bool) -> int:
+def call_size(most: int, mean_s: float, limit: float, *, one_by_one: bool) -> int:
     """Return how many items make a call of the length aimed at.
 
     Args:
         most: the largest call the plugin takes.
         mean_s: seconds per item so far; 0 = not known.
+        limit: seconds for one item.
         one_by_one: the plugin is only a loop; nothing is gained by larger calls.
     """
     if not mean_s:
         return 1 if one_by_one else most
-    target = ONE_BY_ONE_CALL_S if one_by_one else BATCH_CALL_S
+    target = ONE_BY_ONE_CALL_S if one_by_one else min(BATCH_CALL_S, limit / 8)  # well within patience
     return max(1, min(most, int(target / mean_s)))
 
 
@@ -54,8 +55,8 @@ def is_out_of_patience(call: Call, now: float, limit: float) -> bool:
 def held_up(call: Call, now: float, queued: Collection[int], *, limit: float, waits: bool) -> list[Item]:
     """Return the items of a stalled ``call`` that are due to be sent again, each alone.
 
-    What waits behind one response goes out at once. Of a batch the items go one after the other: a slow batch
-    shall not be computed twice, and which item it hangs at is not known.
+    What waits behind one response goes out at once. Of a batch one item goes first, which shows that the
+    plugin answers; then, out of patience, all: which item it hangs at is not known.
 
     Args:
         call: its items do not depend on each other.
@@ -66,13 +67,11 @@ def held_up(call: Call, now: float, queued: Collection[int], *, limit: float, wa
     """
     if len(call.items) < 2 or call.hedged:
         return []
-    if call.each or now - call.began > limit:
+    is_late = now - call.began > limit if waits else is_out_of_patience(call, now, limit)
+    if call.each or is_late:
         call.hedged = True
         current = call.current()[: call.each]
-        due = [item for item in call.open() if item not in current]
+        due = [item for item in call.open() if item not in current and (call.each or not item.alone)]
     else:
-        sent = [item for item in call.items if item.alone]
-        under_way = any(i.is_open and (id(i) in queued or now - i.started <= STALL_S) for i in sent)
-        is_due = not sent or (is_out_of_patience(call, now, limit) and not under_way and not waits)
-        due = [item for item in call.open() if not item.alone][: 1 if is_due else 0]
+        due = call.open()[: not any(item.alone for item in call.items)]
     return [item for item in due if id(item) not in queued]

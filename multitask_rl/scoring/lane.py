@@ -329,7 +329,7 @@ class Lane:
         if self.independent and self.breaker.suspicious:
             most = 1
         elif self.independent and not self.waits:
-            most = call_size(most, self._mean_s, one_by_one=self.one_by_one)
+            most = call_size(most, self._mean_s, self.limit_s, one_by_one=self.one_by_one)
         return most
 
     def _hedge_stalled(self, now: float) -> None:
@@ -350,6 +350,8 @@ class Lane:
             due = held_up(call, now, queued, limit=self.limit_s, waits=self.waits)
             for item in due:
                 item.alone = True
+                if not call.each:  # it has been under way; all its tries share one limit
+                    item.spent += now - call.began
             self._queue.extend(due)
             if due:
                 self._waiting_since = now - GROW_AFTER_S

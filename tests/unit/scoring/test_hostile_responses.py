@@ -13,6 +13,8 @@ from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import FailureKind, Rollout, Score, Verdict
+from multitask_rl.scoring.hedging import held_up
+from multitask_rl.scoring.items import Call, Item, Latch
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
 
@@ -251,3 +253,18 @@ def test_what_a_plugin_prints_is_bounded_and_no_terminal_command(
     assert printed.err.startswith("\\x1b[2Jcleared\n")
     assert len(printed.err) < 1 << 20, "of 13 MB"
     assert "r prints too much" in printed.err
+
+
+def test_a_batch_that_stalls_is_sent_again_whole_before_its_limit() -> None:
+    items = [Item(rollout, Latch(), "t/r") for rollout in of(*"abc")]
+    call = Call(items, each=False, began=10.0)
+
+    def due(now: float, *, waits: bool = False) -> list[Item]:
+        return held_up(call, now, (), limit=4.0, waits=waits)
+
+    assert due(10.5) == items[:1]
+    items[0].alone = True
+    assert due(10.6) == []
+    assert due(11.5, waits=True) == [], "a second request costs money"
+    assert due(11.5) == items[1:]
+    assert due(12.0) == []
