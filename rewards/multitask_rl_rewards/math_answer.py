@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -28,6 +29,8 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
 _PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
+_POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
 
@@ -85,7 +88,7 @@ class MathAnswer:
         reference = value_of(rollout.row, self.config.reference_column, "math_answer")
         if isinstance(reference, Failure):
             return reference
-        reference = str(reference).strip().strip("$").strip()
+        reference = _write_out(str(reference).strip().strip("$").strip())
         gold = _parse_reference(reference)
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
@@ -93,6 +96,10 @@ class MathAnswer:
         answer = self._final_answer(_EMPHASIS.sub(r"\1", without_question(response, rollout)))
         if not answer:
             return Score(value=0.0)
+        answer = _write_out(answer)
+        if "\\" in answer and "$" not in answer and not _WORD.search(answer):
+            # Without dollar signs math-verify would read the fraction alone in 4\frac{1}{2}.
+            answer = f"${answer.rstrip(' .,')}$"
         readings = [answer, _PERCENT_SIGN.sub("", answer)]
         if not _PERCENT.search(f"{reference} {question_of(rollout)}"):
             readings = [_PERCENT_SIGN.sub("/100", answer)]
@@ -132,6 +139,11 @@ def _bare(text: str) -> str:
     """Text without box, dollar signs, spaces and final full stop: what needs no algebra to compare."""
     inner = last_boxed(text)
     return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".").removeprefix("+")
+
+
+def _write_out(text: str) -> str:
+    """Return ``text`` with 1e5 as 100000: math-verify would read the 1 alone."""
+    return _POWER_OF_TEN.sub(lambda match: format(Decimal(match[0]), "f"), text)
 
 
 @lru_cache(maxsize=4096)

@@ -149,3 +149,20 @@ def test_a_percent_sign_is_a_unit_only_where_the_row_speaks_of_percent(
     row = {"reference": reference, "prompt": question}
     reward = MathAnswer(MathAnswer.Config())
     assert reward.score([rollout(response, **row)]) == [Score(value=value)]
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        ("1/2", r"#### \frac{1}{2}", r"#### 4\frac{1}{2}"),
+        (r"\frac12", r"The answer is \frac{1}{2}.", r"The answer is \frac{1}{2}x."),
+        (r"\frac12", r"The answer is \frac{2}{4}", r"The answer is 2^{\frac{1}{2}}"),
+        ("9/2", r"The answer is 4\frac{1}{2}.", r"The answer is \frac{1}{2}."),
+        (r"\frac12", r"The answer is \frac{1}{2} of it.", r"The answer is 3+\frac{1}{2}"),
+        ("100000", "The answer is 1e5.", "The answer is 1e-5."),
+        ("1e5", "100000", "1"),
+    ],
+)
+def test_the_whole_answer_counts_not_the_part_that_is_easily_read(reference, right, wrong):
+    assert value(right, reference) == 1.0
+    assert value(wrong, reference) == 0.0
