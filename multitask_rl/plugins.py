@@ -109,20 +109,27 @@ class Located:
     """Where it comes from, for messages: the distribution or the module."""
 
 
-def load_plugin(group: str, reference: str, *, expects: str | Sequence[str] | None = None) -> Any:
+def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[str] | None = None) -> Any:
     """Import and return the object that ``reference`` names.
 
     Args:
         group: one of ``GROUPS``; the group of a plain name.
         reference: ``name`` (an entry point), ``package.module:object`` or ``file.py:object``.
-        expects: attributes the object must have (a method name, or several).
+        expects: class that the object must inherit from, or attributes it must have (one name, or several).
 
     Raises:
-        PluginError: no such name, two distributions declare it, it cannot be imported, or it lacks an
-            attribute in ``expects``.
+        PluginError: no such name, two distributions declare it, it cannot be imported, or it is not what
+            ``expects`` says.
         MissingExtraError: the plugin needs an optional dependency that is not installed.
     """
     found = locate(reference, group)
+    if isinstance(expects, type):
+        if not (isinstance(found.value, type) and issubclass(found.value, expects)):
+            raise PluginError(
+                f"{_kind(group)} {reference!r} of {found.owner} (group {group}) does not fit the contract of "
+                f"the group: it has to be a subclass of {_label(expects)}"
+            )
+        return found.value
     required = [expects] if isinstance(expects, str) else list(expects or ())
     missing = [attribute for attribute in required if not hasattr(found.value, attribute)]
     if missing:

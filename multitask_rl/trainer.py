@@ -277,7 +277,7 @@ class Trainer:
 
     def push_weights(self) -> None:
         """Let the engine sample from the actor's weights as they are."""
-        weights = {} if getattr(self._engine, "shares_weights", False) else self.actor.state_dict()
+        weights = {} if self._engine.shares_weights else self.actor.state_dict()
         self._engine.update_weights(weights, self.actor.policy_version)
 
     def _control(self, stats: Mapping[str, TaskStats]) -> None:

@@ -36,12 +36,7 @@ __all__ = ["EngineFactory", "RayEngine", "RayEngineFactory"]
 
 
 class EngineFactory(Protocol):
-    """An engine class, as the entry points name it."""
-
-    @property
-    def shares_weights(self) -> bool:
-        """Its engines sample from the actor's own tensors."""
-        ...
+    """An engine class, or what stands for one."""
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RolloutEngine:
         """Return the engine of ``actor``."""
@@ -52,13 +47,12 @@ class EngineFactory(Protocol):
 class RayEngineFactory:
     """Stands where the engine class stands: ``build`` returns ``num_replicas`` of it behind one engine."""
 
-    engine: EngineFactory
+    engine: type[RolloutEngine]
     num_replicas: int
     num_cpus: float = 1.0
     """Per replica, and the threads torch uses in it."""
     num_gpus: float = 0.0
     """Per replica."""
-    shares_weights: bool = False
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RayEngine:
         """Write the actor to ``<output_dir>/ray_start`` and start the replicas from there."""
@@ -79,13 +73,13 @@ class RayEngineFactory:
         engine = RayEngine(
             make, num_replicas=self.num_replicas, num_cpus=self.num_cpus, num_gpus=self.num_gpus
         )
-        engine.can_watch = bool(getattr(self.engine, "can_watch", False))
+        engine.can_watch = self.engine.can_watch
         engine.update_weights(actor.state_dict(), actor.policy_version)
         return engine
 
 
 def _make_replica(
-    engine: EngineFactory,
+    engine: type[RolloutEngine],
     directory: str,
     tokenizer: Any,
     config: RolloutConfig,
@@ -106,7 +100,7 @@ def _make_replica(
     return Replica(engine.build(actor, config, seed=seed, output_dir=output_dir), actor)
 
 
-class RayEngine:
+class RayEngine(RolloutEngine):
     """``RolloutEngine`` over replicas in Ray actors.
 
     Args:
@@ -119,14 +113,13 @@ class RayEngine:
         MissingExtraError: Ray is not installed.
     """
 
-    shares_weights = False
+    can_watch = True
+    """Requests may carry a ``Watch``; the replicas' engine decides."""
 
     def __init__(
         self, make: Callable[[int], Any], *, num_replicas: int, num_cpus: float = 1.0, num_gpus: float = 0.0
     ) -> None:
         self.policy_version = 0
-        self.can_watch = True
-        """Requests may carry a ``Watch``; the replicas' engine decides."""
         self._weights: Any = None
         self._group: ActorGroup | None = ActorGroup(
             "rollout replica", make, num_replicas, num_cpus=num_cpus, num_gpus=num_gpus
@@ -142,7 +135,7 @@ class RayEngine:
         return collect(requests, self.generate_stream(requests))
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        """Yield samples as they end, from all replicas (see ``rollout.base.stream``)."""
+        """Yield samples as they end, from all replicas (see ``RolloutEngine``)."""
         group = self._open()
         call = _Call(group, requests)
         died: set[int] = set()

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from multitask_rl.rollout.base import Ended, GenerationRequest, Monitor, RolloutEngine, stream
+from multitask_rl.rollout.base import Ended, GenerationRequest, Monitor, RolloutEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,12 +130,10 @@ class _Run:
 
     def _work(self, engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> None:
         try:
-            parts = stream(engine, requests)
-            for part in parts:
+            for part in engine.generate_stream(requests):
                 self._events.put(part)
                 if self._is_stopped:
-                    break
-            parts.close()
+                    break  # drops the stream, which ends it in the engine
             self._events.put(None)
         except BaseException as error:  # noqa: BLE001 - raised where the events are fetched
             self._events.put(error)

@@ -12,12 +12,12 @@ from dataclasses import asdict
 from typing import Any
 
 from multitask_rl.config.run import GuardConfig
-from multitask_rl.errors import ConfigError, PluginError
+from multitask_rl.errors import ConfigError
 from multitask_rl.guard.decision import CheckpointInfo, GuardDecision
-from multitask_rl.plugins import GUARDS, build_plugin, load_plugin
+from multitask_rl.plugins import build_plugin
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
-__all__ = ["Confirm", "Guard", "load_guard"]
+__all__ = ["Confirm", "Guard"]
 
 Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None]
 """``confirm(task)`` evaluates the current weights and those last judged good afresh, same prompts and seeds
@@ -126,17 +126,3 @@ class Guard:
             state: what ``state_dict`` returned.
             renamed: old name -> new name of tasks renamed since.
         """
-
-
-def load_guard(reference: str) -> type[Guard]:
-    """Return the guard class that ``guard.plugin`` names.
-
-    Raises:
-        PluginError: unknown or broken, or no subclass of ``Guard``.
-    """
-    found = load_plugin(GUARDS, reference)
-    if not (isinstance(found, type) and issubclass(found, Guard)):
-        raise PluginError(
-            f"guard.plugin: {reference!r} is no guard: expected a subclass of multitask_rl.guard.base.Guard"
-        )
-    return found

@@ -6,14 +6,18 @@ seed, so that one call may mix tasks freely.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from multitask_rl.records import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from multitask_rl.config.run import RolloutConfig
+    from multitask_rl.models.actor import Actor
 
 __all__ = [
     "Ended",
@@ -25,8 +29,6 @@ __all__ = [
     "collect",
     "look",
     "most_tokens",
-    "release_memory",
-    "stream",
 ]
 
 
@@ -77,18 +79,37 @@ class Generation:
     """``stop`` | ``length`` | ``flagged`` (the request's monitor ended it)"""
 
 
-class RolloutEngine(Protocol):
-    """Generates, and follows the actor's weights.
+Ended = tuple[int, int, Generation]
+"""Index of the request, index of the sample in it, what was generated."""
 
-    An engine whose samples end at different times may also have ``generate_stream`` (see ``stream``): rewards
-    then begin while the rest is generated. It may also have ``admit(requests)``, which adds requests to the
-    stream that is open, between two of its parts: they count on from its last and come out of it.
+
+class RolloutEngine:
+    """Base of all engines: generates, and follows the actor's weights.
+
+    An engine overrides ``build``, ``generate``, ``update_weights`` and ``close``. Its class attributes
+    declare what it can do beyond them; the trainer uses nothing that is not declared.
     """
 
-    shares_weights: bool
+    shares_weights: bool = False
     """It samples from the actor's own tensors: ``update_weights`` is called with none."""
-    policy_version: int
+    can_watch: bool = False
+    """Requests may carry a ``Watch``."""
+    can_admit: bool = False
+    """``admit`` works: requests may join the stream that is open."""
+    policy_version: int = 0
     """Version of the weights in use."""
+
+    @classmethod
+    def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RolloutEngine:
+        """Return the engine that samples as ``actor`` does now.
+
+        Args:
+            actor: model, tokenizer and configuration.
+            config: ``rollout`` of the run; ``config.engine_config`` holds the engine's own keys.
+            seed: of the run.
+            output_dir: of the run; the engine may write there.
+        """
+        raise NotImplementedError
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         """Return one list of generations per request, in order, ``len(seeds)`` each.
@@ -96,40 +117,38 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: the engine cannot go on (never for a single odd prompt).
         """
-        ...
+        raise NotImplementedError
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        """Yield the samples of ``generate(requests)`` as they end, each once, in any order.
+
+        Rewards of what has ended begin while the rest is generated. Default: all at once.
+        """
+        groups = self.generate(requests)
+        yield [(i, j, g) for i, group in enumerate(groups) for j, g in enumerate(group)]
+
+    def admit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Add ``requests`` to the open stream, between two of its parts; only with ``can_admit``.
+
+        They are numbered from its last request on, and their samples come out of it.
+        """
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Give the device's memory back until the next call. Default: nothing."""
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Use ``weights`` (the actor's state dict) from now on."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Free the engine. Idempotent."""
-        ...
-
-
-Ended = tuple[int, int, Generation]
-"""Index of the request, index of the sample in it, what was generated."""
-
-
-def stream(
-    engine: RolloutEngine, requests: Sequence[GenerationRequest]
-) -> Generator[list[Ended], None, None]:
-    """Yield samples as they end; all at once from an engine without ``generate_stream``.
-
-    ``generate_stream(requests)`` yields the samples of ``generate(requests)``, each once, in any order.
-    """
-    streaming = getattr(engine, "generate_stream", None)
-    if streaming is not None:
-        yield from streaming(requests)
-    else:
-        groups = engine.generate(requests)
-        yield [(i, j, g) for i, group in enumerate(groups) for j, g in enumerate(group)]
+        """Free the engine. Idempotent. Default: nothing."""
 
 
 def collect(
     requests: Sequence[GenerationRequest], parts: Iterable[Sequence[Ended]]
 ) -> list[list[Generation]]:
-    """Return what ``stream`` yielded as ``generate`` returns it."""
+    """Return what ``generate_stream`` yielded as ``generate`` returns it."""
     found = {(i, j): generation for part in parts for i, j, generation in part}
     return [[found[i, j] for j in range(len(request.seeds))] for i, request in enumerate(requests)]
 
@@ -154,10 +173,3 @@ def look(shown: Sequence[tuple[Monitor, int, list[int]]]) -> list[int]:
 def most_tokens(request: GenerationRequest) -> int:
     """Return the tokens a request may take, its prompt counted once."""
     return len(request.prompt_ids) + len(request.seeds) * request.sampling.max_new_tokens
-
-
-def release_memory(engine: RolloutEngine) -> None:
-    """Let an engine that can (``sleep()``) give its device's memory back until its next call."""
-    sleep = getattr(engine, "sleep", None)
-    if sleep is not None:
-        sleep()

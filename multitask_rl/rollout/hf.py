@@ -24,7 +24,15 @@ from multitask_rl.models.grammar import GrammarRows, Grammars
 from multitask_rl.models.modes import evaluating
 from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
 from multitask_rl.records import FLAGGED, SamplingParams
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, Watch, collect, look
+from multitask_rl.rollout.base import (
+    Ended,
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    Watch,
+    collect,
+    look,
+)
 from multitask_rl.rollout.decoder import (
     Decoder,
     PlainDecoder,
@@ -81,13 +89,11 @@ class _Room:
         )
 
 
-class HFEngine:
+class HFEngine(RolloutEngine):
     """Samples from the model it is given, as it is at the moment of the call."""
 
     shares_weights = True
-    """Nothing has to be sent after an update."""
     can_watch = True
-    """Requests may carry a ``Watch``."""
 
     def __init__(
         self,

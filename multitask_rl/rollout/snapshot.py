@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, stream
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +29,7 @@ __all__ = ["SnapshotEngine", "SnapshotFactory"]
 class SnapshotFactory:
     """Stands where an engine class with ``shares_weights`` stands; its engines sample from a copy."""
 
-    engine: Any
-    shares_weights: bool = True
-    """Nothing has to be sent: the engine takes the weights where they are."""
+    engine: type[RolloutEngine]
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> SnapshotEngine:
         """Return the engine over a copy of ``actor``'s model as it is now."""
@@ -42,13 +40,14 @@ class SnapshotFactory:
         return SnapshotEngine(engine, source=actor.model, double=double.model)
 
 
-class SnapshotEngine:
+class SnapshotEngine(RolloutEngine):
     """``engine``, whose model ``double`` is made equal to ``source`` when ``update_weights`` is called."""
 
     shares_weights = True
 
     def __init__(self, engine: RolloutEngine, *, source: Any, double: Any) -> None:
         self._engine, self._source, self._double = engine, source, double
+        self.can_watch = engine.can_watch
         self.policy_version = engine.policy_version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
@@ -56,8 +55,8 @@ class SnapshotEngine:
         return self._engine.generate(requests)
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        """Yield samples as they end (see ``rollout.base.stream``)."""
-        return stream(self._engine, requests)
+        """Yield samples as they end (see ``RolloutEngine``)."""
+        return self._engine.generate_stream(requests)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:

@@ -12,7 +12,8 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.executor.engine import EngineFactory, RayEngineFactory
 from multitask_rl.executor.scorer import RayScorer, Scorer
-from multitask_rl.guard.base import Guard, load_guard
+from multitask_rl.guard.base import Guard
+from multitask_rl.plugins import GUARDS, load_plugin
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.scoring.pool import RewardPool
@@ -56,11 +57,13 @@ def engine_factory(plan: RunPlan) -> EngineFactory:
     engine: EngineFactory = plan.engine_class
     ray = plan.config.ray
     if plan.config.executor == "ray":
-        return RayEngineFactory(engine=engine, num_replicas=ray.num_engines, num_gpus=ray.gpus_per_engine)
-    if plan.config.rollout_lag > 0 and getattr(engine, "shares_weights", False):
+        return RayEngineFactory(
+            engine=plan.engine_class, num_replicas=ray.num_engines, num_gpus=ray.gpus_per_engine
+        )
+    if plan.config.rollout_lag > 0 and plan.engine_class.shares_weights:
         from multitask_rl.rollout.snapshot import SnapshotFactory
 
-        return SnapshotFactory(engine)
+        return SnapshotFactory(plan.engine_class)
     return engine
 
 
@@ -70,7 +73,7 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
     name, bound = config.rollout.engine, config.rollout.max_staleness
     if config.executor == "ray":
         weights = "has its own weights in Ray actors and receives them after each update"
-    elif getattr(plan.engine_class, "shares_weights", False):
+    elif plan.engine_class.shares_weights:
         size = sum(p.numel() * p.element_size() for p in actor.model.parameters()) / 2**20
         weights = (
             f"samples from one snapshot of the training weights ({size:.1f} MiB more memory): they must "
@@ -138,8 +141,12 @@ def build_learner(
             num_threads=threads,
         )
         undo.pop_all()
-    shares = getattr(engine, "shares_weights", False)
-    if config.executor == "local" and config.rollout_lag == 0 and shares and not plan.is_sharded:
+    if (
+        config.executor == "local"
+        and config.rollout_lag == 0
+        and engine.shares_weights
+        and not plan.is_sharded
+    ):
         engine = SpreadEngine(engine, team)
     return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look), engine
 
@@ -158,7 +165,10 @@ def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> D
 
 def build_guard(config: RunConfig) -> Guard | None:
     """Return the configured guard; None when it is off."""
-    return load_guard(config.guard.plugin).build(config.guard) if config.guard.enabled else None
+    if not config.guard.enabled:
+        return None
+    guard_class: type[Guard] = load_plugin(GUARDS, config.guard.plugin, expects=Guard)
+    return guard_class.build(config.guard)
 
 
 def build_trackers(plan: RunPlan, guard: Guard | None, run_id: str | None, *, track: bool = True) -> Trackers:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.config.devices import parse_devices, resolve_devices
@@ -20,6 +20,7 @@ from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.plugins import ROLLOUT_ENGINES, absolute_reference, load_plugin
+from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.step.task_state import build_algorithms, run_sampling
@@ -44,7 +45,7 @@ class RunPlan:
     devices: dict[str, str]
     rank_devices: list[tuple[str, str]]
     """Devices of the actor and of the critic in each learner rank; ("", "") = wherever they are."""
-    engine_class: Any
+    engine_class: type[RolloutEngine]
     is_sharded: bool = False
     """Learner ranks hold parts of the weights, not copies."""
     tensor_ranks: int = 1
@@ -108,7 +109,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         rank_devices=rank_devices,
         is_sharded=actor_devices.is_sharded,
         tensor_ranks=actor_devices.tensor,
-        engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=("build", "generate")),
+        engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
     )
     for name, spec in specs.items():
         _check_combination(spec, plan.algorithms[name])
@@ -189,7 +190,7 @@ def _check_placement(plan: RunPlan) -> None:
     on_ray = plan.config.executor == "ray"
     for role, device in plan.devices.items():
         kind, _, task = role.partition(".")
-        if role == "rollout" and (on_ray or not getattr(plan.engine_class, "shares_weights", False)):
+        if role == "rollout" and (on_ray or not plan.engine_class.shares_weights):
             keys = "ray.num_engines and ray.gpus_per_engine" if on_ray else "rollout.engine_config"
             raise ConfigError(
                 f"device_map.rollout: the engine {plan.config.rollout.engine!r} with executor="
@@ -316,7 +317,7 @@ def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
     """Refuse constraints that look at partial responses where nobody can show them any."""
     if not any(c.stream_every for c in spec.constraints):
         return
-    if not getattr(plan.engine_class, "can_watch", False):
+    if not plan.engine_class.can_watch:
         raise ConfigError(
             f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: stream_every needs an engine that can "
             f"be watched while it generates: rollout.engine=hf or vllm, not {plan.config.rollout.engine!r}; "

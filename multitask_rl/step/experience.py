@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import Prompt, Scored
-from multitask_rl.rollout.base import RolloutEngine, release_memory
+from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.step.constraint_stage import ConstraintStage
 from multitask_rl.step.metrics import by_group
 from multitask_rl.step.refill import Refill
@@ -127,7 +127,7 @@ class Pipeline:
         self._note_staleness(experience)
         self._ahead.popleft()
         if not self._ahead:
-            release_memory(self._rollout.engine)
+            self._rollout.engine.sleep()
         return experience
 
     def settle(self) -> None:

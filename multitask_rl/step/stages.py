@@ -10,7 +10,7 @@ from typing import Protocol
 
 from multitask_rl.constraints.streaming import Judging, StreamJudge
 from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
-from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine, stream
+from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
 from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.seeding import derive_seed
 from multitask_rl.step.flow import Stage, in_order
@@ -100,12 +100,12 @@ class RolloutStage(Stage):
     @property
     def can_join(self) -> bool:
         """Whether the engine is at work and takes more beside it."""
-        return self._call is not None and hasattr(self.engine, "admit")
+        return self._call is not None and self.engine.can_admit
 
     def join(self, slots: Sequence[Rollout]) -> None:
         """Have the engine fill empty rollouts beside what it is at; only while ``can_join``."""
         assert self._call is not None, "the engine is not at work"
-        self.engine.admit(self._requests(self._call, slots))  # type: ignore[attr-defined]
+        self.engine.admit(self._requests(self._call, slots))
 
     def take_joined(self) -> list[Rollout]:
         """Return the rollouts that joined a ``stream`` and have ended since the last call."""
@@ -119,7 +119,7 @@ class RolloutStage(Stage):
         self._call = call
         began = time.monotonic()
         try:
-            for ended in stream(self.engine, requests):
+            for ended in self.engine.generate_stream(requests):
                 places = [(call.owners[i][j], generation) for i, j, generation in ended]
                 yield [(k, self._fill(call.slots[k], g, call.verdicts(k))) for k, g in places]
         finally:

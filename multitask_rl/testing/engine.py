@@ -19,7 +19,6 @@ from multitask_rl.rollout.base import (
     RolloutEngine,
     Watch,
     collect,
-    stream,
 )
 
 __all__ = ["assert_engine_contract", "sampled_logprobs"]
@@ -73,9 +72,9 @@ def assert_engine_contract(
     _check_update(engine, model, requests, results, tolerance)
     assert engine.generate([]) == [], "no request, no result"
     _check_stream(engine, requests)
-    if hasattr(engine, "admit"):
+    if engine.can_admit:
         _check_admission(engine, requests)
-    if getattr(engine, "can_watch", False):
+    if engine.can_watch:
         _check_watch(engine, requests, engine.generate(requests))
 
 
@@ -172,19 +171,19 @@ def _check_greedy(model: Any, request: GenerationRequest, group: Sequence[Genera
 
 
 def _check_stream(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> None:
-    parts = list(stream(engine, requests))
+    parts = list(engine.generate_stream(requests))
     expected = engine.generate(requests)
     assert _ids(collect(requests, parts)) == _ids(expected), "a stream brings what a call brings"
-    if not hasattr(engine, "generate_stream"):
+    if type(engine).generate_stream is RolloutEngine.generate_stream:
         return
     assert len(parts) > 1, "samples are yielded as they end, not at the end of all"
-    unfinished = iter(stream(engine, requests))
+    unfinished = iter(engine.generate_stream(requests))
     next(unfinished)
     del unfinished
     assert _ids(engine.generate(requests)) == _ids(expected), "a stream given up leaves nothing behind"
 
 
-def _check_admission(engine: Any, requests: Sequence[GenerationRequest]) -> None:
+def _check_admission(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> None:
     """Requests that join a stream give what they give alone, and leave those they join alone."""
     expected = engine.generate(requests)
     hurried = replace(requests[0], sampling=replace(requests[0].sampling, max_new_tokens=1))

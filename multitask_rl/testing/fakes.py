@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from multitask_rl.errors import EngineError
-from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
 from multitask_rl.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeEngine"]
 
 
-class FakeEngine:
+class FakeEngine(RolloutEngine):
     """A rollout engine without a model: tokens depend on the weights' version, the prompt and the seed only.
 
     Args:

@@ -115,7 +115,7 @@ def test_another_guard_starts_without_history(begun):
         (
             {"plugin": "uuid:UUID"},
             PluginError,
-            "'uuid:UUID' is no guard: expected a subclass of multitask_rl",
+            "it has to be a subclass of multitask_rl.guard.base.Guard",
         ),
     ],
 )

@@ -64,8 +64,6 @@ __all__ = ["Product", "ProductStep", "arithmetic", "given_of", "temporary_direct
 class ScriptedEngine(FakeEngine):
     """Responses that depend on prompt, seed and version as ``world.py`` says."""
 
-    shares_weights = False
-
     @classmethod
     def build(cls, *_: Any, **__: Any) -> ScriptedEngine:
         return cls()

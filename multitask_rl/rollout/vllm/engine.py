@@ -27,7 +27,7 @@ from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, Mul
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.handover import save_for_engine
 from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, collect
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect
 from multitask_rl.rollout.vllm.start import num_workers_elsewhere, start_vllm
 from multitask_rl.rollout.vllm.stream import Decoding, eager_on_cpu
 from multitask_rl.rollout.vllm.weights import WeightLoader
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["VLLMEngine"]
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """A vLLM ``LLM`` behind ``RolloutEngine``.
 
     Args:
@@ -53,9 +53,8 @@ class VLLMEngine:
         ConfigError: an unknown key or a value vLLM refuses.
     """
 
-    shares_weights = False
     can_watch = True
-    """Requests may carry a ``Watch``."""
+    can_admit = True
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -172,7 +171,7 @@ class VLLMEngine:
                 self._open = None
 
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Add requests to the stream that is open (see ``rollout.base.admit``)."""
+        """Add requests to the stream that is open (see ``RolloutEngine``)."""
         if self._open is None:
             raise EngineError("no stream is open that requests could join; call generate_stream")
         for request in requests:

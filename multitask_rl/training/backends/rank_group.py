@@ -252,7 +252,7 @@ class LearnerTeam:
         requests: Sequence[GenerationRequest],
         own: Callable[[Sequence[GenerationRequest]], Iterator[list[Ended]]],
     ) -> Iterator[list[Ended]]:
-        """Yield the samples of ``requests`` as they end, everybody at some of them (``rollout.base.stream``).
+        """Yield the samples of ``requests`` as they end, each rank at some of them.
 
         Args:
             requests: those with a ``watch`` stay in this process.

@@ -28,7 +28,7 @@ from multitask_rl.errors import MultitaskRLError
 from multitask_rl.models.compiled import compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
-from multitask_rl.rollout.base import GenerationRequest, RolloutEngine, stream
+from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
 from multitask_rl.training.backends.context import check_model
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
 from multitask_rl.training.backends.sharded import Shards
@@ -244,11 +244,11 @@ class _Replica:
         """Sample ``requests``; what ends is sent at once."""
         if self._engine is None:
             name = self._config.rollout.engine
-            build = load_plugin(ROLLOUT_ENGINES, name, expects=("build", "generate")).build
+            build = load_plugin(ROLLOUT_ENGINES, name, expects=RolloutEngine).build
             directory = Path(self._config.output_dir) / f"rank{self.ranks.rank}"
             actor, seed = self._learner.runner.actor, self._config.seed
             self._engine = build(actor, self._config.rollout, seed=seed, output_dir=directory)
-        for ended in stream(self._engine, requests):
+        for ended in self._engine.generate_stream(requests):
             self._channel.send(("ended", ended))
 
     def learn(

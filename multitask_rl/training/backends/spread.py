@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect, stream
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["SpreadEngine"]
 
 
-class SpreadEngine:
+class SpreadEngine(RolloutEngine):
     """``engine`` in rank 0 and one like it in every other rank.
 
     Samples carry their seeds: where one is drawn changes nothing but the last bits of its log-probabilities.
@@ -29,7 +29,7 @@ class SpreadEngine:
 
     def __init__(self, engine: RolloutEngine, team: LearnerTeam) -> None:
         self._engine, self._team = engine, team
-        self.can_watch = bool(getattr(engine, "can_watch", False))
+        self.can_watch = engine.can_watch
         self.policy_version = engine.policy_version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
@@ -37,8 +37,8 @@ class SpreadEngine:
         return collect(requests, self.generate_stream(requests))
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        """Yield samples as they end (see ``rollout.base.stream``)."""
-        return self._team.sample(requests, lambda own: stream(self._engine, own))
+        """Yield samples as they end (see ``RolloutEngine``)."""
+        return self._team.sample(requests, self._engine.generate_stream)
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Take note of the version; the weights are the actor's own."""

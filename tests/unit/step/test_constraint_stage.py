@@ -10,16 +10,13 @@ import pytest
 
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Verdict
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
 from multitask_rl.step.constraint_stage import ConstraintStage
 from multitask_rl.step.stages import RolloutStage
 
 
-class Steps:
+class Steps(RolloutEngine):
     """An engine whose responses last a number of steps that their seed decides."""
-
-    policy_version = 0
-    shares_weights = False
 
     def __init__(self) -> None:
         self.num_calls = self.num_steps = 0
@@ -46,6 +43,8 @@ class Steps:
 
 class Admitting(Steps):
     """The same, and more may be added to what it is at."""
+
+    can_admit = True
 
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
         self._add(requests)
