@@ -32,9 +32,11 @@ from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.models.actor import load_actor
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
-from multitask_rl.training.backends.rank_group import LearnerTeam
+from multitask_rl.training.backend import CreditedSample, TrainingBackend
+from multitask_rl.training.backends.in_process import InProcess
+from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.rank_starts import LocalRank
-from multitask_rl.training.credit import CreditedSample, LearnerTask
+from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
@@ -100,7 +102,7 @@ def compare(
                         numbers.append(report.metrics)
     finally:
         for learner, _ in learners.values():
-            learner.close()
+            learner.backend.close()
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "seconds": median,
@@ -151,7 +153,7 @@ def weigh(
             taken = time.perf_counter() - began
             figures.append((taken, read_status(rank, "VmRSS"), peak(rank)))
     finally:
-        learner.close()
+        learner.backend.close()
     # the first update makes the optimizer's state
     middle = [statistics.median(column) for column in zip(*figures[1:], strict=True)]
     return dict(zip(("seconds", "at_rest_mib", "highest_mib"), middle, strict=True))
@@ -164,7 +166,8 @@ def build(
     actor = load_actor(ModelConfig(name_or_path=folder), "cpu")
     config = RunConfig(batch=BatchConfig(layout="bucketed" if context > 1 else "auto"))
     task = LearnerTask(spec=TaskSpec(name="t"), algorithm=GRPO(GRPO.Config()))
-    learner = Learner(ModelRunner(actor, Critic(), config), {"t": task}, config)
+    main = InProcess(ModelRunner(actor, Critic(), config), {"t": task}, config)
+    backend: TrainingBackend = main
     processes = [os.getpid()]
     if num_ranks > 1:
 
@@ -173,8 +176,8 @@ def build(
             processes.append(rank.pid)
             return rank
 
-        LearnerTeam(
-            learner,
+        backend = RankGroup(
+            main,
             config,
             launch,
             devices=[("cpu", "cpu")] * num_ranks,
@@ -183,7 +186,7 @@ def build(
             tensor=tensor,
             num_threads=1,
         )
-    return learner, processes
+    return Learner(backend, {"t": task}, config), processes
 
 
 def ragged_groups() -> list[CreditedSample]:

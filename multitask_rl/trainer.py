@@ -46,7 +46,7 @@ from multitask_rl.step.report import StepReport, collect_stats, observe_groups, 
 from multitask_rl.step.stages import AdvantageStage
 from multitask_rl.step.task_state import TaskState, build_task_states, suppress_control_tokens
 from multitask_rl.tracking.timeline import Timeline
-from multitask_rl.training.credit import CreditedSample
+from multitask_rl.training.backend import CreditedSample
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor
 from multitask_rl.training.runner import ModelRunner
@@ -341,7 +341,7 @@ class Trainer:
         runner = ModelRunner(self.actor, self.critic, config, self.store.reference(self.actor, self.runs))
         tasks = {n: self.runs[n].learner for n in plan.trained}
         self.learner, credit, self._engine = build_learner(plan, runner, tasks, engine)
-        self._built.append(self.learner)
+        self._built.append(self.learner.backend)
         self._advantages = AdvantageStage(credit, self.runs)
         self._build_flow()
         parts = (self.actor, self._engine, self.scorer, self.runs)
@@ -394,7 +394,7 @@ class Trainer:
             last_first.callback(self.flow.close)
             last_first.callback(self.timeline.close)
             if self._profiler is not None:
-                report = memory_report(self.actor.model.parameters(), self.learner.optimizer_bytes)
+                report = memory_report(self.actor.model.parameters(), self.learner.backend.optimizer_bytes)
                 last_first.callback(self._profiler.close, report)
             last_first.callback(self.pipeline.close)
             last_first.callback(self.scorer.close)  # what the pipeline may wait for ends

@@ -24,7 +24,7 @@ from multitask_rl.rollout.base import (
     collect,
     most_tokens,
 )
-from multitask_rl.training.backends.balance import share_out
+from multitask_rl.training.balance import share_out
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,8 +27,6 @@ from multitask_rl.models.vocabulary import control_ids, control_names, fill_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from multitask_rl.training.backends.sharded import Shards
-
 __all__ = ["Actor", "load_actor"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,8 +47,6 @@ class Actor:
         self.device_map: dict[str, str] = {}
         """Devices asked for in Python; they hold where the run configuration names none."""
         self.policy_version = 0
-        self.shards: Shards | None = None
-        """Of a model that learner ranks have in parts."""
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
         self._grammars: Grammars | None = None
@@ -104,9 +100,8 @@ class Actor:
         return known
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """Parameters with a gradient, in a fixed order; of a model in parts, what is here."""
-        parameters = self.model.parameters() if self.shards is None else self.shards.local
-        return [p for p in parameters if p.requires_grad and p.numel()]
+        """Parameters with a gradient, in a fixed order."""
+        return [p for p in self.model.parameters() if p.requires_grad and p.numel()]
 
     def add_control_tokens(self, number: int) -> list[int]:
         """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``, adding what the vocabulary lacks.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +17,7 @@ from multitask_rl.run.plan import RunPlan
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.training.backends.build import build_backend
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
@@ -99,56 +98,22 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
 def build_learner(
     plan: RunPlan, runner: ModelRunner, tasks: Mapping[str, LearnerTask], engine: RolloutEngine
 ) -> tuple[Learner, CreditAssigner, RolloutEngine]:
-    """Return who makes the updates, who assigns credit and who samples.
+    """Return what makes the updates, what assigns credit and what samples, on one training backend.
 
-    Where there are other learner ranks they take part in all three; not in sampling by an engine that has
-    weights of its own, or that samples during the update, and not if they hold parts of the weights.
+    Where there are other learner ranks they take part in all three, except in sampling by an engine that the
+    backend cannot spread, that runs in Ray actors, or that samples during the update.
 
     Raises:
-        ConfigError, MissingExtraError, TrainingError: see ``LearnerTeam`` and ``RayRanks``.
+        ConfigError, MissingExtraError, TrainingError: see ``build_backend``.
     """
     config = plan.config
-    learner = Learner(runner, tasks, config)
+    backend = build_backend(
+        runner, tasks, config, plan.rank_devices, sharded=plan.is_sharded, tensor=plan.tensor_ranks
+    )
+    if config.executor == "local" and config.rollout_lag == 0:
+        engine = backend.spread(engine)
     many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
-    devices = plan.rank_devices
-    if len(devices) == 1:
-        return learner, CreditAssigner(runner, tasks, many_updates=many_updates), engine
-    from multitask_rl.training.backends.rank_connections import Launch
-    from multitask_rl.training.backends.rank_group import LearnerTeam
-    from multitask_rl.training.backends.rank_starts import LocalRank, RayRanks
-    from multitask_rl.training.backends.spread import SpreadEngine
-
-    on_gpu = devices[0][0].startswith("cuda")
-    threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
-    launch: Launch = LocalRank
-    host = "127.0.0.1"
-    with contextlib.ExitStack() as undo:
-        if config.executor == "ray":
-            ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
-            undo.callback(ray_ranks.close)
-            launch, host = ray_ranks, ray_ranks.host
-            own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
-            devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
-        team = LearnerTeam(
-            learner,
-            config,
-            launch,
-            devices=devices,
-            context=config.batch.context_ranks,
-            sharded=plan.is_sharded,
-            tensor=plan.tensor_ranks,
-            host=host,
-            num_threads=threads,
-        )
-        undo.pop_all()
-    if (
-        config.executor == "local"
-        and config.rollout_lag == 0
-        and engine.shares_weights
-        and not plan.is_sharded
-    ):
-        engine = SpreadEngine(engine, team)
-    return learner, CreditAssigner(runner, tasks, many_updates=many_updates, look=team.look), engine
+    return Learner(backend, tasks, config), CreditAssigner(backend, tasks, many_updates=many_updates), engine
 
 
 def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> DynamicTaskWeightScheduler:

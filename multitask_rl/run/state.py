@@ -69,12 +69,12 @@ def _restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         for k, v in tensors.items()
         if k.startswith("optimizer/")
     }
-    trainer.learner.optimizer.load_tensors(optimizer, _parameters(trainer))
-    if trainer.learner.runner.average is not None:
+    trainer.learner.backend.load_optimizer(optimizer, _parameters(trainer))
+    if trainer.learner.backend.runner.average is not None:
         reference = {
             k.removeprefix("reference/"): v for k, v in tensors.items() if k.startswith("reference/")
         }
-        trainer.learner.runner.average.load_tensors(reference)
+        trainer.learner.backend.runner.average.load_tensors(reference)
     saved: dict[str, Any] = state["tasks"]
     for name, run in trainer.runs.items():
         known = saved.get(name) or saved.get(run.spec.renamed_from)
@@ -94,7 +94,7 @@ def _with_rows_of(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, 
         "optimizer/actor.": trainer.actor.model,
         "optimizer/critic.trunk.": trunk,
         "critic/trunk.": trunk,
-        "reference/": trainer.learner.runner.reference,
+        "reference/": trainer.learner.backend.runner.reference,
     }
     rows: dict[str, int] = {}
     for prefix, model in models.items():
@@ -165,9 +165,9 @@ def collect_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return optimizer, critic, averaged reference and random state by name; not the actor's weights."""
     names = {id(p): n for n, p in _parameters(trainer).items()}
     tensors = {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
-    tensors.update({f"optimizer/{k}": v for k, v in trainer.learner.optimizer_tensors(names).items()})
-    if trainer.learner.runner.average is not None:
-        average = trainer.learner.runner.average.tensors()
+    tensors.update({f"optimizer/{k}": v for k, v in trainer.learner.backend.optimizer_tensors(names).items()})
+    if trainer.learner.backend.runner.average is not None:
+        average = trainer.learner.backend.runner.average.tensors()
         tensors.update({f"reference/{k}": v for k, v in average.items()})
     tensors["random/torch"] = torch.get_rng_state()
     if torch.cuda.is_available():

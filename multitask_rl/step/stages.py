@@ -16,7 +16,8 @@ from multitask_rl.seeding import derive_seed
 from multitask_rl.step.flow import Stage, in_order
 from multitask_rl.step.reward_batch import RewardBatch
 from multitask_rl.step.task_state import TaskState
-from multitask_rl.training.credit import CreditAssigner, CreditedSample
+from multitask_rl.training.backend import CreditedSample
+from multitask_rl.training.credit import CreditAssigner
 
 __all__ = ["AdvantageStage", "RewardStage", "RolloutStage", "Scorer"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,9 +12,9 @@ from torch import Tensor
 from multitask_rl.algorithms.base import Algorithm, CreditBatch
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import TrainSample, concerned_cost
-from multitask_rl.training.runner import ModelRunner, scatter
+from multitask_rl.training.backend import CreditedSample, StepStartOutputs, TrainingBackend
 
-__all__ = ["Before", "CreditAssigner", "CreditedSample", "LearnerTask", "look_before", "merge_before"]
+__all__ = ["CreditAssigner", "LearnerTask"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,90 +41,21 @@ class LearnerTask:
         return plain and self.algorithm.on_policy and not self.algorithm.needs_critic
 
 
-@dataclass(kw_only=True, slots=True)
-class CreditedSample:
-    """A training sample with the credit of each of its response tokens."""
-
-    sample: TrainSample
-    advantages: Tensor
-    """[T]"""
-    old_logprobs: Tensor | None = None
-    """[T]; None when the step makes one update (the ratio is then exactly 1)."""
-    ref_logprobs: Tensor | None = None
-    """[T]"""
-    old_values: Tensor | None = None
-    """[T]"""
-    returns: Tensor | None = None
-    """[T]"""
-    choices: Tensor | None = None
-    """[T] bool: the tokens that the loss is over and its denominator counts; None = all. A token that a
-    grammar forced is none: it has probability 1 whatever the weights."""
-    has_gradient: bool = True
-    """False: the loss does not depend on the sample; it only counts in the denominator."""
-
-    @property
-    def num_choices(self) -> int:
-        """Tokens that the loss is over."""
-        return len(self.sample.response_ids) if self.choices is None else int(self.choices.sum())
-
-    def compact(self) -> CreditedSample:
-        """Return it with tensors of its own: a view travels with all that it is a view of."""
-        names = ("old_logprobs", "ref_logprobs", "old_values", "returns", "choices")
-        given: dict[str, Any] = {
-            n: None if (found := getattr(self, n)) is None else found.clone() for n in names
-        }
-        return replace(self, advantages=self.advantages.clone(), **given)
-
-
-@dataclass(slots=True)
-class Before:
-    """What the models say of the samples before the update, ragged [T] each."""
-
-    old_logprobs: list[Tensor]
-    ref_logprobs: list[Tensor] | None
-    values: list[Tensor] | None
-
-    def compact(self) -> Before:
-        """Return it with tensors of their own: a view travels with all that it is a view of."""
-        old, ref, values = (
-            None if own is None else [tensor.clone() for tensor in own]
-            for own in (self.old_logprobs, self.ref_logprobs, self.values)
-        )
-        return Before(old or [], ref, values)
-
-
-class Look(Protocol):
-    """``look_before``, in this process or shared out to several."""
-
-    def __call__(
-        self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
-    ) -> Before:
-        """Return what the models say of ``samples``."""
-        ...
-
-
 class CreditAssigner:
-    """Calls each task's algorithm with all of the task's samples of the step, and nobody else's.
+    """Calls each task's algorithm with all of the task's samples of the step, and with no others.
 
     Args:
-        runner: the models.
+        backend: runs the models.
         tasks: by name.
         many_updates: a step makes several updates, so ratios need the log-probabilities before the first.
-        look: who runs the models; default: this process.
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        tasks: Mapping[str, LearnerTask],
-        *,
-        many_updates: bool,
-        look: Look | None = None,
+        self, backend: TrainingBackend, tasks: Mapping[str, LearnerTask], *, many_updates: bool
     ) -> None:
-        self._runner = runner
+        self._backend = backend
         self._tasks = tasks
         self._many_updates = many_updates
-        self._look = look or partial(look_before, runner)
 
     def credit(
         self, samples: Sequence[TrainSample]
@@ -150,7 +79,7 @@ class CreditAssigner:
     def _credit_task(
         self, task: LearnerTask, samples: list[TrainSample]
     ) -> tuple[list[CreditedSample], dict[str, float]]:
-        before = self._look_before(task, samples)
+        before = self._step_start_outputs(task, samples)
         lengths = torch.tensor([len(s.response_ids) for s in samples])
         known = self._choices(samples)
         # a critic learns a value at every token
@@ -164,7 +93,7 @@ class CreditAssigner:
         values = before.values if before else None
         if values is not None and credit.value_rescale is not None:
             scale, shift = credit.value_rescale
-            self._runner.critic.rescale(task.spec.name, scale, shift)
+            self._backend.runner.critic.rescale(task.spec.name, scale, shift)
             values = [scale * v + shift for v in values]
         metrics = dict(credit.metrics)
         if known is not None:
@@ -195,62 +124,24 @@ class CreditAssigner:
         grammars = [s.scored.rollout.sampling.grammar for s in samples]
         if not any(grammars):
             return None
-        return self._runner.actor.grammars.choices(grammars, [s.response_ids for s in samples])
+        return self._backend.runner.actor.grammars.choices(grammars, [s.response_ids for s in samples])
 
-    def _look_before(self, task: LearnerTask, samples: list[TrainSample]) -> Before | None:
+    def _step_start_outputs(self, task: LearnerTask, samples: list[TrainSample]) -> StepStartOutputs | None:
         """Compute what credit needs of the weights as they are; None when it needs nothing."""
         needs_critic = task.algorithm.needs_critic
         want_ref = task.spec.kl.coefficient > 0 and not task.algorithm.wants_exact_kl
         if not (want_ref or needs_critic or self._many_updates):
             return None
-        return self._look(task.spec.name, samples, want_values=needs_critic, want_ref=want_ref)
-
-
-@torch.no_grad()
-def look_before(
-    runner: ModelRunner, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
-) -> Before:
-    """Return log-probabilities and, as wanted, reference log-probabilities and values of all responses."""
-    old: list[Tensor] = [torch.empty(0)] * len(samples)
-    values: list[Tensor] | None = [torch.empty(0)] * len(samples) if want_values else None
-    with runner.together():
-        for batch in runner.batches(samples):
-            out = runner.forward(batch, samples, want_hidden=want_values and runner.shares_trunk)
-            scatter(old, batch, out.logprobs)
-            if values is not None and batch.indices:
-                scatter(values, batch, runner.values(task, batch, out))
-        return Before(old, runner.reference_logprobs(samples) if want_ref else None, values)
-
-
-def merge_before(shares: Sequence[Sequence[int]], parts: Sequence[Before]) -> Before:
-    """Return what ``parts`` say in the order of all samples.
-
-    Args:
-        shares: places of each part's samples.
-        parts: of disjoint samples.
-    """
-    number = sum(map(len, shares))
-
-    def whole(lists: Sequence[list[Tensor] | None]) -> list[Tensor] | None:
-        result = [torch.empty(0)] * number
-        for share, own in zip(shares, lists, strict=True):
-            if own is None:
-                return None
-            for index, tensor in zip(share, own, strict=True):
-                result[index] = tensor
-        return result
-
-    old = whole([part.old_logprobs for part in parts])
-    if old is None:
-        raise AssertionError("log-probabilities are always computed")
-    return Before(old, whole([part.ref_logprobs for part in parts]), whole([part.values for part in parts]))
+        return self._backend.step_start_outputs(
+            task.spec.name, samples, want_values=needs_critic, want_ref=want_ref
+        )
 
 
 def _credit_batch(
     task: LearnerTask,
     samples: list[TrainSample],
     lengths: Tensor,
-    before: Before | None,
+    before: StepStartOutputs | None,
     choices: list[Tensor] | None,
 ) -> CreditBatch:
     groups: dict[str, int] = {}

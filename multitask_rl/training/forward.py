@@ -9,7 +9,7 @@ Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from multitask_rl.models.modes import evaluating
 from multitask_rl.models.sampling import TokenMask, keep_top, suppress
 from multitask_rl.records import SamplingParams
-from multitask_rl.training.backends.sharded import forward_pass
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.shared_prompt import read_shared
 
 __all__ = [
     "TokenOutputs",
     "assume_split",
-    "forward_sharded",
     "forward_tokens",
     "response_hidden",
     "split_head",
@@ -38,7 +36,7 @@ SLICE_CELLS = 2**24
 
 @dataclass(kw_only=True, slots=True)
 class TokenOutputs:
-    """What the model says of the response tokens of a micro-batch."""
+    """Outputs of the model at the response tokens of a micro-batch."""
 
     logprobs: Tensor
     """[N] nats, under the sampled distribution (grammar, temperature, top-k, top-p), float32."""
@@ -152,16 +150,6 @@ def forward_tokens(
     )
 
 
-def forward_sharded(model: Any, *args: Any, **wants: Any) -> TokenOutputs:
-    """Return what ``forward_tokens`` returns, of a model whose parts ranks gather together."""
-
-    def act() -> dict[str, Any]:
-        out = forward_tokens(model, *args, **wants)
-        return {f.name: getattr(out, f.name) for f in fields(out)}
-
-    return TokenOutputs(**forward_pass(model, act))
-
-
 def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
     """Return the last hidden states [N, H] at the position before each response token."""
     split = split_head(model)
@@ -241,7 +229,7 @@ def split_head(model: Any) -> tuple[Any, Any] | None:
 
 
 def assume_split(model: Any, can_split: bool) -> None:
-    """Say what ``split_head`` would find out of ``model``, where it cannot be tried."""
+    """Set the answer of ``split_head`` for a ``model`` of which this process has only a part."""
     _CAN_SPLIT[model] = can_split
 
 

@@ -20,7 +20,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """The float32 copies that are here: made when a weight is first moved, by whoever moves it.
+    """The float32 copies in this process: each is made when its weight is first moved here.
 
     Args:
         parameters: all that may be moved; gradients of those below float32 are float32 from now on.
@@ -46,7 +46,7 @@ class Masters:
     def tensors(self) -> dict[nn.Parameter, Tensor]:
         """Return weight -> master of those that are here."""
         for parameter in self._masters:
-            self._follow(parameter)
+            self._take_over(parameter)
         return {parameter: master.detach() for parameter, master in self._masters.items()}
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class Masters:
                 moved.append(parameter)
                 continue
             master = self._master(parameter)
-            self._follow(parameter)
+            self._take_over(parameter)
             master.grad, parameter.grad = parameter.grad.float(), None
             moved.append(master)
         return moved
@@ -107,13 +107,13 @@ class Masters:
         return self._masters[parameter]
 
     @torch.no_grad()
-    def _follow(self, parameter: nn.Parameter) -> None:
-        """Take over a weight that somebody else has set (a checkpoint, a rescaled head)."""
+    def _take_over(self, parameter: nn.Parameter) -> None:
+        """Take over a weight that was set elsewhere (by a checkpoint, by ``Critic.rescale``)."""
         master = self._masters[parameter]
         if self._versions[parameter] == parameter._version:
             return
         self._versions[parameter] = parameter._version
-        # what is the rounded master already keeps the digits that rounding took
+        # where the weight is still the rounded master, the master keeps its float32 digits
         rounded = master.to(parameter.dtype)
         if not torch.equal(rounded, parameter):
             master.copy_(torch.where(rounded == parameter, master, parameter.float()))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from multitask_rl.config.run import CriticConfig, OptimizerConfig
 from multitask_rl.errors import CheckpointError
-from multitask_rl.training.backends.sharded_state import ShardedState
-from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.masters import Masters
 
-__all__ = ["ActorCriticOptimizer", "schedule_factor"]
+__all__ = ["ActorCriticOptimizer", "StateSharing", "schedule_factor"]
 
 MASTER = "master"
 
@@ -31,6 +29,34 @@ def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float
         return 1.0
     progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
     return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class StateSharing(Protocol):
+    """Other processes that make the same step, each with the state of some parameters.
+
+    ``step`` calls ``sum_gradients``, ``norms``, applies the gradients that are then here, and calls
+    ``send_weights``.
+    """
+
+    def is_own(self, parameter: nn.Parameter) -> bool:
+        """Whether its state is in this process."""
+        ...
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of all processes where the state is; elsewhere they are dropped.
+
+        Raises:
+            TrainingError: another process has ended.
+        """
+        ...
+
+    def norms(self) -> list[float | None]:
+        """Return the norm of the whole gradient of actor and critic; None where there is none."""
+        ...
+
+    def send_weights(self) -> None:
+        """Give every process the weights that were moved."""
+        ...
 
 
 class ActorCriticOptimizer:
@@ -64,13 +90,12 @@ class ActorCriticOptimizer:
             fused=True,
         )
         self.num_loads = 0
-        """How often the state was replaced; other ranks have to follow."""
-        self.shared: SharedState | ShardedState | None = None
-        """Among several learner ranks: who keeps the state of what."""
+        """How often the state was replaced; other processes then need their parts anew."""
+        self._sharing: StateSharing | None = None
 
-    def share_out(self, shared: SharedState | ShardedState) -> None:
-        """Keep and move only what is this rank's by ``shared`` from now on."""
-        self.shared = shared
+    def share_out(self, sharing: StateSharing) -> None:
+        """Keep and move only what is this process's own by ``sharing`` from now on."""
+        self._sharing = sharing
         self.num_loads += bool(self._adamw.state)
 
     @property
@@ -92,18 +117,18 @@ class ActorCriticOptimizer:
                 parameter.grad = None
 
     def step(self, factor: float) -> dict[str, float] | None:
-        """Clip and apply the gradients, summed over all ranks, at ``factor`` times the learning rates.
+        """Clip and apply the gradients, summed over all processes, at ``factor`` times the learning rates.
 
         Returns:
             ``grad_norm`` (and ``critic_grad_norm``) before clipping; None when a gradient was not finite, in
             which case nothing was applied.
 
         Raises:
-            TrainingError: other learner ranks that had a part of the state have ended.
+            TrainingError: another process that has a part of the state has ended.
         """
-        if self.shared is not None:
-            self.shared.sum_gradients()
-        norms = self._norms() if self.shared is None else self.shared.norms()
+        if self._sharing is not None:
+            self._sharing.sum_gradients()
+        norms = self._norms() if self._sharing is None else self._sharing.norms()
         if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
             return None
@@ -116,8 +141,8 @@ class ActorCriticOptimizer:
             active["params"], active["lr"] = params, rate * factor
         self._adamw.step()
         self._masters.give_weights()
-        if self.shared is not None:
-            self.shared.send_weights()
+        if self._sharing is not None:
+            self._sharing.send_weights()
         names = ("grad_norm", "critic_grad_norm")
         return {name: norm for name, norm in zip(names, norms, strict=True) if norm is not None}
 
@@ -157,7 +182,7 @@ class ActorCriticOptimizer:
                     f"optimizer state {name!r} has shape {tuple(value.shape)}, the parameter has "
                     f"{tuple(parameter.shape)}; the checkpoint belongs to another model"
                 )
-            is_own = self.shared is None or self.shared.is_own(parameter)
+            is_own = self._sharing is None or self._sharing.is_own(parameter)
             state.setdefault(parameter, {})[key] = value.to(parameter.device if is_own else "cpu").clone()
         self.num_loads += 1
         self._adamw.state.clear()
@@ -169,6 +194,6 @@ class ActorCriticOptimizer:
             }
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the state of ``parameters``, which others have been given."""
+        """Drop the state of ``parameters``, which other processes were given."""
         for parameter in parameters:
             self._adamw.state.pop(self._masters.forget(parameter), None)

@@ -1,4 +1,4 @@
-"""A reference policy that follows the actor slowly: the KL bounds the speed of change, not the distance."""
+"""A reference policy that is an average of the actor: the KL bounds the speed of change, not the distance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AveragedReference:
         self._averages = {name: p.detach().float() for name, p in self._scored.items()}
 
     @torch.no_grad()
-    def follow(self, actor: PreTrainedModel) -> None:
+    def ema_update(self, actor: PreTrainedModel) -> None:
         """Move towards the weights of ``actor`` by one update."""
         for name, parameter in actor.named_parameters():
             average = self._averages[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams, TrainSample
-from multitask_rl.training.backends.context import attention_over_parts, forward_in_parts
-from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.forward import TokenOutputs, forward_sharded, forward_tokens
+from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
 from multitask_rl.training.offload import ActivationOffload
 from multitask_rl.training.packing import supports_packing
@@ -30,11 +29,81 @@ from multitask_rl.training.shared_prompt import supports_shared_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "Passes", "WholePasses", "scatter"]
+
+
+class Passes(Protocol):
+    """How micro-batches go through the models: in this process alone, or together with others."""
+
+    layout: str
+    """The only layout of micro-batches that it takes; empty = any."""
+    in_step: bool
+    """All processes make each pass together: each makes as many as the others, one per micro-batch."""
+
+    def most(self, number: int) -> int:
+        """Return the largest ``number`` of any process that passes are made together with."""
+        ...
+
+    def attention(self, models: Sequence[Any]) -> contextlib.AbstractContextManager[None] | None:
+        """Return the context in which ``models`` have the attention they need; None = that of one process."""
+        ...
+
+    def forward(
+        self,
+        model: Any,
+        batch: MicroBatch,
+        sampling: list[SamplingParams],
+        *,
+        mask: TokenMask | None,
+        pad_token_id: int,
+        **wants: bool,
+    ) -> TokenOutputs:
+        """Return what ``forward_tokens`` returns for the whole micro-batch."""
+        ...
+
+
+class WholePasses:
+    """``Passes`` of whole micro-batches through whole models in this process."""
+
+    layout = ""
+    in_step = False
+
+    def most(self, number: int) -> int:
+        """Return ``number``."""
+        return number
+
+    def attention(self, models: Sequence[Any]) -> None:
+        """Return None."""
+
+    def forward(
+        self,
+        model: Any,
+        batch: MicroBatch,
+        sampling: list[SamplingParams],
+        *,
+        mask: TokenMask | None,
+        pad_token_id: int,
+        **wants: bool,
+    ) -> TokenOutputs:
+        """Return what ``forward_tokens`` returns."""
+        return forward_tokens(model, batch, sampling, mask=mask, **wants)
 
 
 class ModelRunner:
-    """Actor, critic and reference behind the few calls that losses need."""
+    """Actor, critic and reference behind the few calls that losses need.
+
+    Args:
+        actor: of the run.
+        critic: of the run.
+        config: the run.
+        reference: model that the KL is measured to; None = the actor without its adapters.
+        passes: how micro-batches go through the models; default: in this process.
+        shares_prompts: whether the actor can compute a group's prompt once; None = tried on first use.
+        is_whole: the actor's weights are here; else they come later or are a part, and nothing is tried now.
+
+    Raises:
+        ConfigError: the model cannot do the configured ``batch.layout``.
+    """
 
     def __init__(
         self,
@@ -42,11 +111,12 @@ class ModelRunner:
         critic: Critic,
         config: RunConfig,
         reference: PreTrainedModel | None = None,
-        ranks: Ranks | None = None,
+        *,
+        passes: Passes | None = None,
         shares_prompts: bool | None = None,
+        is_whole: bool = True,
     ) -> None:
-        self.ranks = ranks
-        """Those that compute sequences together with this process; None: it computes them alone."""
+        self.passes: Passes = passes or WholePasses()
         self.actor = actor
         self.critic = critic
         self.reference = reference
@@ -55,21 +125,10 @@ class ModelRunner:
         """Moves the reference, where it is to move."""
         self._config = config
         self._shares_prompts = shares_prompts
-        """Whether the model can; None: to be tried."""
-        if config.batch.layout == "shared":
-            self._layout()  # told before anything is sampled
-        if config.batch.layout == "packed" and ranks is None:
-            # by the trainer, whose model is whole; another rank's has no weights yet, or a part of them
+        if is_whole and config.batch.layout == "shared":
+            self._layout()  # refused before anything is sampled
+        if is_whole and config.batch.layout == "packed":
             self._check_packing()
-
-    @property
-    def _in_parts(self) -> bool:
-        return self.ranks is not None and self.ranks.context > 1
-
-    @property
-    def is_sharded(self) -> bool:
-        """Learner ranks have parts of the models, and make every pass together."""
-        return self.actor.shards is not None
 
     @property
     def shares_trunk(self) -> bool:
@@ -80,11 +139,8 @@ class ModelRunner:
         """Cut samples into micro-batches by the configured token budget and layout."""
         prompts = [_reference_prompt(s) if for_reference else s.prompt_ids for s in samples]
         batches = self._cut(prompts, [s.response_ids for s in samples])
-        if self.ranks is not None and self.is_sharded:
-            # ranks gather weights together, so each makes as many passes as any other
-            missing = self.ranks.most(len(batches)) - len(batches)
-            batches += [self._idle() for _ in range(missing)]
-        return batches
+        missing = self.passes.most(len(batches)) - len(batches)
+        return batches + [self._idle() for _ in range(missing)]
 
     def _idle(self) -> MicroBatch:
         (batch,) = self._cut([[0]], [[0]])
@@ -98,7 +154,7 @@ class ModelRunner:
             layout=self._layout(),
             pad_token_id=self.actor.pad_token_id,
             device_type=self.actor.device.type,
-            one_pass=self.is_sharded,
+            one_pass=self.passes.in_step,
         )
 
     def _check_packing(self) -> None:
@@ -121,8 +177,8 @@ class ModelRunner:
             ConfigError: ``shared`` was asked for and the model cannot.
         """
         layout = self._config.batch.layout
-        if self._in_parts:
-            return "bucketed"
+        if self.passes.layout:
+            return self.passes.layout
         if layout not in ("auto", "shared"):
             return layout
         if self._shares_prompts is None:
@@ -138,11 +194,12 @@ class ModelRunner:
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of forward and backward passes together.
 
-        Ranks may share sequences in it, and with gradient checkpointing layers are computed again.
+        It has to last until the backward pass is done: checkpointed layers are computed again there.
         """
         models = [self.actor.model] + ([] if self.reference is None else [self.reference])
-        if self.ranks is not None and self._in_parts:
-            return attention_over_parts(self.ranks, models)
+        attention = self.passes.attention(models)
+        if attention is not None:
+            return attention
         if not self._shares_prompts:
             return contextlib.nullcontext()
         return use_attention(models + ([] if self.critic.trunk is None else [self.critic.trunk]), BLOCKS)
@@ -172,7 +229,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def pass_reference_idly(self) -> None:
-        """Make a pass through the reference for the sake of other ranks, which compute with it."""
+        """Make a pass through the reference that other processes need: all gather its weights together."""
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             self._forward(reference, self._idle().to(self.actor.device), [])
 
@@ -214,12 +271,8 @@ class ModelRunner:
         if any(grammars):
             masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
             mask = masks.to(batch.targets.device)
-        if self.is_sharded:
-            return forward_sharded(model, batch, sampling, mask=mask, **wants)
-        if self.ranks is None or not self._in_parts:
-            return forward_tokens(model, batch, sampling, mask=mask, **wants)
         pad = self.actor.pad_token_id
-        return forward_in_parts(self.ranks, model, batch, sampling, mask=mask, pad_token_id=pad, **wants)
+        return self.passes.forward(model, batch, sampling, mask=mask, pad_token_id=pad, **wants)
 
     def _offload(self) -> contextlib.AbstractContextManager[None]:
         offload = self._config.model.activation_offload and torch.is_grad_enabled()
@@ -230,7 +283,7 @@ class ModelRunner:
             self.actor.device.type,
             torch.bfloat16,
             enabled=self._config.model.autocast,
-            cache_enabled=not self.is_sharded,  # it would keep a copy of every block that was gathered
+            cache_enabled=not self.passes.in_step,  # it would keep a copy of every block that was gathered
         )
 
 

@@ -16,9 +16,9 @@ from multitask_rl.errors import TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.training.backends.rank_group import LearnerTeam
+from multitask_rl.training.backends.in_process import InProcess
+from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.rank_starts import LocalRank
-from multitask_rl.training.backends.spread import SpreadEngine
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
@@ -68,19 +68,24 @@ class Bench:
         }
         reference = None if self.actor.config.lora.rank else build_model(seed=3)
         runner = ModelRunner(self.actor, critic, self.config, reference)
-        many = self.config.batch.num_minibatches * self.config.batch.num_epochs > 1
-        self.credit = CreditAssigner(runner, self.tasks, many_updates=many)
-        self.learner = Learner(runner, self.tasks, self.config)
+        self.main = InProcess(runner, self.tasks, self.config)
+        self.use(self.main)
         self.gradient: dict[str, torch.Tensor] = {}
         self.credited = []
-        step = self.learner.optimizer.step
+        step = self.main.optimizer.step
 
         def keep(factor):
             named = [*self.actor.model.named_parameters(), *critic.named_parameters()]
             self.gradient = {n: p.grad.clone() for n, p in named if p.grad is not None}
             return step(factor)
 
-        self.learner.optimizer.step = keep
+        self.main.optimizer.step = keep
+
+    def use(self, backend):
+        many = self.config.batch.num_minibatches * self.config.batch.num_epochs > 1
+        self.backend = backend
+        self.credit = CreditAssigner(backend, self.tasks, many_updates=many)
+        self.learner = Learner(backend, self.tasks, self.config)
 
     def update(self, scored, shares=None):
         samples = [
@@ -98,7 +103,7 @@ def relative_difference(one, other):
     return float(sum((one[k] - other[k]).norm() ** 2 for k in one) ** 0.5 / norm)
 
 
-class TeamBench(Bench):
+class RanksBench(Bench):
     """The same with other ranks; ``helpers`` are their processes."""
 
     def __init__(
@@ -117,9 +122,8 @@ class TeamBench(Bench):
         if checkpointing:
             self.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.helpers = []
-        many = self.config.batch.num_minibatches * self.config.batch.num_epochs > 1
-        self.team = LearnerTeam(
-            self.learner,
+        group = RankGroup(
+            self.main,
             self.config,
             launch or self._launch,
             devices=[("cpu", "cpu")] * num_ranks,
@@ -129,7 +133,7 @@ class TeamBench(Bench):
             host=host,
             num_threads=1,
         )
-        self.credit = CreditAssigner(self.learner.runner, self.tasks, many_updates=many, look=self.team.look)
+        self.use(group)
 
     def _launch(self, where):
         self.helpers.append(LocalRank(where))
@@ -142,7 +146,7 @@ def parameters_of(bench):
 
 def moments(bench):
     """Return what the optimizer remembers of all gradients, whichever rank does."""
-    state = bench.learner.optimizer_tensors({id(p): n for n, p in parameters_of(bench).items()})
+    state = bench.backend.optimizer_tensors({id(p): n for n, p in parameters_of(bench).items()})
     assert {name.partition("|")[2] for name in state} == {"step", "exp_avg", "exp_avg_sq"}
     return {name: value for name, value in state.items() if name.endswith("exp_avg")}
 
@@ -183,7 +187,7 @@ def assert_ranks_sample_as_one_does(bench):
         cls.build(bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused"))
         for cls in (HFEngine, Counting)
     )
-    expected, found = alone.generate(requests), SpreadEngine(own, bench.team).generate(requests)
+    expected, found = alone.generate(requests), bench.backend.spread(own).generate(requests)
     assert requests[6] in here
     assert 1 < len(here) < 5
     for group, expected_group in zip(found, expected, strict=True):
@@ -193,14 +197,14 @@ def assert_ranks_sample_as_one_does(bench):
             assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
 
 
-def assert_a_gradient_that_is_not_finite_moves_nobody(bench):
+def assert_a_gradient_that_is_not_finite_moves_nothing(bench):
     """Whichever rank has it, and whichever owns the parameters."""
     before = {name: p.detach().clone() for name, p in parameters_of(bench).items()}
     for spoilt in (0, len(bench.credited) - 1):
         active = [(c, 1.0) for c in bench.credited]
         active[spoilt] = (active[spoilt][0], float("nan"))
-        assert bench.team.learn(active, 1.0).norms is None
-        bench.team.follow()
+        assert bench.backend.step(active, 1.0).norms is None
+        bench.backend.gather_weights()
         for name, parameter in parameters_of(bench).items():
             assert torch.equal(parameter, before[name])
             assert parameter.grad is None
@@ -210,12 +214,14 @@ def assert_a_call_beside_unfetched_samples_is_refused(bench):
     sampling = SamplingParams(max_new_tokens=12)
     requests = [GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i]) for i in range(8)]
     own = HFEngine.build(bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused"))
-    samples = SpreadEngine(own, bench.team).generate_stream(requests)
+    samples = bench.backend.spread(own).generate_stream(requests)
     next(samples)
     with pytest.raises(TrainingError, match="have to be fetched to the end first"):
-        bench.team.learn([], 1.0)
+        bench.backend.step([], 1.0)
     samples.close()
-    assert bench.team.look("b", [bench.credited[0].sample], want_values=False, want_ref=False)
+    assert bench.backend.step_start_outputs(
+        "b", [bench.credited[0].sample], want_values=False, want_ref=False
+    )
 
 
 def assert_same_weights(found, expected):
@@ -228,9 +234,9 @@ def assert_same_weights(found, expected):
 def begin_alike(bench, other):
     """Change weights and state of ``bench``, and give ``other`` the same: rounding has moved them apart."""
     wanted, parameters = parameters_of(bench), parameters_of(other)
-    kept = bench.learner.optimizer_tensors({id(p): n for n, p in wanted.items()})
+    kept = bench.backend.optimizer_tensors({id(p): n for n, p in wanted.items()})
     for name, parameter in wanted.items():
         parameter.mul_(0.9)
         parameters[name].copy_(parameter)
     for one, own in ((bench, wanted), (other, parameters)):
-        one.learner.optimizer.load_tensors({n: 0.5 * t for n, t in kept.items()}, own)
+        one.backend.load_optimizer({n: 0.5 * t for n, t in kept.items()}, own)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner_benches import Bench, TeamBench, moments, relative_difference
+from learner_benches import Bench, RanksBench, moments, relative_difference
 from model_builders import build_actor, sample_scored
 from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
@@ -246,26 +246,26 @@ def test_learner_ranks_in_actors_learn_what_one_process_learns(cluster: None) ->
     scored = sample_scored(build_actor())
     alone = Bench()
     ranks = RayRanks(1)
-    team = TeamBench(num_ranks=2, launch=ranks, host=ranks.host)
+    group = RanksBench(num_ranks=2, launch=ranks, host=ranks.host)
     try:
         alone.update(scored)
-        team.update(scored)
-        assert relative_difference(moments(team), moments(alone)) < 1e-5
+        group.update(scored)
+        assert relative_difference(moments(group), moments(alone)) < 1e-5
     finally:
-        team.team.close()
+        group.backend.close()
 
 
 def test_nobody_waits_for_a_rank_that_failed_in_an_actor(cluster: None) -> None:
     ranks = RayRanks(1)
-    team = TeamBench(num_ranks=2, launch=ranks, host=ranks.host, sharded=True)
+    group = RanksBench(num_ranks=2, launch=ranks, host=ranks.host, sharded=True)
     try:
-        team.update(sample_scored(build_actor()))
-        broken = [c.sample for c in team.credited[:2]]
+        group.update(sample_scored(build_actor()))
+        broken = [c.sample for c in group.credited[:2]]
         broken[1].prompt_ids = []  # the cheaper one goes to the actor; the other's passes wait for it
         with pytest.raises(TrainingError, match="has an empty prompt"):
-            team.team.look("b", broken, want_values=False, want_ref=False)
+            group.backend.step_start_outputs("b", broken, want_values=False, want_ref=False)
     finally:
-        team.team.close()
+        group.backend.close()
 
 
 def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path) -> None:

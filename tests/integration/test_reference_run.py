@@ -51,7 +51,7 @@ def test_decay_1_is_the_fixed_reference_bitwise(directory) -> None:
     start = {n: p.clone() for n, p in actor.model.named_parameters()}
     still = AveragedReference(actor.model, 1.0)
     for seed in range(1, 4):
-        still.follow(build_actor(seed).model)
+        still.ema_update(build_actor(seed).model)
     assert all(torch.equal(start[n], p) for n, p in actor.model.named_parameters())
     assert max(map(abs, kls(directory / "fixed")[1:])) > 1e-4, "the policy has left the fixed reference"
 
@@ -59,7 +59,7 @@ def test_decay_1_is_the_fixed_reference_bitwise(directory) -> None:
 def test_decay_0_is_the_current_policy_so_the_kl_is_0(directory) -> None:
     trainer = train(config(directory, "zero", 4, 0.0))
     assert kls(directory / "zero") == pytest.approx([0.0] * 4, abs=1e-5)
-    reference = dict(trainer.learner.runner.reference.named_parameters())
+    reference = dict(trainer.learner.backend.runner.reference.named_parameters())
     assert all(torch.equal(reference[n], p) for n, p in trainer.actor.model.named_parameters())
 
 
@@ -69,10 +69,10 @@ def test_the_reference_is_part_of_checkpoints_and_rollbacks(directory) -> None:
     resumed = train(config(directory, "parts", 6, 0.7))
     assert weights_hash(resumed) == weights_hash(whole)
     assert lines(directory / "parts", "rollouts.jsonl") == lines(directory / "whole", "rollouts.jsonl")
-    now = {n: t.clone() for n, t in whole.learner.runner.average.tensors().items()}
+    now = {n: t.clone() for n, t in whole.learner.backend.runner.average.tensors().items()}
     checkpoint = whole.store.checkpoints.load(whole.store.checkpoints.path(4))
     restore(whole, checkpoint)
-    model = dict(whole.learner.runner.reference.named_parameters())
+    model = dict(whole.learner.backend.runner.reference.named_parameters())
     for name, value in now.items():
         assert torch.equal(model[name], checkpoint.tensors[f"reference/{name}"])
         if name.endswith("mlp.up_proj.weight"):
@@ -88,7 +88,7 @@ def test_averages_move_in_float32_where_bfloat16_would_stand_still() -> None:
         parameter.data.fill_(0.996)
     average = AveragedReference(reference, 0.99)
     for _ in range(500):
-        average.follow(actor)
+        average.ema_update(actor)
     values = [t.mean().item() for t in average.tensors().values()]
     assert min(values) == pytest.approx(1.0, abs=1e-4)
     assert all((p == 1.0).all() for p in reference.parameters())

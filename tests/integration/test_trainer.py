@@ -226,10 +226,10 @@ def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
 
     def check(number):
         """The first ``number`` rows are the checkpoint's."""
-        state = second.learner.optimizer._adamw.state[new.weight]
+        state = second.learner.backend.optimizer._adamw.state[new.weight]
         saved = checkpoint.tensors["optimizer/actor.model.embed_tokens.weight|exp_avg"]
         critic = second.critic.trunk.get_input_embeddings().weight
-        reference = second.learner.runner.reference.get_input_embeddings().weight
+        reference = second.learner.backend.runner.reference.get_input_embeddings().weight
         assert torch.equal(new.weight[:number], old.weight)
         assert torch.equal(state["exp_avg"][:number], saved)
         assert torch.equal(critic[:number], first.critic.trunk.get_input_embeddings().weight)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from multitask_rl.guard.decision import GuardAction
 from multitask_rl.records import Failure, NotApplicable, Score, Scored, Statistic, Verdict
-from multitask_rl.training.credit import CreditedSample
+from multitask_rl.training.backend import CreditedSample
 
 from .cases import Case
 from .naive.records import Attempt, Number, Sample

@@ -46,7 +46,7 @@ from multitask_rl.step.flow import FunctionStage
 from multitask_rl.step.report import StepReport
 from multitask_rl.testing import FakeEngine
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.credit import CreditedSample
+from multitask_rl.training.backend import CreditedSample
 
 from . import world
 from .cases import Case

@@ -27,7 +27,7 @@ from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_head
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
 
-__all__ = ["attention_over_parts", "check_model", "cut_sequences", "forward_in_parts"]
+__all__ = ["ContextPasses", "check_model", "cut_sequences"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,47 +75,59 @@ def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int)
     return Part(batch=part, tokens=tokens, most=most, place=owner * most + place)
 
 
-def forward_in_parts(
-    ranks: Ranks,
-    model: Any,
-    batch: MicroBatch,
-    sampling: list[SamplingParams],
-    *,
-    mask: TokenMask | None,
-    pad_token_id: int,
-    **wants: bool,
-) -> TokenOutputs:
-    """Return what ``forward_tokens`` returns, computed by all ranks of the context group together.
+class ContextPasses:
+    """``runner.Passes`` of sequences of which every rank of a context group computes a part.
 
-    Call it, and the backward pass, under ``attention_over_parts``.
+    Every rank of the group makes the same calls, with the same samples.
 
     Args:
-        ranks: every rank of the group calls this with the same arguments.
-        model: causal language model (see ``check_model``).
-        batch: ``bucketed`` micro-batch.
-        sampling: [B].
-        mask: what grammars allowed.
-        pad_token_id: any valid id.
-        wants: see ``forward_tokens``.
+        ranks: all of them.
     """
-    part = cut_sequences(batch, ranks.peer_index, ranks.context, pad_token_id)
-    own_mask = None if mask is None else mask.select(part.tokens, len(batch.targets))
-    out = forward_tokens(model, part.batch, sampling, mask=own_mask, **wants)
 
-    def whole(own: Tensor | None) -> Tensor | None:
-        if own is None:
-            return None
-        missing = part.most - len(own)
-        even = torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
-        gathered: Tensor = _Gather.apply(even, ranks)  # type: ignore[no-untyped-call]
-        return gathered.flatten(0, 1)[part.place]
+    layout = "bucketed"
+    in_step = False
 
-    logprobs, entropy = whole(out.logprobs), whole(out.entropy)
-    if logprobs is None or entropy is None:
-        raise AssertionError("log-probabilities are always computed")
-    return TokenOutputs(
-        logprobs=logprobs, entropy=entropy, logits=whole(out.logits), hidden=whole(out.hidden)
-    )
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def most(self, number: int) -> int:
+        """Return ``number``: the group has the same samples."""
+        return number
+
+    def attention(self, models: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which ``models`` attend over the parts of all ranks of the group."""
+        for model in models:
+            split_head(model)  # tried once, by forwards in which the other ranks take no part
+        return use_attention(models, CONTEXT, peers=self._ranks)
+
+    def forward(
+        self,
+        model: Any,
+        batch: MicroBatch,
+        sampling: list[SamplingParams],
+        *,
+        mask: TokenMask | None,
+        pad_token_id: int,
+        **wants: bool,
+    ) -> TokenOutputs:
+        """Return what ``forward_tokens`` returns; call it, and the backward pass, under ``attention``."""
+        ranks = self._ranks
+        part = cut_sequences(batch, ranks.peer_index, ranks.context, pad_token_id)
+        own_mask = None if mask is None else mask.select(part.tokens, len(batch.targets))
+        out = forward_tokens(model, part.batch, sampling, mask=own_mask, **wants)
+
+        def whole(own: Tensor) -> Tensor:
+            missing = part.most - len(own)
+            even = torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
+            gathered: Tensor = _Gather.apply(even, ranks)  # type: ignore[no-untyped-call]
+            return gathered.flatten(0, 1)[part.place]
+
+        return TokenOutputs(
+            logprobs=whole(out.logprobs),
+            entropy=whole(out.entropy),
+            logits=None if out.logits is None else whole(out.logits),
+            hidden=None if out.hidden is None else whole(out.hidden),
+        )
 
 
 class _Gather(torch.autograd.Function):
@@ -131,13 +143,6 @@ class _Gather(torch.autograd.Function):
         return gradients[0][ctx.index], None
 
 
-def attention_over_parts(ranks: Ranks, models: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which ``models`` attend over the parts of all ranks."""
-    for model in models:
-        split_head(model)  # tried once, by forwards in which the other ranks take no part
-    return use_attention(models, CONTEXT, peers=ranks)
-
-
 @torch.no_grad()
 def check_model(ranks: Ranks, model: Any, pad_token_id: int) -> None:
     """Compare ``model`` in parts with ``model`` whole on a few tokens; every rank of the group calls this.
@@ -146,7 +151,7 @@ def check_model(ranks: Ranks, model: Any, pad_token_id: int) -> None:
         ConfigError: they differ: a window, another state than keys and values (Mamba), capped scores, or
             attention that does not go through ``transformers``' interface.
     """
-    config = model.config.get_text_config()
+    passes, config = ContextPasses(ranks), model.config.get_text_config()
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     problem = "it attends through windows" if windowed or kinds != {"full_attention"} else ""
@@ -162,8 +167,8 @@ def check_model(ranks: Ranks, model: Any, pad_token_id: int) -> None:
         batch = batch.to(next(model.parameters()).device)
         own = sampling[: len(numbers)]
         try:
-            with attention_over_parts(ranks, [model]):
-                found = forward_in_parts(ranks, model, batch, own, mask=None, pad_token_id=pad_token_id)
+            with passes.attention([model]):
+                found = passes.forward(model, batch, own, mask=None, pad_token_id=pad_token_id)
             whole = forward_tokens(model, batch, own)
         except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
             problem = str(error)

@@ -1,4 +1,4 @@
-"""Rank 0's connections to the other learner ranks: started, admitted, heard, missed when they are late."""
+"""Rank 0's connections to the other learner ranks: it starts them, admits them and logs which are late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, TrainingError
 
-__all__ = ["Helper", "Launch", "RankLines"]
+__all__ = ["Helper", "Launch", "RankConnections"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ Launch = Callable[[dict[str, Any]], Helper]
 """Starts a process that calls ``replica.serve`` with these arguments."""
 
 
-class RankLines:
+class RankConnections:
     """A connection to each of the ranks 1 .. ``size`` - 1.
 
     Args:
@@ -62,7 +62,7 @@ class RankLines:
         self.arrived: dict[int, float] = {}
         """Rank -> when it last said that it was ready for the sum of gradients (this process's clock)."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called, in a thread of its own, when a rank has failed or hung up: who waits for it must not."""
+        """Called, in a thread of its own, when a rank has failed or hung up: ends waiting for it."""
         self._lost: MultitaskRLError | None = None
         """The first failure; the ranks cannot be used after it."""
         try:
@@ -135,9 +135,11 @@ class RankLines:
         """Send ``message`` to ``rank``.
 
         Raises:
-            TrainingError: it died.
+            MultitaskRLError: see ``receive``.
             pickle.PicklingError: ``message`` holds something that cannot travel.
         """
+        if self._lost is not None:
+            raise self._lost
         try:
             self._channels[rank].send(message)
         except OSError as error:
@@ -219,8 +221,8 @@ class RankLines:
     def meet(self, make: Callable[[], T], what: str) -> T:
         """Return what ``make`` returns, which waits for all ranks; the loss of one ends the waiting.
 
-        A library that meets other processes hears of a dead one by its own time limit alone, and is left in
-        its thread then.
+        A library that connects processes notices a dead one only by its own time limit; its thread is left
+        behind then.
 
         Raises:
             RuntimeError: what ``make`` raised.
@@ -248,7 +250,10 @@ class RankLines:
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        self._lost = self._lost or TrainingError("the learner ranks are closed")
+        self._lost = TrainingError(
+            "the learner ranks have ended and their parts of the optimizer's state with them; start again "
+            "from the last checkpoint"
+        )
         for channel in self._channels.values():
             channel.hang_up()
         for helper in self._helpers.values():

@@ -1,8 +1,8 @@
-"""Rank 0's side of several learner ranks: start them, share work out, keep them the same, say who is late.
+"""The training backend of several learner ranks, seen from rank 0.
 
-The trainer's process is rank 0 and holds all state; the other ranks hold copies. Whatever changes a weight
-here outside of an update (a restored checkpoint, a rescaled head) is noticed by the tensor's version and sent
-before the next call.
+The trainer's process is rank 0 and holds all state; the other ranks hold copies or parts. A weight that is
+changed here outside of a step (by a restored checkpoint, a rescaled head) is noticed by its tensor's version
+and sent before the next call.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import contextlib
 import copy
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import TrainSample
-from multitask_rl.rollout.base import Ended, GenerationRequest
+from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.seeding import derive_seed
-from multitask_rl.training.backends.balance import deal
-from multitask_rl.training.backends.calls import RankCalls, Span
-from multitask_rl.training.backends.context import check_model
-from multitask_rl.training.backends.rank_connections import Launch, RankLines
+from multitask_rl.training.backend import Span, StepResult, StepStartOutputs, Weighted
+from multitask_rl.training.backends.calls import RankCalls
+from multitask_rl.training.backends.context import ContextPasses, check_model
+from multitask_rl.training.backends.in_process import InProcess
+from multitask_rl.training.backends.rank_connections import Launch, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, host_store
-from multitask_rl.training.backends.replica import Setup, describe
-from multitask_rl.training.backends.sharded import Shards
+from multitask_rl.training.backends.replica import Replica, Setup, describe
+from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards
 from multitask_rl.training.backends.sharded_learner import (
     check_probe,
     check_shardable,
@@ -36,22 +38,21 @@ from multitask_rl.training.backends.sharded_learner import (
     probe,
     shard_learner,
 )
-from multitask_rl.training.backends.sharded_state import ShardedState
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import freeze
-from multitask_rl.training.backends.spreading import spread_samples
-from multitask_rl.training.credit import Before, look_before, merge_before
-from multitask_rl.training.learner import Learner, Learnt, Weighted
+from multitask_rl.training.backends.spread import OwnStream, SpreadEngine
+from multitask_rl.training.balance import deal, share_out
+from multitask_rl.training.forward import forward_tokens
 from multitask_rl.training.metrics import TokenMeans
 
-__all__ = ["LearnerTeam"]
+__all__ = ["RankGroup"]
 
 
-class LearnerTeam:
-    """All learner ranks, seen from rank 0; a ``learner.Team``.
+class RankGroup:
+    """A ``TrainingBackend`` of several learner ranks; each computes with an ``InProcess`` of its own.
 
     Args:
-        learner: of this process; becomes rank 0 of the team.
+        main: of this process, with whole models; it computes rank 0's part unless the models are ``sharded``.
         config: the run.
         launch: how a rank is started.
         devices: of actor and critic in ranks 0, 1, ...
@@ -68,7 +69,7 @@ class LearnerTeam:
 
     def __init__(
         self,
-        learner: Learner,
+        main: InProcess,
         config: RunConfig,
         launch: Launch,
         *,
@@ -79,15 +80,15 @@ class LearnerTeam:
         host: str = "127.0.0.1",
         num_threads: int = 0,
     ) -> None:
-        self._learner = self._own = learner
-        self._size, self._context, self._tensor = len(devices), context, tensor
+        self._main = self._own = main
+        self.runner = runner = main.runner
+        self.num_ranks, self._context, self._tensor = len(devices), context, tensor
         self._peers = context * tensor
         self._num_threads = num_threads
-        runner = learner.runner
         if sharded:
             check_shardable(runner, tensor)
         models = (runner.actor, runner.critic, runner.reference, runner.average)
-        parts = (*models, learner.tasks, config)
+        parts = (*models, main.tasks, config)
         try:
             frozen, self._tensors = freeze(parts)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
@@ -102,33 +103,34 @@ class LearnerTeam:
         self._config = config
         self._num_loads = 0
         self._undo = contextlib.ExitStack()
-        self._lines = RankLines(launch, self._size, host)
+        self._connections = RankConnections(launch, self.num_ranks, host)
         try:
             self._ranks = self._start(frozen, devices, host)
             self._undo.callback(self._ranks.close)
-            self._lines.on_lost = self._ranks.abort
-            self._calls = RankCalls(self._lines, self._ranks, num_threads)
-            learner.team = self
+            self._connections.on_lost = self._ranks.abort
+            self._calls = RankCalls(self._connections, self._ranks, num_threads)
             self._send_tensors()
+            self._state: SharedState | ShardedState
             if sharded:
                 self._shard()
             else:
-                runner.ranks = self._ranks
-                learner.optimizer.share_out(SharedState(self._ranks, *learner.optimizer.parameters))
-                self._wholes = [p for group in learner.optimizer.parameters for p in group]
+                self._state = SharedState(self._ranks, *main.optimizer.parameters)
+                self._wholes = [p for group in main.optimizer.parameters for p in group]
+            main.optimizer.share_out(self._state)
             if context > 1:
+                runner.passes = ContextPasses(self._ranks)
                 model, pad = runner.actor.model, runner.actor.pad_token_id
-                self._calls.call("check", {}, lambda: check_model(self._ranks, model, pad))
+                self._calls.call(Replica.check, {}, lambda: check_model(self._ranks, model, pad))
         except BaseException:
             self.close()
             raise
 
     def _start(self, frozen: bytes, devices: Sequence[tuple[str, str]], host: str) -> Ranks:
         """Tell every rank what it is and meet it in the process groups."""
-        runner, (store, port) = self._learner.runner, host_store(host)
-        for rank in range(1, self._size):
+        runner, (store, port) = self.runner, host_store(host)
+        for rank in range(1, self.num_ranks):
             setup = Setup(
-                size=self._size,
+                size=self.num_ranks,
                 context=self._context,
                 tensor=self._tensor,
                 host=host,
@@ -141,23 +143,25 @@ class LearnerTeam:
                 num_threads=self._num_threads or torch.get_num_threads(),
                 frozen=frozen,
             )
-            self._lines.send(rank, setup)
-        self._lines.collect("thawed", "start")
+            self._connections.send(rank, setup)
+        self._connections.collect("thawed", "start")
         device = runner.actor.device
 
         def join() -> Ranks:
-            return Ranks(0, self._size, self._context, self._tensor, address=host, store=store, device=device)
+            return Ranks(
+                0, self.num_ranks, self._context, self._tensor, address=host, store=store, device=device
+            )
 
         try:
             # on a GPU nothing waits yet, and the thread's current device is set
-            return join() if device.type == "cuda" else self._lines.meet(join, "the start")
+            return join() if device.type == "cuda" else self._connections.meet(join, "the start")
         except RuntimeError:
-            self._lines.collect("done", "the start", until=time.monotonic() + 5.0)
+            self._connections.collect("done", "the start", until=time.monotonic() + 5.0)
             raise
 
     def _shard(self) -> None:
-        """Cut the models; who reads whole weights goes on reading this process's actor."""
-        runner, number = self._learner.runner, {}
+        """Cut the models. Engine and checkpoints go on reading this process's whole actor."""
+        runner, number = self.runner, {}
         actor, reference = runner.actor, runner.reference
         for place, (_, parameter) in enumerate(actor.model.named_parameters()):
             number[parameter.data_ptr()] = place
@@ -168,54 +172,53 @@ class LearnerTeam:
         gone = [i for i, t in enumerate(self._tensors) if t.data_ptr() in cut]
         for i in gone:
             self._tensors[i] = torch.empty(0)
-        traits, expected = find_traits(actor.model), probe(actor.model)
+        traits, expected = find_traits(actor.model), probe(actor.model, forward_tokens)
         # its buffers are the actor's own: what changes them changes both
         same = {id(buffer): buffer for buffer in actor.model.buffers()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
-        self._own, _ = self._calls.call(
-            "shard",
-            dict.fromkeys(range(1, self._size), (self._places, gone, traits)),
+        (self._own, self._state), _ = self._calls.call(
+            Replica.shard,
+            dict.fromkeys(range(1, self.num_ranks), (self._places, gone, traits)),
             lambda: shard_learner(
-                double, runner.critic, reference, self._learner.tasks, self._config, self._ranks, traits
+                double, runner.critic, reference, self._main.tasks, self._config, self._ranks, traits
             ),
         )
-        found, _ = self._calls.call("probe", {}, lambda: probe(self._own.runner.actor.model))
+        found, _ = self._calls.call(
+            Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks).forward)
+        )
         check_probe(actor.model, found, expected)
         self._remember()
-        self._wholes = [*actor.trainable_parameters(), *self._learner.optimizer.parameters[1]]
-        self._learner.optimizer.share_out(self._shared)
+        self._wholes = [*actor.trainable_parameters(), *self._main.optimizer.parameters[1]]
 
     # -- the work -------------------------------------------------------------------------------------------
 
-    def learn(self, active: Sequence[Weighted], factor: float) -> Learnt:
-        """Make one optimizer step, everybody on a part of ``active``."""
+    def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
+        """Make one optimizer step, every rank on a part of ``active``."""
         self._synchronise()
         shares = self._deal([c.sample for c, _ in active])
         parts = [[active[i] for i in share] for share in shares]
-        coefficients = {name: task.kl_coefficient for name, task in self._learner.tasks.items()}
-        version = self._learner.runner.actor.policy_version
+        coefficients = {name: task.kl_coefficient for name, task in self._main.tasks.items()}
+        version = self.runner.actor.policy_version
         self._number_in_step = self._number_in_step + 1 if version == self._version else 0
         self._version = version
         work: dict[int, tuple[Any, ...]] = {}
-        for rank in range(1, self._size):
-            seed = self._seed_of(rank)
+        for rank in range(1, self.num_ranks):
             sent = [(c.compact(), weight) for c, weight in parts[rank // self._peers]]
-            work[rank] = (sent, factor, coefficients, seed)
+            work[rank] = (sent, factor, coefficients, self._seed_of(rank))
+
+        def own_step() -> StepResult:
+            with self._own_stream():
+                return self._own.step(parts[0], factor)
+
         began = time.monotonic()
-        own, others = self._calls.call("learn", work, lambda: self._learn(parts[0], factor))
+        own, others = self._calls.call(Replica.step, work, own_step)
         self._calls.note(began)
         means = TokenMeans()
         results = [own, *(result for result in others if result is not None)]
         for one in results:
             means.merge(one.means)
         self._remember()
-        return Learnt(loss=sum(one.loss for one in results), norms=own.norms, means=means)
-
-    def _learn(self, active: Sequence[Weighted], factor: float) -> Learnt:
-        if self._own is self._learner:  # the trainer's learner has put its model into the mode of an update
-            return self._own.learn(active, factor)
-        with self._own.runner.actor.learning(), self._own_stream():
-            return self._own.learn(active, factor)
+        return StepResult(loss=sum(one.loss for one in results), norms=own.norms, means=means)
 
     def _seed_of(self, rank: int) -> int:
         """Return the seed of the adapters' dropout in the next step: peers in layers drop the same."""
@@ -233,59 +236,95 @@ class LearnerTeam:
             torch.manual_seed(self._seed_of(0))
             yield
 
-    def look(self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool) -> Before:
-        """Return what ``credit.look_before`` returns, everybody for a part of ``samples``."""
+    def step_start_outputs(
+        self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
+    ) -> StepStartOutputs:
+        """Return the outputs of all ``samples``; every rank computes a part."""
         self._synchronise()
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
-        work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in range(1, self._size)}
-        runner = self._own.runner
+        work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in range(1, self.num_ranks)}
         own, others = self._calls.call(
-            "look",
+            Replica.step_start_outputs,
             work,
-            lambda: look_before(runner, task, parts[0], want_values=want_values, want_ref=want_ref),
+            lambda: self._own.step_start_outputs(task, parts[0], want_values=want_values, want_ref=want_ref),
         )
-        return merge_before(shares, [own, *(result for result in others if result is not None)])
+        return StepStartOutputs.merge(shares, [own, *(result for result in others if result is not None)])
 
-    def sample(
-        self,
-        requests: Sequence[GenerationRequest],
-        own: Callable[[Sequence[GenerationRequest]], Iterator[list[Ended]]],
-    ) -> Iterator[list[Ended]]:
-        """Yield the samples of ``requests`` as they end, each rank at some of them.
+    def spread(self, engine: RolloutEngine) -> RolloutEngine:
+        """Return an engine that samples on all ranks; ``engine`` itself where that cannot be."""
+        can_spread = engine.shares_weights and isinstance(self._state, SharedState)
+        return SpreadEngine(engine, self.sample) if can_spread else engine
+
+    def sample(self, requests: Sequence[GenerationRequest], own: OwnStream) -> Iterator[list[Ended]]:
+        """Yield the samples of ``requests`` as they end; every rank samples some.
 
         Args:
             requests: those with a ``watch`` stay in this process.
             own: this process's engine.
         """
         self._synchronise()
-        yield from spread_samples(self._calls, self._lines, self._size, requests, own)
+        free = [i for i, request in enumerate(requests) if request.watch is None]
+        shares = share_out([most_tokens(requests[i]) for i in free], self.num_ranks)
+        indices = [[free[position] for position in share] for share in shares]
+        indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
+        connections, busy = self._connections, set[int]()
 
-    def follow(self) -> None:
-        """Move everybody's reference towards the actor; rank 0's has moved. So do whole weights."""
-        if self._own is not self._learner:
-            self._calls.call("gather", {}, self._gather)
-        elif self._learner.runner.average is not None:
-            self._calls.call("follow", {}, lambda: None)
-        self._remember()
+        def received(until: float | None = None) -> Iterator[list[Ended]]:
+            """Yield what the other ranks have sent, until all are done or at ``until`` nothing is there."""
+            while busy and (message := connections.receive("sampling", sorted(busy), until)):
+                rank, kind, content = message
+                if kind == "done":
+                    busy.discard(rank)
+                else:
+                    yield [(indices[rank][i], j, generation) for i, j, generation in content]
+
+        with self._calls.at_work():
+            try:
+                for rank in range(1, self.num_ranks):
+                    if indices[rank]:
+                        connections.send(rank, (Replica.sample, ([requests[i] for i in indices[rank]],)))
+                        busy.add(rank)
+                for ended in own([requests[i] for i in indices[0]]):
+                    yield [(indices[0][i], j, generation) for i, j, generation in ended]
+                    yield from received(until=time.monotonic())
+                yield from received()
+            except GeneratorExit:
+                for _ in received():
+                    pass  # the rest is not wanted, but the next call needs an empty connection
+                raise
+
+    def ema_update(self) -> None:
+        """Move the reference of every rank towards the actor."""
+        if self.runner.average is not None:
+            self._calls.call(Replica.ema_update, {}, self._main.ema_update)
+            self._remember()
 
     @torch.no_grad()
-    def _gather(self) -> None:
-        wholes = dict(self._learner.runner.actor.model.named_parameters())
-        for name, found in self._shards.gather():
-            if wholes[name].requires_grad:
-                wholes[name].copy_(found)
+    def gather_weights(self) -> None:
+        """Copy the weights that other ranks moved in parts into this process's whole actor."""
+        if self._own is self._main:
+            return
+        wholes = dict(self.runner.actor.model.named_parameters())
+
+        def gather() -> None:
+            for name, found in self._shards.gather():
+                if wholes[name].requires_grad:
+                    wholes[name].copy_(found)
+
+        self._calls.call(Replica.gather, {}, gather)
+        self._remember()
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
-        """Return metrics and spans since the last call."""
+        """Return metrics (``ranks/...``) and spans since the last call."""
         return self._calls.report()
 
     def _deal(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         return deal(
             [s.prompt_ids for s in samples],
             [s.response_ids for s in samples],
-            self._size // self._peers,
-            self._learner.runner.actor.hidden_size,
+            self.num_ranks // self._peers,
+            self.runner.actor.hidden_size,
         )
 
     # -- the same everywhere --------------------------------------------------------------------------------
@@ -293,7 +332,7 @@ class LearnerTeam:
     def _synchronise(self) -> None:
         """Send what was changed here since the last call."""
         self._send_tensors()
-        optimizer = self._learner.optimizer
+        optimizer = self._main.optimizer
         if optimizer.num_loads != self._num_loads:
             self._num_loads = optimizer.num_loads
             self._share_out_state()
@@ -302,40 +341,33 @@ class LearnerTeam:
         changed = [i for i, t in enumerate(self._tensors) if t._version != self._known[i]]
         whole = [i for i in changed if i not in self._places]
         cut = [i for i in changed if i in self._places]
-        everybody = range(1, self._size)
+        others = range(1, self.num_ranks)
         if whole:
             tensors = [self._tensors[i] for i in whole]
             self._calls.call(
-                "fill", dict.fromkeys(everybody, (whole,)), lambda: self._ranks.broadcast(tensors)
+                Replica.fill, dict.fromkeys(others, (whole,)), lambda: self._ranks.broadcast(tensors)
             )
         if cut:
             numbers, wholes = [self._places[i] for i in cut], [self._tensors[i] for i in cut]
             self._calls.call(
-                "fill_parts", dict.fromkeys(everybody, (numbers,)), lambda: self._shards.fill(numbers, wholes)
+                Replica.fill_parts,
+                dict.fromkeys(others, (numbers,)),
+                lambda: self._shards.fill(numbers, wholes),
             )
         self._remember()
 
     @property
     def _shards(self) -> Shards:
-        shards = self._own.runner.actor.shards
-        if shards is None:
-            raise AssertionError("the models are whole")
-        return shards
-
-    @property
-    def _shared(self) -> SharedState | ShardedState:
-        shared = self._own.optimizer.shared
-        if shared is None:
-            raise AssertionError("the state was not shared out")
-        return shared
+        assert isinstance(self._state, ShardedState), "the models are whole"
+        return self._state.shards
 
     def _share_out_state(self) -> None:
         """Give every rank its part of the optimizer's state, all of which is here."""
-        optimizer = self._learner.optimizer
+        optimizer = self._main.optimizer
         numbers = {id(p): str(number) for number, p in enumerate(self._wholes)}
-        parts: dict[int, dict[str, torch.Tensor]] = {rank: {} for rank in range(self._size)}
+        parts: dict[int, dict[str, torch.Tensor]] = {rank: {} for rank in range(self.num_ranks)}
         for name, value in optimizer.tensors(numbers).items():
-            for rank, part in self._shared.deal(name, value):
+            for rank, part in self._state.deal(name, value):
                 parts[rank][name] = part
         own = parts.pop(0)
 
@@ -344,45 +376,50 @@ class LearnerTeam:
                 for value in part.values():
                     self._ranks.send(value, rank)
 
-        self._calls.call("load_optimizer", {rank: (describe(part),) for rank, part in parts.items()}, send)
-        is_elsewhere = self._own is not self._learner
-        optimizer.forget(p for p in self._wholes if is_elsewhere or not self._shared.is_own(p))
+        self._calls.call(
+            Replica.load_optimizer, {rank: (describe(part),) for rank, part in parts.items()}, send
+        )
+        is_elsewhere = self._own is not self._main
+        optimizer.forget(p for p in self._wholes if is_elsewhere or not self._state.is_own(p))
         if is_elsewhere:
             self._own.optimizer.load_tensors(
-                own, {self._shared.names[id(p)]: p for p in self._shared.parameters}
+                own, {self._state.names[id(p)]: p for p in self._state.parameters}
             )
 
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-        """Return everybody's part of the optimizer's state (see ``ActorCriticOptimizer.tensors``)."""
+        """Return the optimizer's state of all ranks (see ``TrainingBackend``)."""
         self._synchronise()
-        own = self._own.optimizer.tensors(self._shared.names)
+        own = self._own.optimizer.tensors(self._state.names)
         parts = {name: [value.cpu()] for name, value in own.items()}
-        _, described = self._calls.call("describe_optimizer", {}, lambda: None)
+        _, described = self._calls.call(Replica.describe_optimizer, {}, lambda: None)
 
         def receive() -> None:
             for rank, part in enumerate(described, start=1):
                 for name, shape, dtype in part:
                     parts.setdefault(name, []).append(self._ranks.receive(shape, dtype, rank))
 
-        self._calls.call("send_optimizer", {}, receive)
+        self._calls.call(Replica.send_optimizer, {}, receive)
         kept = {}
         for name, found in parts.items():
             number, _, key = name.partition("|")
-            kept[f"{names[id(self._wholes[int(number)])]}|{key}"] = self._shared.join(name, found)
+            kept[f"{names[id(self._wholes[int(number)])]}|{key}"] = self._state.join(name, found)
         return kept
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's moments in this process."""
+        """Bytes of the optimizer's moments and float32 masters in this process."""
         return self._own.optimizer.state_bytes
+
+    def load_optimizer(
+        self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Restore the optimizer's state; the next call gives the other ranks their parts."""
+        self._main.load_optimizer(tensors, parameters)
 
     def _remember(self) -> None:
         self._known = [t._version for t in self._tensors]
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        self._lines.close()
-        self._learner.team = self._learner.runner.ranks = None
-        if self._own.optimizer.shared is not None:
-            self._own.optimizer.shared.close()
+        self._connections.close()
         self._undo.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 from multitask_rl.errors import TrainingError
 from multitask_rl.executor.group import ActorGroup
+from multitask_rl.training.backends.replica import serve
 
 __all__ = ["LocalRank", "RayRanks"]
 
@@ -127,8 +128,6 @@ class _Rank:
     """In the Ray actor."""
 
     def serve(self, where: dict[str, Any]) -> None:
-        from multitask_rl.training.backends.replica import serve
-
         if not serve(**where):
             os._exit(1)  # its connections end with it, and with them the waiting of the others
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,17 @@ from multitask_rl.models.compiled import compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
-from multitask_rl.training.backends.context import check_model
+from multitask_rl.training.backend import StepResult, StepStartOutputs, Weighted
+from multitask_rl.training.backends.context import ContextPasses, check_model
+from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
-from multitask_rl.training.backends.sharded import Shards
+from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards
 from multitask_rl.training.backends.sharded_learner import Traits, probe, shard_learner
-from multitask_rl.training.backends.sharded_state import ShardedState
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
-from multitask_rl.training.credit import Before, look_before
-from multitask_rl.training.learner import Learner, Learnt, Weighted
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = ["Described", "Done", "Setup", "describe", "main", "register_outputs", "serve"]
+__all__ = ["Described", "Done", "Replica", "Setup", "describe", "main", "register_outputs", "serve"]
 
 Described = tuple[str, torch.Size, torch.dtype]
 """Name, shape and type of a tensor."""
@@ -97,10 +96,10 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(f"{token} {rank:08d}".encode())
     channel = Channel(sock)
-    replica: _Replica | None = None
+    replica: Replica | None = None
     with contextlib.suppress(EOFError, OSError):
         try:
-            replica = _Replica(rank, channel.receive(), channel, address)
+            replica = Replica(rank, channel.receive(), channel, address)
             while True:
                 method, arguments = channel.receive()
                 channel.send(("done", replica.do(method, arguments)))
@@ -127,11 +126,11 @@ def register_outputs(model: nn.Module) -> None:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
-    """Return what a receiver has to know of ``tensors``."""
+    """Return what a receiver needs to know of ``tensors``."""
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
 
-class _Replica:
+class Replica:
     """The models of this rank and what may be done with them."""
 
     def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
@@ -154,13 +153,16 @@ class _Replica:
         self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
         if config.model.compile:
             compile_blocks(actor.model)
-        runner = ModelRunner(actor, critic, config, reference, self.ranks)
+        passes = ContextPasses(self.ranks) if setup.context > 1 else None
+        runner = ModelRunner(actor, critic, config, reference, passes=passes, is_whole=False)
         runner.average = average
-        self._learner = Learner(runner, tasks, config)
-        self._learner.optimizer.share_out(SharedState(self.ranks, *self._learner.optimizer.parameters))
+        self._own = InProcess(runner, tasks, config)
+        self._state: SharedState | ShardedState = SharedState(self.ranks, *self._own.optimizer.parameters)
+        self._own.optimizer.share_out(self._state)
 
-    def do(self, method: str, arguments: tuple[Any, ...]) -> Done:
-        result = getattr(self, method)(*arguments)
+    def do(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> Done:
+        """Call a ``method`` of this class; return its result and what was sent meanwhile."""
+        result = method(self, *arguments)
         traffic, self.ranks.traffic = self.ranks.traffic, Traffic()
         return Done(result=result, traffic=traffic)
 
@@ -178,9 +180,9 @@ class _Replica:
         """
         for number in (*places, *gone):
             self._tensors[number] = torch.empty(0)
-        whole = self._learner.runner
-        self._learner = shard_learner(
-            whole.actor, whole.critic, whole.reference, self._learner.tasks, self._config, self.ranks, traits
+        whole = self._own.runner
+        self._own, self._state = shard_learner(
+            whole.actor, whole.critic, whole.reference, self._own.tasks, self._config, self.ranks, traits
         )
 
     def fill_parts(self, numbers: Sequence[int]) -> None:
@@ -194,51 +196,39 @@ class _Replica:
 
     def probe(self) -> None:
         """Take part in a pass over fixed tokens."""
-        probe(self._learner.runner.actor.model)
+        probe(self._own.runner.actor.model, ShardedPasses(self.ranks).forward)
 
     @property
     def _shards(self) -> Shards:
-        shards = self._learner.runner.actor.shards
-        if shards is None:
-            raise AssertionError("the models are whole")
-        return shards
-
-    @property
-    def _shared(self) -> SharedState | ShardedState:
-        shared = self._learner.optimizer.shared
-        if shared is None:
-            raise AssertionError("the state was not shared out")
-        return shared
+        assert isinstance(self._state, ShardedState), "the models are whole"
+        return self._state.shards
 
     def load_optimizer(self, described: Sequence[Described]) -> None:
         """Receive this rank's part of the optimizer's state from rank 0."""
         state = {name: self.ranks.receive(shape, dtype, 0) for name, shape, dtype in described}
-        numbered = {self._shared.names[id(p)]: p for p in self._shared.parameters}
-        self._learner.optimizer.load_tensors(state, numbered)
+        numbered = {self._state.names[id(p)]: p for p in self._state.parameters}
+        self._own.optimizer.load_tensors(state, numbered)
 
     def describe_optimizer(self) -> list[Described]:
         """Return what ``send_optimizer`` sends."""
-        return describe(self._learner.optimizer.tensors(self._shared.names))
+        return describe(self._own.optimizer.tensors(self._state.names))
 
     def send_optimizer(self) -> None:
         """Send this rank's part of the optimizer's state to rank 0."""
-        for tensor in self._learner.optimizer.tensors(self._shared.names).values():
+        for tensor in self._own.optimizer.tensors(self._state.names).values():
             self.ranks.send(tensor, 0)
 
     def check(self) -> None:
         """Try whether the actor can be computed in parts of a sequence."""
-        actor = self._learner.runner.actor
+        actor = self._own.runner.actor
         check_model(self.ranks, actor.model, actor.pad_token_id)
 
-    def look(
+    def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool
-    ) -> Before | None:
-        """Return what the models say of this rank's samples; one of the peers answers."""
-        runner = self._learner.runner
-        before = look_before(runner, task, samples, want_values=want_values, want_ref=want_ref)
-        if self.ranks.peer_index:
-            return None
-        return before.compact()
+    ) -> StepStartOutputs | None:
+        """Return the outputs of this rank's samples; one of the peers answers."""
+        found = self._own.step_start_outputs(task, samples, want_values=want_values, want_ref=want_ref)
+        return None if self.ranks.peer_index else found.compact()
 
     def sample(self, requests: Sequence[GenerationRequest]) -> None:
         """Sample ``requests``; what ends is sent at once."""
@@ -246,22 +236,21 @@ class _Replica:
             name = self._config.rollout.engine
             build = load_plugin(ROLLOUT_ENGINES, name, expects=RolloutEngine).build
             directory = Path(self._config.output_dir) / f"rank{self.ranks.rank}"
-            actor, seed = self._learner.runner.actor, self._config.seed
+            actor, seed = self._own.runner.actor, self._config.seed
             self._engine = build(actor, self._config.rollout, seed=seed, output_dir=directory)
         for ended in self._engine.generate_stream(requests):
             self._channel.send(("ended", ended))
 
-    def learn(
+    def step(
         self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float], seed: int
-    ) -> Learnt | None:
+    ) -> StepResult | None:
         """Make an optimizer step with the others; one of the peers answers."""
         torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
         for name, coefficient in coefficients.items():
-            self._learner.tasks[name].kl_coefficient = coefficient
-        with self._learner.runner.actor.learning():
-            learnt = self._learner.learn(active, factor)
-        return learnt if self.ranks.peer_index == 0 else None
+            self._own.tasks[name].kl_coefficient = coefficient
+        result = self._own.step(active, factor)
+        return result if self.ranks.peer_index == 0 else None
 
-    def follow(self) -> None:
+    def ema_update(self) -> None:
         """Move the reference towards the actor."""
-        self._learner.follow()
+        self._own.ema_update()

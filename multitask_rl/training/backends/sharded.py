@@ -2,7 +2,7 @@
 
 A block of the model is gathered when its forward or backward pass needs it and given up after; its gradient
 arrives summed, cut like the weights. All ranks pass through a model together, so each must make as many
-passes as the others (``ModelRunner.cut`` fills up with idle ones).
+passes as the others (``ModelRunner.cut`` adds idle ones).
 
 Ranks may compute every layer together besides (``tensor.py``); each then cuts its part of a layer further.
 
@@ -26,9 +26,11 @@ from torch.distributed.fsdp import (
 )
 
 from multitask_rl.training.backends.ranks import Ranks
-from multitask_rl.training.backends.tensor import Cuts, cut_layers
+from multitask_rl.training.backends.shared_state import SharedState
+from multitask_rl.training.backends.tensor import ShardSpec, cut_layers
+from multitask_rl.training.forward import TokenOutputs, forward_tokens
 
-__all__ = ["Shards", "blocks", "forward_pass", "shard_model"]
+__all__ = ["ShardedPasses", "ShardedState", "Shards", "blocks", "forward_pass", "shard_model"]
 
 
 def blocks(model: Any) -> list[nn.Module]:
@@ -37,14 +39,14 @@ def blocks(model: Any) -> list[nn.Module]:
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in kinds]
 
 
-def shard_model(model: Any, ranks: Ranks) -> Cuts:
-    """Leave this rank a part of each parameter of ``model``, in place; return which the peers have cut.
+def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
+    """Leave this rank a part of each parameter of ``model``, in place; return what the peers have cut.
 
     Args:
         model: a model of ``transformers``, adapted or not, the same on every rank.
         ranks: all of them.
     """
-    cuts = cut_layers(model, ranks) if ranks.tensor > 1 else Cuts()
+    spec = cut_layers(model, ranks) if ranks.tensor > 1 else ShardSpec()
     mesh = ranks.mesh()
     # bfloat16 gradients are summed in float32, as those of whole models are
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -60,7 +62,7 @@ def shard_model(model: Any, ranks: Ranks) -> Cuts:
     # the head is read outside of the model's own forward: any function may be the pass
     model.one_pass = MethodType(_one_pass, model)
     register_fsdp_forward_method(model, "one_pass")
-    return cuts
+    return spec
 
 
 def _one_pass(_model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -72,20 +74,53 @@ def _one_pass(_model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``act`` returns, which makes one forward pass of ``model``, sharded or not.
+    """Return what ``act`` returns, which makes one forward pass of the sharded ``model``.
 
     Args:
         model: what ``act`` calls.
         act: returns tensors that the backward pass begins at, by name.
     """
-    if not hasattr(model, "one_pass"):
-        return act()
     found: dict[str, Any] = model.one_pass(act)
     if not any(p.requires_grad for p in model.parameters()):
         model.reset_iter_state()  # what torch notes in a pass it else forgets after the backward pass
     elif not torch.is_grad_enabled():
         model.reshard()  # torch keeps the outermost weights gathered for a backward pass
     return found
+
+
+class ShardedPasses:
+    """``runner.Passes`` of models of which every rank holds a part.
+
+    Args:
+        ranks: all of them.
+    """
+
+    layout = ""
+    in_step = True
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def most(self, number: int) -> int:
+        """Return the largest ``number`` of any rank."""
+        return self._ranks.most(number)
+
+    def attention(self, models: Sequence[Any]) -> None:
+        """Return None: the sequences are whole."""
+
+    def forward(self, model: Any, *args: Any, pad_token_id: int = 0, **wants: Any) -> TokenOutputs:
+        """Return what ``forward_tokens`` returns."""
+
+        def act() -> dict[str, Any]:
+            out = forward_tokens(model, *args, **wants)
+            return {
+                "logprobs": out.logprobs,
+                "entropy": out.entropy,
+                "logits": out.logits,
+                "hidden": out.hidden,
+            }
+
+        return TokenOutputs(**forward_pass(model, act))
 
 
 def _note(names: set[str], name: str, _parameter: Tensor) -> None:
@@ -106,11 +141,11 @@ class Shards:
     Args:
         model: after ``shard_model``.
         ranks: all of them.
-        cuts: what ``shard_model`` returned.
+        spec: what ``shard_model`` returned.
     """
 
-    def __init__(self, model: Any, ranks: Ranks, cuts: Cuts | None = None) -> None:
-        self._model, self._ranks, self._cuts = model, ranks, cuts or Cuts()
+    def __init__(self, model: Any, ranks: Ranks, spec: ShardSpec | None = None) -> None:
+        self._model, self._ranks, self._spec = model, ranks, spec or ShardSpec()
         named = dict(model.named_parameters())
         self.names = list(named)
         """Of the parameters, tied ones once."""
@@ -132,14 +167,14 @@ class Shards:
 
     def is_cut(self, number: int) -> bool:
         """The peers have different parts of the parameter."""
-        return self.names[number] in self._cuts.dims
+        return self.names[number] in self._spec.dims
 
     def cut(self, number: int, whole: Tensor) -> list[Tensor]:
         """Return the ranks' parts of ``whole``, of the parameter's shape; the last ones may be empty."""
         ranks = self._ranks
         columns = [whole] * ranks.tensor
         if self.is_cut(number):
-            columns = list(whole.chunk(ranks.tensor, self._cuts.dims[self.names[number]]))
+            columns = list(whole.chunk(ranks.tensor, self._spec.dims[self.names[number]]))
         num_rows = ranks.size // ranks.tensor
         parts = [list(column.chunk(num_rows)) for column in columns]
         return [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
@@ -150,7 +185,7 @@ class Shards:
         if not self.is_cut(number):
             return torch.cat(list(parts[::peers]))
         columns = [torch.cat(list(parts[index::peers])) for index in range(peers)]
-        return torch.cat(columns, self._cuts.dims[self.names[number]])
+        return torch.cat(columns, self._spec.dims[self.names[number]])
 
     def holders(self, number: int) -> list[int]:
         """Return the ranks whose part of the parameter is not empty."""
@@ -165,7 +200,7 @@ class Shards:
             sharded = self._sharded[number]
             shape = list(sharded.shape)
             if self.is_cut(number):
-                shape[self._cuts.dims[self.names[number]]] *= self._ranks.tensor
+                shape[self._spec.dims[self.names[number]]] *= self._ranks.tensor
             whole = torch.empty(shape, dtype=sharded.dtype, device=self._ranks.device)
             if wholes is not None:
                 whole.copy_(wholes[place])
@@ -173,7 +208,7 @@ class Shards:
             self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
 
     def take_gradients(self) -> None:
-        """Settle the gradients that the backward passes added to the local parts.
+        """Complete the gradients that the backward passes added to the local parts.
 
         torch has zeros for parameters that no rank met. They get none: the optimizer leaves them alone.
         """
@@ -193,9 +228,9 @@ class Shards:
         another order (scattered adds on a GPU) would let the copies drift apart.
         """
         chosen = [
-            (local.grad, 1.0 if name in self._cuts.partial else 1.0 / self._ranks.tensor)
+            (local.grad, 1.0 if name in self._spec.partial else 1.0 / self._ranks.tensor)
             for name, local in zip(self.names, self.local, strict=True)
-            if local.grad is not None and name not in self._cuts.dims
+            if local.grad is not None and name not in self._spec.dims
         ]
         if not chosen:
             return
@@ -211,7 +246,7 @@ class Shards:
         Every rank has to go through to the end.
         """
         for name, found in self._unsharded():
-            dim = self._cuts.dims.get(name)
+            dim = self._spec.dims.get(name)
             yield name, found if dim is None else torch.cat(list(self._ranks.gather_peers(found)), dim)
 
     def _unsharded(self) -> Iterator[tuple[str, Tensor]]:
@@ -224,3 +259,77 @@ class Shards:
                 if id(found) not in sharded and name in known:
                     yield name, found
             module.reshard()
+
+
+class ShardedState:
+    """``SharedState`` of a model in parts: each rank has the optimizer's state of its own part.
+
+    Value heads are whole on every rank and have an owner.
+
+    Args:
+        ranks: all of them.
+        shards: of the actor.
+        critic: value heads.
+    """
+
+    def __init__(self, ranks: Ranks, shards: Shards, critic: Sequence[nn.Parameter]) -> None:
+        self._ranks, self.shards = ranks, shards
+        self._heads = SharedState(ranks, [], critic)
+        self._trained = [number for number, p in enumerate(shards.local) if p.requires_grad]
+        self._num_sharded = len(self._trained)
+        self.parameters = [*(shards.local[number] for number in self._trained), *critic]
+        self.names = {id(p): str(number) for number, p in enumerate(self.parameters)}
+        """``id(parameter)`` -> its number, by which ranks speak of it."""
+
+    def is_own(self, parameter: nn.Parameter) -> bool:
+        """Its state is in this process."""
+        number = self.names.get(id(parameter))
+        return number is not None and (int(number) < self._num_sharded or self._heads.is_own(parameter))
+
+    def sum_gradients(self) -> None:
+        """Take the parts of the gradient, which have arrived summed; sum those of the value heads.
+
+        Raises:
+            TrainingError: the other ranks have ended.
+        """
+        self.shards.take_gradients()
+        self._heads.sum_gradients()
+
+    def norms(self) -> list[float | None]:
+        """Return the norm of the whole gradient of actor and critic; None where no rank had any."""
+        total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        # what no peer has cut every peer has
+        for is_cut, share in ((True, 1.0), (False, 1.0 / self._ranks.tensor)):
+            found = [
+                grad
+                for number in self._trained
+                if (grad := self.shards.local[number].grad) is not None
+                and self.shards.is_cut(number) == is_cut
+            ]
+            if found:
+                total[0] += share * nn.utils.get_total_norm(found, foreach=True).double() ** 2
+                total[1] = 1.0
+        self._ranks.sum(total)
+        norm, number = float(total[0].sqrt()), float(total[1])
+        return [norm if number else None, self._heads.norms()[1]]
+
+    def send_weights(self) -> None:
+        """Give every rank the value heads; parts of the model stay where they are."""
+        self._heads.send_weights()
+
+    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
+        """Return which ranks are to have (what of) the whole state ``value`` of ``<number>|<key>``."""
+        number = int(name.partition("|")[0])
+        if number >= self._num_sharded:
+            return self._heads.deal(f"{number - self._num_sharded}|", value)
+        if value.dim():
+            parts = self.shards.cut(self._trained[number], value)
+            return [(rank, part) for rank, part in enumerate(parts) if part.numel()]
+        return [(rank, value) for rank in self.shards.holders(self._trained[number])]
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole of what the ranks, in their order, have of ``<number>|<key>``."""
+        number = int(name.partition("|")[0])
+        if number >= self._num_sharded or not parts[0].dim():
+            return parts[0]
+        return self.shards.join(self._trained[number], parts)

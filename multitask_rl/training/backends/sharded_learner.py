@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,13 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.modes import evaluating
 from multitask_rl.records import SamplingParams
+from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks
-from multitask_rl.training.backends.sharded import Shards, blocks, shard_model
-from multitask_rl.training.backends.sharded_state import ShardedState
+from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards, blocks, shard_model
 from multitask_rl.training.backends.tensor import check_layers
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.forward import assume_split, forward_sharded, split_head
-from multitask_rl.training.learner import Learner
+from multitask_rl.training.forward import TokenOutputs, assume_split, split_head
 from multitask_rl.training.microbatch import make_microbatch
 from multitask_rl.training.runner import ModelRunner
 from multitask_rl.training.shared_prompt import supports_shared_prompts
@@ -35,7 +34,7 @@ __all__ = ["Traits", "check_probe", "check_shardable", "find_traits", "probe", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What has to be tried on the whole model, for a part can try nothing by itself."""
+    """Results of trials on the whole model; with a part of it nothing can be tried."""
 
     shares_prompts: bool
     can_split_head: bool
@@ -70,8 +69,12 @@ def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
 
 
 @torch.no_grad()
-def probe(model: Any) -> Tensor:
+def probe(model: Any, forward: Callable[..., TokenOutputs]) -> Tensor:
     """Return log-probabilities of fixed tokens [12]; of a sharded model every rank calls this.
+
+    Args:
+        model: whole or sharded.
+        forward: ``forward_tokens`` or ``ShardedPasses.forward``.
 
     Raises:
         ConfigError: the model cannot be run as it is cut.
@@ -82,7 +85,7 @@ def probe(model: Any) -> Tensor:
     batch = batch.to(next(model.parameters()).device)
     try:
         with evaluating(model):
-            return forward_sharded(model, batch, [SamplingParams()]).logprobs.clone()
+            return forward(model, batch, [SamplingParams()]).logprobs.clone()
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"device_map.actor=... sharded: {type(model).__name__} cannot be computed in parts: {error}"
@@ -117,19 +120,28 @@ def shard_learner(
     config: RunConfig,
     ranks: Ranks,
     traits: Traits,
-) -> Learner:
-    """Return this rank's learner; ``actor`` and ``reference`` are cut in place, the value heads stay whole.
+) -> tuple[InProcess, ShardedState]:
+    """Return what computes this rank's part, and which rank has what of the optimizer's state.
 
-    Every rank calls this at the same time.
+    ``actor`` and ``reference`` are cut in place, the value heads stay whole. Every rank calls this at the
+    same time.
     """
-    cuts = {}
-    for model in (actor.model, reference):
-        if model is not None:
-            cuts[model] = shard_model(model, ranks)
-            assume_split(model, traits.can_split_head)
-    actor.shards = Shards(actor.model, ranks, cuts[actor.model])
-    runner = ModelRunner(actor, critic, config, reference, ranks, shares_prompts=traits.shares_prompts)
-    learner = Learner(runner, tasks, config)
-    heads = list(critic.parameters()) if critic.is_used else []
-    learner.optimizer.share_out(ShardedState(ranks, actor.shards, heads))
-    return learner
+    spec = shard_model(actor.model, ranks)
+    assume_split(actor.model, traits.can_split_head)
+    if reference is not None:
+        shard_model(reference, ranks)
+        assume_split(reference, traits.can_split_head)
+    shards = Shards(actor.model, ranks, spec)
+    runner = ModelRunner(
+        actor,
+        critic,
+        config,
+        reference,
+        passes=ShardedPasses(ranks),
+        shares_prompts=traits.shares_prompts,
+        is_whole=False,
+    )
+    own = InProcess(runner, tasks, config, [p for p in shards.local if p.requires_grad and p.numel()])
+    state = ShardedState(ranks, shards, list(critic.parameters()) if critic.is_used else [])
+    own.optimizer.share_out(state)
+    return own, state

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from multitask_rl.errors import TrainingError
-from multitask_rl.training.backends.balance import share_out
 from multitask_rl.training.backends.ranks import Ranks
+from multitask_rl.training.balance import share_out
 
 __all__ = ["SharedState"]
 
@@ -48,7 +47,6 @@ class SharedState:
             for number in share:
                 self._owner[number] = rank
         self._moving: list[int] = []
-        self._is_closed = False
 
     def is_own(self, parameter: nn.Parameter) -> bool:
         """Its state is in this process."""
@@ -64,9 +62,8 @@ class SharedState:
             TrainingError: the other ranks have ended.
         """
         ranks = self._ranks
-        self.check_open()
         ranks.before_sum()
-        # the flag of nobody keeps it from being empty; here early ranks wait for late ones, too
+        # one flag more keeps it from being empty; here early ranks wait for late ones, too
         present = torch.tensor([*(float(p.grad is not None) for p in self.parameters), 0.0])
         present = present.to(ranks.device)
         ranks.sum(present)
@@ -126,18 +123,6 @@ class SharedState:
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole of what the ranks, in their order, have of ``<number>|<key>``."""
         return parts[0]
-
-    def check_open(self) -> None:
-        """Raise if the other ranks, and their parts of the state, are gone."""
-        if self._is_closed:
-            raise TrainingError(
-                "the learner ranks have ended and their parts of the optimizer's state with them; start "
-                "again from the last checkpoint"
-            )
-
-    def close(self) -> None:
-        """The other ranks end. Idempotent."""
-        self._is_closed = True
 
     def _flat_gradient(self, number: int) -> Tensor:
         parameter, share = self.parameters[number], self._share[number]

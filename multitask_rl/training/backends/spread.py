@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor
 
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect
 
-if TYPE_CHECKING:
-    from torch import Tensor
+__all__ = ["Sample", "SpreadEngine"]
 
-    from multitask_rl.training.backends.rank_group import LearnerTeam
-
-__all__ = ["SpreadEngine"]
+OwnStream = Callable[[Sequence[GenerationRequest]], Iterator[list[Ended]]]
+Sample = Callable[[Sequence[GenerationRequest], OwnStream], Iterator[list[Ended]]]
+"""From requests and this process's own stream to the stream of all ranks."""
 
 
 class SpreadEngine(RolloutEngine):
@@ -22,13 +22,13 @@ class SpreadEngine(RolloutEngine):
 
     Args:
         engine: of this process, with ``shares_weights``.
-        team: the ranks; it sends them weights that have changed before they sample.
+        sample: lets the ranks sample; sends them weights that have changed first.
     """
 
     shares_weights = True
 
-    def __init__(self, engine: RolloutEngine, team: LearnerTeam) -> None:
-        self._engine, self._team = engine, team
+    def __init__(self, engine: RolloutEngine, sample: Sample) -> None:
+        self._engine, self._sample = engine, sample
         self.can_watch = engine.can_watch
         self.policy_version = engine.policy_version
 
@@ -38,7 +38,7 @@ class SpreadEngine(RolloutEngine):
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield samples as they end (see ``RolloutEngine``)."""
-        return self._team.sample(requests, self._engine.generate_stream)
+        return self._sample(requests, self._engine.generate_stream)
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Take note of the version; the weights are the actor's own."""

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from multitask_rl.errors import ConfigError
 from multitask_rl.training.backends.ranks import Ranks
 
-__all__ = ["Cuts", "check_layers", "cut_layers", "plan_layers"]
+__all__ = ["ShardSpec", "check_layers", "cut_layers", "plan_layers"]
 
 _OUT = ("colwise", "colwise_gather_output")
 """Cut by outputs: dimension 0 of the weight."""
@@ -35,7 +35,7 @@ _PARTIAL = "replicated_with_grad_allreduce"
 
 
 @dataclass(kw_only=True, slots=True)
-class Cuts:
+class ShardSpec:
     """What this rank has of the parameters, by name."""
 
     dims: dict[str, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def plan_layers(model: Any) -> dict[str, str]:
     """Return how layers of ``model`` are cut: names of modules -> style.
 
     Raises:
-        ConfigError: nobody has said, or layers are of a kind that is not cut here.
+        ConfigError: transformers has no plan, or layers are of a kind that is not cut here.
     """
     base = _base(model)
     plan: Mapping[str, str] = getattr(base, "_tp_plan", None) or {}
@@ -97,7 +97,7 @@ def check_layers(model: Any, number: int) -> None:
             )
 
 
-def cut_layers(model: Any, ranks: Ranks) -> Cuts:
+def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
     """Leave this rank its part of the layers of ``model``, in place.
 
     Args:
@@ -130,7 +130,7 @@ def cut_layers(model: Any, ranks: Ranks) -> Cuts:
                 module.register_forward_pre_hook(_on_input(_Slice, ranks))
             module.register_forward_hook(_sum_output(getattr(module, "base_layer", module), ranks))
     named = {name: id(p) for name, p in model.named_parameters()}
-    return Cuts(
+    return ShardSpec(
         dims={name: kept[place] for name, place in named.items() if place in kept},
         partial={name for name, place in named.items() if place in partial},
     )
@@ -249,7 +249,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the peers, who go on to the same loss."""
+    """The sum over the peers, which all compute the same loss from it."""
 
     @staticmethod
     def forward(_ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
@@ -263,7 +263,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[..., n] -> [..., peers * n], which the peers go on with to the same loss."""
+    """[..., n] -> [..., peers * n], from which all peers compute the same loss."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: Ranks) -> Tensor:

@@ -319,7 +319,7 @@ def test_an_engine_without_grammars_refuses_them():
 
 def mean_gradient(bench, over):
     """Return the gradient of the mean of -advantage * log-probability over the tokens ``over`` keeps."""
-    model, runner = bench.actor.model, bench.learner.runner
+    model, runner = bench.actor.model, bench.main.runner
     samples = [c.sample for c in bench.credited]
     (batch,) = runner.cut(samples)
     logprobs = runner.forward(batch, samples).logprobs

@@ -15,6 +15,7 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import AdvantageStage, RewardStage
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing.builders import make_rollout
+from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.runner import ModelRunner
@@ -52,7 +53,9 @@ def advantages(spec: TaskSpec, algorithm: GRPO, responses: list[str]) -> list[fl
         judged = zip(rollouts, pool.judge(rollouts), strict=True)
         scored = RewardStage(pool, {"t": run}).process([replace(r, verdicts=v) for r, v in judged])
     runner = ModelRunner(build_actor(), Critic(), RunConfig(), None)
-    credit = CreditAssigner(runner, {"t": learner}, many_updates=False)
+    credit = CreditAssigner(
+        InProcess(runner, {"t": learner}, RunConfig()), {"t": learner}, many_updates=False
+    )
     return [float(c.advantages[0]) for c in AdvantageStage(credit, {"t": run}).process(scored)]
 
 

@@ -7,6 +7,7 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
+from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor
@@ -106,7 +107,9 @@ def test_the_loss_is_the_slow_sum_over_samples(aggregation, bonus):
     algorithm = GRPO(GRPO.Config())
     runner = ModelRunner(actor, Critic(), RunConfig())
     tasks = {"b": LearnerTask(spec=TaskSpec(name="b"), algorithm=algorithm)}
-    credited, _ = CreditAssigner(runner, tasks, many_updates=False).credit(algorithm.select(scored))
+    credited, _ = CreditAssigner(InProcess(runner, tasks, RunConfig()), tasks, many_updates=False).credit(
+        algorithm.select(scored)
+    )
     total = torch.zeros(())
     num_tokens = sum(len(c.sample.response_ids) for c in credited)
     for c in credited:
@@ -140,14 +143,14 @@ def test_a_task_with_few_samples_keeps_its_share_over_the_minibatches(few):
     scored = sample_scored(build_actor(), groups=4)
     own = {task: [s for s in scored if s.rollout.task == task] for task in "ab"}
     bench = Bench(num_minibatches=4, num_epochs=2)
-    learn, steps = bench.learner.learn, []
+    step_of, steps = bench.main.step, []
 
     def record(active, factor):
         steps.append([(c.sample.task, weight * len(c.sample.response_ids)) for c, weight in active])
-        return learn(active, factor)
+        return step_of(active, factor)
 
     bench.tasks["b"].algorithm.config.entropy_coefficient = 1e-30  # no sample is left out for its credit
-    bench.learner.learn = record
+    bench.main.step = record
     bench.update([*own["a"][:few], *own["b"]], {"a": 0.25, "b": 0.75})
     assert len(steps) == 8
     for task, share in (("a", 0.25), ("b", 0.75)):
@@ -182,7 +185,7 @@ def test_the_schedule_counts_training_steps_however_many_updates_they_make():
     assert factors == pytest.approx([0.25, 0.5, 0.75, 1.0, *(1.0 - k / 8 for k in range(8))])
     bench, rates = Bench(num_epochs=2, num_minibatches=2), []
     bench.update(sample_scored(build_actor(), "b", groups=2), {"b": 1.0})
-    step = bench.learner.optimizer.step
-    bench.learner.optimizer.step = lambda factor: rates.append(factor) or step(factor)
+    step = bench.main.optimizer.step
+    bench.main.optimizer.step = lambda factor: rates.append(factor) or step(factor)
     bench.learner.update(bench.credited, shares={"b": 1.0}, step=1, learning_rate_factor=0.25)
     assert rates == [0.25] * 4

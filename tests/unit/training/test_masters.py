@@ -2,7 +2,7 @@
 
 import torch
 
-from learner_benches import Bench, TeamBench, parameters_of, relative_difference
+from learner_benches import Bench, RanksBench, parameters_of, relative_difference
 from model_builders import build_actor, sample_scored
 
 RATE = 1e-6
@@ -23,7 +23,7 @@ def rounded_actor():
 
 
 def state_of(bench):
-    return bench.learner.optimizer_tensors({id(p): n for n, p in parameters_of(bench).items()})
+    return bench.backend.optimizer_tensors({id(p): n for n, p in parameters_of(bench).items()})
 
 
 def masters_of(bench):
@@ -51,7 +51,7 @@ def test_what_is_lost_on_a_weight_is_kept_by_its_master():
     for name, parameter in half.actor.model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, masters[f"{name}|master"].bfloat16())
-    assert half.learner.optimizer_bytes > 1.4 * whole.learner.optimizer_bytes
+    assert half.backend.optimizer_bytes > 1.4 * whole.backend.optimizer_bytes
 
 
 def test_a_resumed_run_goes_on_from_the_masters_and_weights_set_from_outside_are_taken_over():
@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_from_the_masters_and_weights_set_from_outside_are
     with torch.no_grad():
         for name, parameter in parameters_of(other).items():
             parameter.copy_(parameters_of(bench)[name])
-    other.learner.optimizer.load_tensors(kept, parameters_of(other))
+    other.backend.load_optimizer(kept, parameters_of(other))
     for one in (bench, other):
         one.update(scored)
     assert all(torch.equal(value, state_of(bench)[name]) for name, value in state_of(other).items())
@@ -78,7 +78,7 @@ def test_a_resumed_run_goes_on_from_the_masters_and_weights_set_from_outside_are
         for name, value in kept.items()
         if not name.endswith("|master")
     }
-    other.learner.optimizer.load_tensors(old, parameters_of(other))
+    other.backend.load_optimizer(old, parameters_of(other))
     other.update(scored)
     assert all(value.dtype == torch.float32 for value in state_of(other).values())
 
@@ -86,16 +86,16 @@ def test_a_resumed_run_goes_on_from_the_masters_and_weights_set_from_outside_are
 def test_each_rank_has_the_masters_of_what_it_moves():
     scored = sample_scored(build_actor(), groups=2)
     alone = Bench(actor=half_actor(), rate=RATE)
-    team = TeamBench(actor=half_actor(), rate=RATE, num_ranks=2, sharded=True, tensor=2)
-    start = {f"{n}|master": p.detach().float() for n, p in team.actor.model.named_parameters()}
+    group = RanksBench(actor=half_actor(), rate=RATE, num_ranks=2, sharded=True, tensor=2)
+    start = {f"{n}|master": p.detach().float() for n, p in group.actor.model.named_parameters()}
     try:
         for _ in range(2):
             alone.update(scored)
-            team.update(scored)
-        assert relative_difference(moved_by(team, start), moved_by(alone, start)) < 0.2
-        assert 0.4 < team.learner.optimizer_bytes / alone.learner.optimizer_bytes < 0.7
-        masters = masters_of(team)
-        for name, parameter in team.actor.model.named_parameters():
+            group.update(scored)
+        assert relative_difference(moved_by(group, start), moved_by(alone, start)) < 0.2
+        assert 0.4 < group.backend.optimizer_bytes / alone.backend.optimizer_bytes < 0.7
+        masters = masters_of(group)
+        for name, parameter in group.actor.model.named_parameters():
             assert torch.equal(parameter, masters[f"{name}|master"].bfloat16())
     finally:
-        team.team.close()
+        group.backend.close()

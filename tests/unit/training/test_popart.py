@@ -15,6 +15,7 @@ from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import ConfigError
+from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
@@ -45,8 +46,9 @@ class Bench:
         self.critic.build(self.actor, ["a", "b"])
         reference = build_actor(3).model if kl else None
         runner = ModelRunner(self.actor, self.critic, config, reference)
-        self.credit = CreditAssigner(runner, tasks, many_updates=num_minibatches > 1)
-        self.learner = Learner(runner, tasks, config)
+        backend = InProcess(runner, tasks, config)
+        self.credit = CreditAssigner(backend, tasks, many_updates=num_minibatches > 1)
+        self.learner = Learner(backend, tasks, config)
 
     def samples(self, scale=1.0, shift=0.0, drift=0.0):
         scored = [
@@ -99,9 +101,9 @@ def test_old_values_and_targets_are_in_the_unit_of_the_rescaled_head() -> None:
     own = [c for c in bench.credit.credit(bench.samples(drift=3.0))[0] if c.sample.task == "a"]
     batch_values = []
     with torch.no_grad():
-        for batch in bench.learner.runner.batches([c.sample for c in own]):
-            out = bench.learner.runner.forward(batch, [c.sample for c in own], want_hidden=True)
-            batch_values.append((batch, bench.learner.runner.values("a", batch, out)))
+        for batch in bench.learner.backend.runner.batches([c.sample for c in own]):
+            out = bench.learner.backend.runner.forward(batch, [c.sample for c in own], want_hidden=True)
+            batch_values.append((batch, bench.learner.backend.runner.values("a", batch, out)))
     for batch, values in batch_values:
         for position, index in enumerate(batch.indices):
             said = values[batch.sequence == position]

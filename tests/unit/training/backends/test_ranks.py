@@ -13,9 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from learner_benches import (
     Bench,
-    TeamBench,
+    RanksBench,
     assert_a_call_beside_unfetched_samples_is_refused,
-    assert_a_gradient_that_is_not_finite_moves_nobody,
+    assert_a_gradient_that_is_not_finite_moves_nothing,
     assert_ranks_sample_as_one_does,
     assert_same_numbers,
     moments,
@@ -28,12 +28,11 @@ from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.training.backends.balance import deal
 from multitask_rl.training.backends.context import check_model, cut_sequences
-from multitask_rl.training.backends.rank_group import LearnerTeam
+from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.skeleton import freeze, thaw
-from multitask_rl.training.backends.spread import SpreadEngine
+from multitask_rl.training.balance import deal
 from multitask_rl.training.microbatch import make_microbatch
 from multitask_rl.training.reference import AveragedReference
 
@@ -49,70 +48,70 @@ def small_gpt2(positions):
 def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_learns():
     scored = sample_scored(build_actor(), top_p=0.9)
     settings = {"layout": "auto", "num_minibatches": 2, "num_epochs": 2, "tokens": 300}
-    alone, team = Bench(**settings), TeamBench(num_ranks=4, context=2, **settings)
+    alone, group = Bench(**settings), RanksBench(num_ranks=4, context=2, **settings)
     try:
         for _ in range(2):
-            expected, found = alone.update(scored), team.update(scored)
-            assert relative_difference(moments(team), moments(alone)) < 1e-5
+            expected, found = alone.update(scored), group.update(scored)
+            assert relative_difference(moments(group), moments(alone)) < 1e-5
             assert_same_numbers(found, expected)
         assert {f"ranks/{r}/busy_s" for r in range(4)} < found.metrics.keys()
         assert found.metrics["ranks/sent_mb"] > 0.0
         assert {"rank0", "rank3", "gradient_sum"} < {stage for stage, _ in found.spans}
         # what changes here outside of an update reaches the others: weights, a head, the optimizer's state
-        for bench in (alone, team):
+        for bench in (alone, group):
             with torch.no_grad():
                 for parameter in bench.actor.model.parameters():
                     parameter.mul_(0.9)
             bench.critic.rescale("a", 2.0, 0.5)
             parameters = parameters_of(bench)
-            kept = bench.learner.optimizer_tensors({id(p): n for n, p in parameters.items()})
-            bench.learner.optimizer.load_tensors({n: 0.5 * t for n, t in kept.items()}, parameters)
-        own, all_states = (b.learner.optimizer.state_bytes for b in (team, alone))
+            kept = bench.backend.optimizer_tensors({id(p): n for n, p in parameters.items()})
+            bench.backend.load_optimizer({n: 0.5 * t for n, t in kept.items()}, parameters)
+        own, all_states = (b.main.optimizer.state_bytes for b in (group, alone))
         assert own == all_states  # until the other ranks are given theirs
         for _ in range(2):
             alone.update(scored)
-            team.update(scored)
-            assert relative_difference(moments(team), moments(alone)) < 1e-4
-        assert 0.2 < team.learner.optimizer.state_bytes / all_states < 0.3
-        assert_a_gradient_that_is_not_finite_moves_nobody(team)
-        assert_ranks_sample_as_one_does(team)
-        assert_a_call_beside_unfetched_samples_is_refused(team)
+            group.update(scored)
+            assert relative_difference(moments(group), moments(alone)) < 1e-4
+        assert 0.2 < group.main.optimizer.state_bytes / all_states < 0.3
+        assert_a_gradient_that_is_not_finite_moves_nothing(group)
+        assert_ranks_sample_as_one_does(group)
+        assert_a_call_beside_unfetched_samples_is_refused(group)
         # what a rank raises is raised here: the cheaper sample goes to the other ranks
-        broken = [c.sample for c in team.credited[:2]]
+        broken = [c.sample for c in group.credited[:2]]
         broken[1].prompt_ids = []
         with pytest.raises(TrainingError, match="has an empty prompt"):
-            team.team.look("b", broken, want_values=False, want_ref=False)
+            group.backend.step_start_outputs("b", broken, want_values=False, want_ref=False)
     finally:
-        team.team.close()
-    assert all(helper.ended() for helper in team.helpers)
+        group.backend.close()
+    assert all(helper.ended() for helper in group.helpers)
     with pytest.raises(TrainingError, match="their parts of the optimizer's state with them"):
-        moments(team)
+        moments(group)
     with pytest.raises(TrainingError, match="start again from the last checkpoint"):
-        team.learner.learn([], 1.0)
+        group.backend.step([], 1.0)
 
 
 def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_kl():
     scored = sample_scored(build_actor(), top_p=0.9)
     alone = Bench(second="reward_conditioned")
-    team = TeamBench(num_ranks=2, context=2, checkpointing=True, second="reward_conditioned")
+    group = RanksBench(num_ranks=2, context=2, checkpointing=True, second="reward_conditioned")
     try:
-        expected, found = alone.update(scored), team.update(scored)
-        assert relative_difference(moments(team), moments(alone)) < 1e-5
+        expected, found = alone.update(scored), group.update(scored)
+        assert relative_difference(moments(group), moments(alone)) < 1e-5
         assert_same_numbers(found, expected)
-        assert team.actor.model.config._attn_implementation == "sdpa"
-        own = HFEngine.build(team.actor, team.config.rollout, seed=0, output_dir=Path("unused"))
+        assert group.actor.model.config._attn_implementation == "sdpa"
+        own = HFEngine.build(group.actor, group.config.rollout, seed=0, output_dir=Path("unused"))
         sampling = SamplingParams(max_new_tokens=40)
         requests = [GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i]) for i in range(8)]
-        samples = SpreadEngine(own, team.team).generate_stream(requests)
-        os.kill(team.helpers[0].pid, signal.SIGKILL)
+        samples = group.backend.spread(own).generate_stream(requests)
+        os.kill(group.helpers[0].pid, signal.SIGKILL)
         with pytest.raises(
             TrainingError, match=r"rank 1 was killed by SIGKILL during \w+; the last checkpoint"
         ):
             list(samples)
         with pytest.raises(TrainingError, match="rank 1 was killed by SIGKILL"):  # no call waits for it again
-            team.update(scored)
+            group.update(scored)
     finally:
-        team.team.close()
+        group.backend.close()
 
 
 def test_a_rank_that_does_not_start_is_named():
@@ -134,9 +133,9 @@ def test_a_rank_that_does_not_start_is_named():
 
     bench = Bench()
     with pytest.raises(TrainingError, match="learner rank 1 did not start: it ended with code 7"):
-        LearnerTeam(bench.learner, bench.config, launch, devices=[("cpu", "cpu")] * 3)
+        RankGroup(bench.main, bench.config, launch, devices=[("cpu", "cpu")] * 3)
     assert [helper.is_dead for helper in started] == [True, True]
-    assert bench.learner.team is None
+    assert bench.main.step([], 1.0).norms == {}, "this process can go on alone"
 
 
 def test_a_rank_that_dies_while_all_meet_is_named_at_once():
@@ -163,7 +162,7 @@ def test_a_rank_that_dies_while_all_meet_is_named_at_once():
     bench = Bench()
     began = time.monotonic()
     with pytest.raises(TrainingError, match="learner rank 1 was killed by SIGKILL during the start"):
-        LearnerTeam(bench.learner, bench.config, Dying, devices=[("cpu", "cpu")] * 2)
+        RankGroup(bench.main, bench.config, Dying, devices=[("cpu", "cpu")] * 2)
     assert time.monotonic() - began < 60  # the library's own limit is three minutes
 
 
@@ -216,14 +215,14 @@ def test_padding_of_parts_stays_within_learnt_positions():
 def test_a_moving_reference_in_bfloat16_travels_with_its_averages():
     model = build_model().bfloat16()
     average = AveragedReference(model, 0.5)
-    average.follow(build_model(seed=1).bfloat16())
+    average.ema_update(build_model(seed=1).bfloat16())
     frozen, tensors = freeze((model, average))
     (found, moved), empty = thaw(frozen, {"cpu": "cpu"})
     for there, here in zip(empty, tensors, strict=True):
         there.copy_(here.detach())
     versions = [t._version for t in tensors]
     for one in (average, moved):
-        one.follow(build_model(seed=2).bfloat16())
+        one.ema_update(build_model(seed=2).bfloat16())
     changed = sum(now._version > before for now, before in zip(tensors, versions, strict=True))
     assert changed == 2 * len(list(model.parameters()))  # weights and averages; not the rotary tables
     expected = dict(model.named_parameters())
@@ -251,6 +250,6 @@ def test_a_model_with_windows_is_refused_in_parts():
         num_key_value_heads=1, sliding_window=4,
     )  # fmt: skip
     store, _ = host_store("127.0.0.1")
-    ranks = Ranks(0, 1, 1, address="127.0.0.1", store=store, device=CPU)
+    place = Ranks(0, 1, 1, address="127.0.0.1", store=store, device=CPU)
     with pytest.raises(ConfigError, match=r"MistralForCausalLM cannot be computed in parts .* windows"):
-        check_model(ranks, MistralForCausalLM(config), 0)
+        check_model(place, MistralForCausalLM(config), 0)

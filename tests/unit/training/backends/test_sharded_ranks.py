@@ -12,8 +12,8 @@ from transformers.utils import output_capturing
 
 from learner_benches import (
     Bench,
-    TeamBench,
-    assert_a_gradient_that_is_not_finite_moves_nobody,
+    RanksBench,
+    assert_a_gradient_that_is_not_finite_moves_nothing,
     assert_same_numbers,
     assert_same_weights,
     begin_alike,
@@ -38,46 +38,46 @@ def test_parts_of_the_weights_learn_what_whole_ones_learn():
     scored = sample_scored(build_actor(), top_p=0.9)
     # parts of unequal size, tied weights, many passes of which some ranks have fewer
     settings = {"layout": "auto", "num_minibatches": 2, "num_epochs": 2, "tokens": 300}
-    alone, team = Bench(**settings), TeamBench(num_ranks=3, sharded=True, **settings)
+    alone, group = Bench(**settings), RanksBench(num_ranks=3, sharded=True, **settings)
     try:
         for _ in range(2):
-            expected, found = alone.update(scored), team.update(scored)
-            assert relative_difference(moments(team), moments(alone)) < 1e-5
+            expected, found = alone.update(scored), group.update(scored)
+            assert relative_difference(moments(group), moments(alone)) < 1e-5
             assert_same_numbers(found, expected)
-            assert_same_weights(team, alone)
+            assert_same_weights(group, alone)
         assert {f"ranks/{r}/busy_s" for r in range(3)} < found.metrics.keys()
-        share = team.learner.optimizer_bytes / alone.learner.optimizer_bytes
+        share = group.backend.optimizer_bytes / alone.backend.optimizer_bytes
         assert 0.3 < share < 0.4
         # what changes here outside of an update reaches the others: weights, a head, the optimizer's state
-        for bench in (alone, team):
+        for bench in (alone, group):
             bench.critic.rescale("a", 2.0, 0.5)
             for buffer in bench.actor.model.buffers():
                 buffer.mul_(0.9)
-        begin_alike(alone, team)
+        begin_alike(alone, group)
         for _ in range(2):
-            expected, found = alone.update(scored), team.update(scored)
-            assert relative_difference(moments(team), moments(alone)) < 1e-5
+            expected, found = alone.update(scored), group.update(scored)
+            assert relative_difference(moments(group), moments(alone)) < 1e-5
             assert_same_numbers(found, expected)
-            assert_same_weights(team, alone)
-        assert not team.learner.optimizer.state_bytes, "the whole state was given away"
-        assert_a_gradient_that_is_not_finite_moves_nobody(team)
+            assert_same_weights(group, alone)
+        assert not group.main.optimizer.state_bytes, "the whole state was given away"
+        assert_a_gradient_that_is_not_finite_moves_nothing(group)
         # fewer samples than ranks; none
         for number in (1, 0):
-            for bench in (alone, team):
+            for bench in (alone, group):
                 weights = {"a": 0.5, "b": 0.5}
                 bench.learner.update(bench.credited[:number], shares=weights, step=0)
-            assert relative_difference(moments(team), moments(alone)) < 1e-4
-        assert_same_weights(team, alone)
+            assert relative_difference(moments(group), moments(alone)) < 1e-4
+        assert_same_weights(group, alone)
         # what a rank raises is raised here: the cheaper sample goes to the other ranks
-        broken = [c.sample for c in team.credited[:2]]
+        broken = [c.sample for c in group.credited[:2]]
         broken[1].prompt_ids = []
         with pytest.raises(TrainingError, match="has an empty prompt"):
-            team.team.look("b", broken, want_values=False, want_ref=False)
+            group.backend.step_start_outputs("b", broken, want_values=False, want_ref=False)
     finally:
-        team.team.close()
-    assert all(helper.ended() for helper in team.helpers)
+        group.backend.close()
+    assert all(helper.ended() for helper in group.helpers)
     with pytest.raises(TrainingError, match="start again from the last checkpoint"):
-        moments(team)
+        moments(group)
 
 
 def adapted_actor():
@@ -100,41 +100,41 @@ def test_adapters_on_parts_of_the_base_model_which_is_the_reference_too():
     # checkpointed layers are gathered again; some micro-batches hold no sample whose KL takes another pass
     settings = {"second": "reward_conditioned", "layout": "bucketed", "tokens": 150}
     alone = Bench(actor=adapted_actor(), **settings)
-    team = TeamBench(actor=adapted_actor(), num_ranks=2, sharded=True, checkpointing=True, **settings)
+    group = RanksBench(actor=adapted_actor(), num_ranks=2, sharded=True, checkpointing=True, **settings)
     try:
         for _ in range(2):
-            expected, found = alone.update(scored), team.update(scored)
-            assert relative_difference(moments(team), moments(alone)) < 1e-5
+            expected, found = alone.update(scored), group.update(scored)
+            assert relative_difference(moments(group), moments(alone)) < 1e-5
             assert_same_numbers(found, expected)
-        assert_same_weights(team, alone)
-        names = {name for name in moments(team) if not name.startswith("heads")}
+        assert_same_weights(group, alone)
+        names = {name for name in moments(group) if not name.startswith("heads")}
         assert names
         assert all("lora_" in name for name in names)
     finally:
-        team.team.close()
+        group.backend.close()
 
 
 def test_a_rank_that_dies_ends_the_call_and_is_named():
     scored = sample_scored(build_actor())
-    team = TeamBench(num_ranks=2, sharded=True)
+    group = RanksBench(num_ranks=2, sharded=True)
     try:
-        team.update(scored)
-        os.kill(team.helpers[0].pid, signal.SIGKILL)
+        group.update(scored)
+        os.kill(group.helpers[0].pid, signal.SIGKILL)
         with pytest.raises(TrainingError, match=r"rank 1 was killed by SIGKILL"):
-            team.update(scored)
+            group.update(scored)
         with pytest.raises(TrainingError, match="rank 1 was killed by SIGKILL"):
-            moments(team)
+            moments(group)
     finally:
-        team.team.close()
-    part = weakref.ref(team.team._own.runner.actor.model)
-    del team
+        group.backend.close()
+    part = weakref.ref(group.backend._own.runner.actor.model)
+    del group
     gc.collect()
     assert part() is None, "torch keeps process groups and meshes, but not the models"
 
 
 def test_a_critic_with_a_trunk_of_its_own_is_refused():
     with pytest.raises(ConfigError, match="take critic_trunk='actor'"):
-        TeamBench(num_ranks=2, sharded=True, trunk="separate")
+        RanksBench(num_ranks=2, sharded=True, trunk="separate")
 
 
 @pytest.fixture
@@ -217,13 +217,11 @@ def test_gradients_of_many_micro_batches_add_up_in_float32(one_rank):
     shards = Shards(model, one_rank)
     Masters(shards.local)
 
-    def learn(one, ids):
-        forward_pass(one, lambda: {"loss": one(input_ids=ids, labels=ids).loss})["loss"].backward()
-
     for start in range(16):
         ids = torch.arange(start, start + 6).unsqueeze(0)
-        learn(whole, ids)
-        learn(model, ids)
+        given = {"input_ids": ids, "labels": ids}
+        whole(**given).loss.backward()
+        forward_pass(model, lambda given=given: {"loss": model(**given).loss})["loss"].backward()
     shards.take_gradients()
     wanted = dict(whole.named_parameters())
     for name, local in zip(shards.names, shards.local, strict=True):

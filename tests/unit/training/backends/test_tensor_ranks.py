@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner_benches import (
     Bench,
-    TeamBench,
-    assert_a_gradient_that_is_not_finite_moves_nobody,
+    RanksBench,
+    assert_a_gradient_that_is_not_finite_moves_nothing,
     assert_same_numbers,
     assert_same_weights,
     begin_alike,
@@ -122,21 +122,21 @@ def test_layers_in_parts_learn_what_whole_ones_learn():
     # two pairs of ranks; a loss that takes the logits and a pass of the reference, too
     settings = {"layout": "auto", "num_minibatches": 2, "tokens": 300, "second": "reward_conditioned"}
     alone = Bench(**settings)
-    team = TeamBench(num_ranks=4, sharded=True, tensor=2, checkpointing=True, **settings)
+    group = RanksBench(num_ranks=4, sharded=True, tensor=2, checkpointing=True, **settings)
     try:
         for _ in range(2):
-            expected, found = alone.update(scored), team.update(scored)
-            assert relative_difference(moments(team), moments(alone)) < 1e-5
+            expected, found = alone.update(scored), group.update(scored)
+            assert relative_difference(moments(group), moments(alone)) < 1e-5
             assert_same_numbers(found, expected)
-            assert_same_weights(team, alone)
-        begin_alike(alone, team)
-        expected, found = alone.update(scored), team.update(scored)
-        assert relative_difference(moments(team), moments(alone)) < 1e-5
+            assert_same_weights(group, alone)
+        begin_alike(alone, group)
+        expected, found = alone.update(scored), group.update(scored)
+        assert relative_difference(moments(group), moments(alone)) < 1e-5
         assert_same_numbers(found, expected)
-        assert_same_weights(team, alone)
-        assert_a_gradient_that_is_not_finite_moves_nobody(team)
+        assert_same_weights(group, alone)
+        assert_a_gradient_that_is_not_finite_moves_nothing(group)
     finally:
-        team.team.close()
+        group.backend.close()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -149,16 +149,16 @@ def test_peers_drop_the_same_of_what_goes_into_the_adapters():
         return Actor(adapted(settings), build_actor().tokenizer, ModelConfig(lora=settings))
 
     alone = Bench(actor=make(), layout="bucketed")
-    team = TeamBench(actor=make(), num_ranks=2, sharded=True, tensor=2, layout="bucketed")
+    group = RanksBench(actor=make(), num_ranks=2, sharded=True, tensor=2, layout="bucketed")
     try:
         before = torch.get_rng_state()
-        team.update(scored)
+        group.update(scored)
         assert torch.equal(torch.get_rng_state(), before), "the trainer's own stream stays as it is"
-        torch.manual_seed(derive_seed(team.config.seed, "learner rank", 0, 0, 0))
+        torch.manual_seed(derive_seed(group.config.seed, "learner rank", 0, 0, 0))
         alone.update(scored)
-        assert relative_difference(moments(team), moments(alone)) < 1e-5
+        assert relative_difference(moments(group), moments(alone)) < 1e-5
     finally:
-        team.team.close()
+        group.backend.close()
 
 
 def test_layers_that_cannot_be_cut_are_refused_by_name():
