@@ -5,14 +5,18 @@ The dataclasses hold names, types, defaults and meanings; this page is a view of
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import textwrap
+import types
+import typing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from multitask_rl.config import run, task
+from multitask_rl.config.schema.build import setting_fields
+from multitask_rl.config.schema.json_schema import meanings
+from multitask_rl.config.schema.ranges import OneOf, field_hints
+from multitask_rl.constraints.multiplier import MultiplierSpec
 from multitask_rl.records import SamplingParams
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -36,12 +40,12 @@ def render() -> str:
     parts += [
         "## A task of the tasks file\n",
         _TASK_NOTE,
-        _table(task.TaskSpec, skip=("name", "source", "sampling_keys")),
+        _table(task.TaskSpec, skip=("name",)),
     ]
     for title, cls in (
         ("One of `rewards`", task.RewardSpec),
         ("One of `constraints`", task.ConstraintSpec),
-        ("`multiplier` of a constraint", task.MultiplierSpec),
+        ("`multiplier` of a constraint", MultiplierSpec),
         ("`kl`", task.KLSpec),
         ("`curriculum`", task.CurriculumSpec),
         ("`sampling`", SamplingParams),
@@ -67,13 +71,25 @@ def _sections(cls: type, prefix: str = "") -> list[str]:
 
 def _table(cls: type, prefix: str = "", skip: tuple[str, ...] = ()) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    meanings = _meanings(cls)
-    for field in dataclasses.fields(cls):
-        if field.name not in skip and not field.metadata.get("derived"):
-            kind = str(field.type).replace("|", "\\|")
-            meaning = meanings.get(field.name, "").replace("|", "\\|").replace("``", "`")
-            lines.append(f"| `{prefix}{field.name}` | `{kind}` | {_default(field)} | {meaning} |")
+    hints, texts = field_hints(cls), meanings(cls)
+    for field in setting_fields(cls, skip):
+        cells = (_kind(hints[field.name]), _default(field), texts.get(field.name, ""))
+        lines.append(
+            " | ".join((f"| `{prefix}{field.name}`", *(c.replace("|", "\\|") for c in cells))) + " |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def _kind(hint: Any) -> str:
+    """Return type and range in words: ``int >= 1``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return str(args[1]) if isinstance(args[1], OneOf) else f"{_kind(args[0])} {args[1]}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("None" if arg is type(None) else _kind(arg) for arg in args)
+    if args and args[-1] is not Any:
+        return f"{origin.__name__} of {_kind(args[0 if origin is tuple else -1])}"
+    return str(getattr(origin or hint, "__name__", hint)).lower()
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -93,23 +109,6 @@ def _is_section(field: dataclasses.Field[Any]) -> bool:
 
 def _summary(cls: Any) -> str:
     return (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".").replace("``", "`")
-
-
-def _meanings(cls: type) -> dict[str, str]:
-    """Return the string under every field of the class body."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
-    name = ""
-    for node in body.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
-            found[name] = " ".join(str(node.value.value).split())
-            name = ""
-        else:
-            name = ""
-    return found
 
 
 if __name__ == "__main__":

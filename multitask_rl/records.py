@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, PositiveFraction, Settings
+
 __all__ = [
     "FLAGGED",
     "NOT_APPLICABLE",
@@ -109,17 +111,17 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
+class SamplingParams(Settings):
     """How the engine draws tokens; part of the policy, so the trainer uses the same values."""
 
-    max_new_tokens: int = 256
+    max_new_tokens: Count = 256
     """Longest response, in tokens."""
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """0 = greedy, which only a task with ``evaluation_only`` may be; others are evaluated at
     ``eval.temperature``."""
-    top_p: float = 1.0
-    """Nucleus: sample from the likeliest tokens that hold this probability, in (0, 1]; 1 = off."""
-    top_k: int = 0
+    top_p: PositiveFraction = 1.0
+    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
+    top_k: Natural = 0
     """0 = off."""
     stop: tuple[str, ...] = ()
     """Strings that end the response, special tokens among them; the matched text is kept in the ids, cut from

@@ -21,10 +21,11 @@ PACKAGES = {
 }
 
 TIERS = [
-    {"errors", "records", "seeding", "boundary", "attention", "sandbox.cell"},
-    {"config.schema", "contracts"},
+    {"errors", "records", "seeding", "boundary", "attention", "sandbox.cell", "config.schema"},
+    {"contracts"},
     {"plugins"},
-    {"config", "curriculum", "sandbox", "algorithms", "tracking", "data"},
+    {"config", "guard.settings", "constraints.multiplier"}
+    | {"curriculum", "sandbox", "algorithms", "tracking", "data"},
     {"scoring"},
     {"models"},
     {"rollout"},

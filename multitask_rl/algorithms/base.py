@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from multitask_rl.errors import ConfigError
+from multitask_rl.config.schema.ranges import NotNegative, OneOf, Positive, PositiveFraction, Range, Settings
 from multitask_rl.records import Scored, TrainSample
 
 if TYPE_CHECKING:
@@ -24,41 +24,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Algorithm", "AlgorithmConfig", "Credit", "CreditBatch", "LossOutput", "TokenBatch"]
 
-_AGGREGATIONS = ("token", "sequence", "constant")
+Aggregation = Annotated[str, OneOf("token", "sequence", "constant")]
 
 
 @dataclass(kw_only=True, slots=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Settings):
     """Settings that every algorithm has; an algorithm's ``Config`` extends it."""
 
-    clip_low: float = 0.2
-    """Lower clip of the ratio: 1 - clip_low. Fraction, > 0."""
-    clip_high: float = 0.2
-    """Upper clip of the ratio: 1 + clip_high. Fraction, > 0."""
-    dual_clip: float = 3.0
-    """Bound of the ratio for negative advantages (> 1); 0 = off."""
-    truncated_is: float = 2.0
+    clip_low: PositiveFraction = 0.2
+    """Lower clip of the ratio: 1 - clip_low."""
+    clip_high: Positive = 0.2
+    """Upper clip of the ratio: 1 + clip_high."""
+    dual_clip: Annotated[float, Range("(1, inf)", off=0.0)] = 3.0
+    """Bound of the ratio for negative advantages; 0 = off."""
+    truncated_is: NotNegative = 2.0
     """Cap C of the weight min(pi_old / pi_rollout, C) that corrects engine mismatch; 0 = off."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: NotNegative = 0.0
     """Weight of the entropy bonus, nats."""
-    aggregation: str = "token"
+    aggregation: Aggregation = "token"
     """Loss denominator of the task: ``token`` (mean over its tokens), ``sequence`` (mean over samples of
     their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens)). Tokens that a grammar
     forced are in no mean, unless the task has a critic."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value outside its documented range."""
-        self.require("clip_low", 0.0 < self.clip_low <= 1.0, "in (0, 1]")
-        self.require("clip_high", self.clip_high > 0.0, "> 0")
-        self.require("dual_clip", self.dual_clip == 0.0 or self.dual_clip > 1.0, "0 (off) or > 1")
-        self.require("truncated_is", self.truncated_is >= 0.0, "0 (off) or > 0")
-        self.require("entropy_coefficient", self.entropy_coefficient >= 0.0, ">= 0")
-        self.require("aggregation", self.aggregation in _AGGREGATIONS, f"one of {', '.join(_AGGREGATIONS)}")
-
-    def require(self, name: str, holds: bool, allowed: str) -> None:
-        """Raise ``ConfigError`` naming the field ``name`` unless ``holds``."""
-        if not holds:
-            raise ConfigError(f"algorithm_config.{name} must be {allowed}, got {getattr(self, name)!r}")
 
 
 @dataclass(kw_only=True, slots=True)

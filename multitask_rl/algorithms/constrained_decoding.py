@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from multitask_rl.algorithms.base import AlgorithmConfig
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.config.schema.ranges import Finite
 from multitask_rl.records import Scored
 
 __all__ = ["ConstrainedDecoding", "ConstrainedDecodingConfig"]
@@ -17,13 +17,8 @@ __all__ = ["ConstrainedDecoding", "ConstrainedDecodingConfig"]
 class ConstrainedDecodingConfig(GRPOConfig):
     """Settings of ``ConstrainedDecoding``."""
 
-    rejected_reward: float = 0.0
+    rejected_reward: Finite = 0.0
     """Reward of an attempt that a constraint refused; below what an acceptable response earns."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value outside its documented range."""
-        GRPOConfig.__post_init__(self)
-        self.require("rejected_reward", math.isfinite(self.rejected_reward), "a finite number")
 
 
 class ConstrainedDecoding(GRPO):

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from multitask_rl.algorithms.base import AlgorithmConfig
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.config.schema.ranges import Natural, NotNegative
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Scored
 
@@ -18,17 +19,11 @@ class DAPOConfig(GRPOConfig):
     """Settings of ``DAPO``."""
 
     normalisation: str = "group"
-    overlong_buffer: int = 0
+    overlong_buffer: Natural = 0
     """Last tokens before ``max_new_tokens`` over which the penalty grows from 0 to ``overlong_weight``;
     0 = off."""
-    overlong_weight: float = 1.0
+    overlong_weight: NotNegative = 1.0
     """Penalty of a response at the token limit, in units of the reward."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value outside its documented range."""
-        GRPOConfig.__post_init__(self)
-        self.require("overlong_buffer", self.overlong_buffer >= 0, ">= 0 tokens")
-        self.require("overlong_weight", self.overlong_weight >= 0.0, ">= 0")
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:

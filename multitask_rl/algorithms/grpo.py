@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,29 +26,24 @@ from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.policy_loss import policy_loss
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, segment_sum
 from multitask_rl.algorithms.running import RunningScale
+from multitask_rl.config.schema.ranges import OneOf, Positive
 
 __all__ = ["GRPO", "GRPOConfig"]
 
-_NORMALISATIONS = ("group", "task", "none")
+Normalisation = Annotated[str, OneOf("group", "task", "none")]
 
 
 @dataclass(kw_only=True, slots=True)
 class GRPOConfig(AlgorithmConfig):
     """Settings of ``GRPO``."""
 
-    clip_high: float = 0.28
-    """Upper clip of the ratio: 1 + clip_high (clip-higher of DAPO). Fraction, > 0."""
-    normalisation: str = "task"
+    clip_high: Positive = 0.28
+    """Upper clip of the ratio: 1 + clip_high (clip-higher of DAPO)."""
+    normalisation: Normalisation = "task"
     """What centred rewards are divided by: ``group`` = standard deviation of their group (the paper; weighs
     almost-solved and almost-hopeless prompts up), ``task`` = running scale of the task's within-group
     deviations (tasks comparable, prompts unweighted), ``none`` = 1 (the reward's scale acts as
     a loss weight)."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value outside its documented range."""
-        AlgorithmConfig.__post_init__(self)
-        allowed = f"one of {', '.join(_NORMALISATIONS)}"
-        self.require("normalisation", self.normalisation in _NORMALISATIONS, allowed)
 
 
 class GRPO(Algorithm):

@@ -24,6 +24,7 @@ from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.policy_loss import policy_loss
 from multitask_rl.algorithms.ragged import check_tokens, last_tokens
 from multitask_rl.algorithms.running import RunningMoments
+from multitask_rl.config.schema.ranges import Fraction, NotNegative, PositiveFraction
 
 __all__ = ["PPO", "PPOConfig", "clipped_value_loss"]
 
@@ -36,28 +37,19 @@ _ADVANTAGE_FLOOR = 0.1
 class PPOConfig(AlgorithmConfig):
     """Settings of ``PPO``."""
 
-    gamma: float = 1.0
-    """Discount per token, in [0, 1]."""
-    gae_lambda: float = 0.95
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    gae_lambda: Fraction = 0.95
     """1 = Monte-Carlo, 0 = one-step temporal difference."""
-    value_coefficient: float = 0.5
+    value_coefficient: NotNegative = 0.5
     """Weight of the value loss beside the policy loss; it also shapes the shared trunk."""
-    value_clip: float = 0.2
+    value_clip: NotNegative = 0.2
     """How far a value may move from the step's start, in the unit of the value head: standard deviations of
     the reward, with ``popart`` of the value targets; the reward's scale changes nothing. 0 = off."""
     popart: bool = False
     """Let the value head speak in units of its targets' moments, compensated for every change of them."""
-    popart_rate: float = 3e-4
-    """``popart``: weight beta of the newest step in the moments, in (0, 1]."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value outside its documented range."""
-        AlgorithmConfig.__post_init__(self)
-        self.require("gamma", 0.0 <= self.gamma <= 1.0, "in [0, 1]")
-        self.require("gae_lambda", 0.0 <= self.gae_lambda <= 1.0, "in [0, 1]")
-        self.require("value_coefficient", self.value_coefficient >= 0.0, ">= 0")
-        self.require("value_clip", self.value_clip >= 0.0, ">= 0")
-        self.require("popart_rate", 0.0 < self.popart_rate <= 1.0, "in (0, 1]")
+    popart_rate: PositiveFraction = 3e-4
+    """``popart``: weight beta of the newest step in the moments."""
 
 
 def clipped_value_loss(

@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from multitask_rl.algorithms.base import (
     LossOutput,
     TokenBatch,
 )
+from multitask_rl.config.schema.ranges import Range
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
 from multitask_rl.seeding import random_stream
@@ -29,18 +30,18 @@ __all__ = ["RewardConditioned", "RewardConditionedConfig", "quantile_of_each"]
 class RewardConditionedConfig(AlgorithmConfig):
     """Settings of ``RewardConditioned``; the clip and importance settings of the base have no effect here."""
 
-    quantiles: int = 5
-    """K control tokens, one per quantile of reward, >= 2."""
+    quantiles: Annotated[int, Range("[2, inf)")] = 5
+    """K control tokens, one per quantile of reward."""
     pool_size: int = 2048
     """Rollouts remembered; the oldest leave first."""
     seed: int = 0
     """Seed of the draws from the pool."""
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for a value outside its documented range."""
+        """Check ranges, and that every quantile can hold a rollout of the pool."""
         AlgorithmConfig.__post_init__(self)
-        self.require("quantiles", self.quantiles >= 2, ">= 2")
-        self.require("pool_size", self.pool_size >= self.quantiles, ">= quantiles")
+        if self.pool_size < self.quantiles:
+            raise ConfigError(f"pool_size must be >= quantiles, {self.quantiles}, got {self.pool_size!r}")
 
 
 _ROUNDING = 1e-12

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -28,8 +28,8 @@ from multitask_rl.boundary.printable import EscapingFilter
 from multitask_rl.boundary.redaction import redacted_keys
 from multitask_rl.config.recorded import RECORD, recorded_config
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.schema.build import MOVED, suggest
-from multitask_rl.config.schema.located_yaml import Where, check_plain
+from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.run.interrupts import stopping_on_signals
@@ -269,11 +269,11 @@ def _to_config(tree: DictConfig) -> RunConfig:
             f"configuration: no key or group {unknown[0]!r}{suggest(unknown[0], known)} (a group such as "
             f"+experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of --config-dir)"
         )
-    config: Any = OmegaConf.to_object(tree)
-    check_plain(dataclasses.asdict(config), Where("configuration"))
+    values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    config = build_dataclass(RunConfig, values, Where())
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         config = replace(config, output_dir=HydraConfig.get().runtime.output_dir)
-    return cast("RunConfig", config)
+    return config
 
 
 @contextmanager

@@ -5,8 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
+from multitask_rl.config.schema.ranges import (
+    Count,
+    Fraction,
+    Natural,
+    NotNegative,
+    OneOf,
+    Positive,
+    Range,
+    Settings,
+)
+from multitask_rl.constraints.multiplier import MultiplierSpec
+from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
 
 __all__ = [
@@ -23,7 +35,7 @@ PASS_RATE = "pass_rate"
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardSpec:
+class RewardSpec(Settings):
     """One reward of a task."""
 
     plugin: str
@@ -43,66 +55,25 @@ class RewardSpec:
 
 
 @dataclass(kw_only=True, slots=True)
-class MultiplierSpec:
-    """How the Lagrange multiplier lambda of a constraint is steered (``constraints/multiplier.py``)."""
-
-    mode: str = "pid"
-    """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
-    setpoint: float = 0.6
-    """Part of the limit the controller aims at, in (0, 1]. It holds the mean at its aim, so the upper
-    confidence bound that is tested against the limit lies above it."""
-    smoothing: float = 0.2
-    """Gain of the moving average of the cost, in (0, 1]."""
-    initial_value: float = 0.0
-    """lambda at the start, >= 0."""
-    max_value: float = 10.0
-    """Bound of lambda, > 0."""
-    proportional: float = 2.0
-    """``pid``: factor of the present excess."""
-    integral: float = 0.05
-    """``pid``: factor of the summed excess, per step."""
-    derivative: float = 2.0
-    """``pid``: factor of the rise of the smoothed cost; a fall is not answered."""
-    log_rate: float = 0.5
-    """``log``: change of log lambda per unit of excess and step, > 0."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        if self.mode not in ("pid", "log"):
-            raise ValueError(f"mode is {self.mode!r}; allowed: pid, log")
-        for name in ("setpoint", "smoothing"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
-        for name in ("max_value", "log_rate"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        for name in ("proportional", "integral", "derivative"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
-        if not 0.0 <= self.initial_value <= self.max_value:
-            raise ValueError(f"initial_value must be in [0, max_value], got {self.initial_value!r}")
-
-
-@dataclass(kw_only=True, slots=True)
-class ConstraintSpec:
+class ConstraintSpec(Settings):
     """One constraint of a task."""
 
     plugin: str = ""
     """Entry-point name, ``module:function`` or ``file.py:function``; none in mode ``grammar``."""
     name: str = ""
     """Name in logs; default: the plugin's."""
-    mode: str = "reject"
+    mode: Annotated[str, OneOf("reject", "penalty", "lagrangian", "grammar")] = "reject"
     """``reject``: refuse the response and sample again; ``penalty``: subtract ``weight * cost``;
     ``lagrangian``: a multiplier keeps the mean cost at ``limit``; ``grammar``: nothing else is sampled."""
-    limit: float | None = None
-    """In [0, 1]. Every evaluation tests the held-out violation rate against it, by the upper end of its
+    limit: Fraction | None = None
+    """Every evaluation tests the held-out violation rate against it, by the upper end of its
     one-sided 95 % interval; ``lagrangian`` (needs it) also keeps the mean cost of training below it."""
     multiplier: MultiplierSpec = field(default_factory=MultiplierSpec)
-    weight: float = 1.0
+    weight: NotNegative = 1.0
     """Weight of the cost (``penalty``)."""
-    max_attempts: int = 4
+    max_attempts: Count = 4
     """Responses sampled at most per slot, the first included (``reject``)."""
-    stream_every: int = 0
+    stream_every: Natural = 0
     """Tokens between two looks at a response while it is generated; the first look that finds a violation
     ends it there. For limits that no later token can mend. 0 = judged when complete."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -113,36 +84,45 @@ class ConstraintSpec:
 
 
 @dataclass(kw_only=True, slots=True)
-class KLSpec:
+class KLSpec(Settings):
     """The leash to the reference policy: the actor as it was at the start (see ``model.reference_decay``)."""
 
-    coefficient: float = 0.0
+    coefficient: NotNegative = 0.0
     """beta; 0 = no reference model is kept for the task."""
-    placement: str = "reward"
+    placement: Annotated[str, OneOf("reward", "loss")] = "reward"
     """``reward`` (k1 inside the reward: the unbiased choice, arXiv:2512.21852) or ``loss``."""
-    estimator: str = "k3"
+    estimator: Annotated[str, OneOf("k1", "k2", "k3")] = "k3"
     """Estimator in the loss: ``k2`` or ``k3``; ``k1`` belongs into the reward: as a loss it does nothing."""
-    target: float | None = None
+    target: Positive | None = None
     """Nats per response; given = adaptive coefficient (Ziegler et al., arXiv:1909.08593), None = fixed."""
-    horizon: float = 100.0
+    horizon: Annotated[float, Range("[1, inf)")] = 100.0
     """Steps over which the adaptive controller corrects."""
+
+    def __post_init__(self) -> None:
+        """Check ranges, and that the adaptive controller has something to multiply."""
+        Settings.__post_init__(self)
+        if self.target is not None and self.coefficient == 0.0:
+            raise ConfigError(
+                f"kl.target = {self.target!r} needs a starting kl.coefficient > 0: the adaptive controller "
+                "multiplies it, and 0 stays 0. Set for example kl.coefficient: 0.01."
+            )
 
 
 @dataclass(kw_only=True, slots=True)
-class CurriculumSpec:
+class CurriculumSpec(Settings):
     """Difficulty pools: which of the task's prompts are drawn more often."""
 
     by: str = ""
     """``pass_rate`` (observed, per prompt) or a column of the rows (a level, a length); empty = every prompt
     equally often."""
-    pools: int = 5
-    """Pools at most, >= 2."""
-    floor: float = 0.1
-    """Part of the draws that stays uniform over the prompts, in [0, 1]; the rest follows learnability."""
+    pools: Annotated[int, Range("[2, inf)")] = 5
+    """Pools at most."""
+    floor: Fraction = 0.1
+    """Part of the draws that stays uniform over the prompts; the rest follows learnability."""
 
 
 @dataclass(kw_only=True, slots=True)
-class TaskSpec:
+class TaskSpec(Settings):
     """A task: data, prompt, rewards, constraints, algorithm, and its share of the run."""
 
     name: str
@@ -168,18 +148,18 @@ class TaskSpec:
     """System message (chat only); replaces that of rows which are chat messages."""
     chat: bool | None = None
     """Use the tokenizer's chat template; None = if it has one."""
-    weight: float = 1.0
-    """Initial weight, >= 0: its share of a step's prompts is in proportion to it; 0 = not trained, unless it
+    weight: NotNegative = 1.0
+    """Initial weight: its share of a step's prompts is in proportion to it; 0 = not trained, unless it
     has a ``min_share``."""
-    min_share: float | None = None
+    min_share: Fraction | None = None
     """Floor of its share of a step's prompts; None = the scheduler's ``min_weight``."""
-    loss_weight: float = 1.0
+    loss_weight: NotNegative = 1.0
     """Factor on the task's loss, after normalisation."""
-    group_size: int | None = None
+    group_size: Count | None = None
     """Rollouts per prompt; None = the run's ``batch.group_size``."""
     sampling: SamplingParams | None = None
     """None = the run's ``rollout`` settings; keys given override them one by one."""
-    sampling_keys: tuple[str, ...] = ()
+    sampling_keys: tuple[str, ...] = field(default=(), metadata={"derived": True})
     """Which keys of ``sampling`` the tasks file gave; empty = all of them count."""
     kl: KLSpec = field(default_factory=KLSpec)
     curriculum: CurriculumSpec = field(default_factory=CurriculumSpec)
@@ -201,7 +181,7 @@ class TaskSpec:
     """Level of the primary metric at which the task counts as learnt (schedulers)."""
     renamed_from: str = ""
     """Name of the task in an older checkpoint."""
-    source: str = ""
+    source: str = field(default="", metadata={"derived": True})
     """``file:line`` of its definition, for errors."""
 
     @property

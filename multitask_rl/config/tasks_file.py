@@ -25,7 +25,7 @@ from multitask_rl.config.checks import (
     check_tasks,
     is_file,
 )
-from multitask_rl.config.schema.build import build_dataclass, check_keys, suggest
+from multitask_rl.config.schema.build import build_dataclass, check_keys, setting_fields, suggest
 from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
@@ -40,8 +40,8 @@ _SHORT_FORMS = {
     "constraint_model": ("constraint_config", "constraints"),
 }
 _ANSWER_IN_TAGS = "{question}\n\nGive the final answer between <answer> and </answer>."
-_SPEC_KEYS = {f for f in TaskSpec.__dataclass_fields__ if f not in ("name", "source", "sampling_keys")}
-_TASK_KEYS = _SPEC_KEYS | {"reward_model", "reward_config", "constraint_model", "constraint_config"}
+_TASK_KEYS = {field.name for field in setting_fields(TaskSpec, skip=["name"])} | _SHORT_FORMS.keys()
+_TASK_KEYS |= {config for config, _ in _SHORT_FORMS.values()}
 _DEFINING = {"type", "dataset", "rewards", "reward_model", "constraints", "constraint_model"}
 
 

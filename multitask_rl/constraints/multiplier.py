@@ -9,16 +9,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from multitask_rl.config.task import MultiplierSpec
+from multitask_rl.config.schema.ranges import NotNegative, OneOf, Positive, PositiveFraction, Settings
+from multitask_rl.errors import ConfigError
 from multitask_rl.records import Event
 
-__all__ = ["LagrangeMultiplier"]
+__all__ = ["LagrangeMultiplier", "MultiplierSpec"]
 
 _LOG_FLOOR = 0.01
 """``log``: below it lambda counts as 0; where it starts unless told otherwise."""
 _REPORTED_LOG_RATIO = math.log(1.2)
+
+
+@dataclass(kw_only=True, slots=True)
+class MultiplierSpec(Settings):
+    """How the Lagrange multiplier lambda of a constraint is steered."""
+
+    mode: Annotated[str, OneOf("pid", "log")] = "pid"
+    """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
+    setpoint: PositiveFraction = 0.6
+    """Part of the limit the controller aims at. It holds the mean at its aim, so the upper
+    confidence bound that is tested against the limit lies above it."""
+    smoothing: PositiveFraction = 0.2
+    """Gain of the moving average of the cost."""
+    initial_value: NotNegative = 0.0
+    """lambda at the start."""
+    max_value: Positive = 10.0
+    """Bound of lambda."""
+    proportional: NotNegative = 2.0
+    """``pid``: factor of the present excess."""
+    integral: NotNegative = 0.05
+    """``pid``: factor of the summed excess, per step."""
+    derivative: NotNegative = 2.0
+    """``pid``: factor of the rise of the smoothed cost; a fall is not answered."""
+    log_rate: Positive = 0.5
+    """``log``: change of log lambda per unit of excess and step."""
+
+    def __post_init__(self) -> None:
+        """Check ranges, and that lambda starts within its bound."""
+        Settings.__post_init__(self)
+        if self.initial_value > self.max_value:
+            raise ConfigError(
+                f"initial_value must be <= max_value {self.max_value:g}, got {self.initial_value!r}"
+            )
 
 
 class LagrangeMultiplier:

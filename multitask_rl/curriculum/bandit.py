@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from multitask_rl.config.schema.ranges import Fraction, Positive, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 from multitask_rl.curriculum.signal import TaskSignal
 
@@ -21,22 +22,12 @@ _NOISE = 2.0
 class BanditConfig(SchedulerPolicyConfig):
     """Settings of ``bandit``."""
 
-    rate: float = 0.1
-    """Step size eta on the log-weights, > 0."""
-    share: float = 0.01
-    """Part of the mass given back to the prior each step, in [0, 1): how fast an old verdict is forgotten."""
-    exploration: float = 0.1
-    """Part of the prompts given by the prior, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        SchedulerPolicyConfig.__post_init__(self)
-        if not self.rate > 0.0:
-            raise ValueError(f"rate must be > 0, got {self.rate!r}")
-        if not 0.0 <= self.share < 1.0:
-            raise ValueError(f"share must be in [0, 1), got {self.share!r}")
-        if not 0.0 <= self.exploration <= 1.0:
-            raise ValueError(f"exploration must be in [0, 1], got {self.exploration!r}")
+    rate: Positive = 0.1
+    """Step size eta on the log-weights."""
+    share: Annotated[float, Range("[0, 1)")] = 0.01
+    """Part of the mass given back to the prior each step: how fast an old verdict is forgotten."""
+    exploration: Fraction = 0.1
+    """Part of the prompts given by the prior."""
 
 
 class Bandit(SchedulerPolicy):

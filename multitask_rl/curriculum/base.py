@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
 from multitask_rl.curriculum.quotas import normalise
 from multitask_rl.curriculum.signal import REWARD_SCORE, TaskSignal, TaskTrace
 from multitask_rl.records import TaskStats
@@ -22,28 +23,18 @@ _NOISE = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
-class SchedulerPolicyConfig:
+class SchedulerPolicyConfig(Settings):
     """Settings that every policy has; a policy's ``Config`` extends it."""
 
-    metric_key: str = REWARD_SCORE
-    """``reward_score`` (mean training reward) or a key of ``TaskStats.metrics``, turned such that higher is
-    better where it has a direction."""
-    smoothing: float = 0.1
-    """Gain of the moving averages per step, in (0, 1]."""
-    prompts_averaged: int = 1
+    metric_key: str = field(default=REWARD_SCORE, metadata={"derived": True})
+    """``scheduler.metric_key``, turned such that higher is better where it has a direction."""
+    smoothing: PositiveFraction = 0.1
+    """Gain of the moving averages per step."""
+    prompts_averaged: Count = 1
     """Prompts of a task, at least, over which its averages reach: a step with few of them counts for less."""
-    prior_prompts: int = 100
+    prior_prompts: Natural = 100
     """Prompts that the given weights count as: after as many prompts of a task, its share goes half of the
-    way from its weight to what the policy asks for. >= 0."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        if not 0.0 < self.smoothing <= 1.0:
-            raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing!r}")
-        if self.prompts_averaged < 1:
-            raise ValueError(f"prompts_averaged must be at least 1, got {self.prompts_averaged!r}")
-        if self.prior_prompts < 0:
-            raise ValueError(f"prior_prompts must be >= 0, got {self.prior_prompts!r}")
+    way from its weight to what the policy asks for."""
 
 
 class SchedulerPolicy:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from multitask_rl.config.schema.ranges import Count, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
 __all__ = ["DeficitLearnability", "DeficitLearnabilityConfig"]
@@ -19,24 +20,15 @@ __all__ = ["DeficitLearnability", "DeficitLearnabilityConfig"]
 class DeficitLearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``deficit_learnability``."""
 
-    prompts_averaged: int = 100
+    prompts_averaged: Count = 100
     """A level's standard error is then about 0.03 in every task: a task with few prompts is not taken for the
     worst by chance."""
-    sharpness: float = 8.0
-    """Exponent of the whole score, > 0: 1 shares in proportion to it, larger goes to the highest score."""
-    min_informative: float = 0.02
-    """Least share of informative groups counted, so that a hard task is not forgotten. In (0, 1]."""
-    enough_informative: float = 0.25
-    """Share of informative groups from which on a task counts as learnable like any other. In (0, 1]."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        SchedulerPolicyConfig.__post_init__(self)
-        if not self.sharpness > 0.0:
-            raise ValueError(f"sharpness must be > 0, got {self.sharpness!r}")
-        for key in ("min_informative", "enough_informative"):
-            if not 0.0 < getattr(self, key) <= 1.0:
-                raise ValueError(f"{key} must be in (0, 1], got {getattr(self, key)!r}")
+    sharpness: Positive = 8.0
+    """Exponent of the whole score: 1 shares in proportion to it, larger goes to the highest score."""
+    min_informative: PositiveFraction = 0.02
+    """Least share of informative groups counted, so that a hard task is not forgotten."""
+    enough_informative: PositiveFraction = 0.25
+    """Share of informative groups from which on a task counts as learnable like any other."""
 
 
 class DeficitLearnability(SchedulerPolicy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from multitask_rl.config.schema.ranges import Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 
 __all__ = ["Learnability", "LearnabilityConfig"]
@@ -14,16 +15,10 @@ __all__ = ["Learnability", "LearnabilityConfig"]
 class LearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``learnability``."""
 
-    smoothing: float = 0.2
-    """Gain of the moving averages per step, in (0, 1]."""
-    temperature: float = 0.1
-    """Of the softmax over values in [0, 0.5], > 0; smaller = greedier."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        SchedulerPolicyConfig.__post_init__(self)
-        if not self.temperature > 0.0:
-            raise ValueError(f"temperature must be > 0, got {self.temperature!r}")
+    smoothing: PositiveFraction = 0.2
+    """Gain of the moving averages per step."""
+    temperature: Positive = 0.1
+    """Of the softmax over values in [0, 0.5]; smaller = greedier."""
 
 
 class Learnability(SchedulerPolicy):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from multitask_rl.config.schema.ranges import NotNegative, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 from multitask_rl.curriculum.signal import TaskSignal
 
@@ -17,20 +18,12 @@ __all__ = ["MTGRPO", "MTGRPOConfig"]
 class MTGRPOConfig(SchedulerPolicyConfig):
     """Settings of ``mt_grpo``. At LLM scale the paper runs level_weight 0.2 to 0.25 with rate 0.025."""
 
-    smoothing: float = 0.2
-    """Gain of the moving averages per step, in (0, 1]."""
-    rate: float = 1.0
-    """Step size beta on the logits, > 0."""
-    level_weight: float = 0.5
+    smoothing: PositiveFraction = 0.2
+    """Gain of the moving averages per step."""
+    rate: Positive = 1.0
+    """Step size beta on the logits."""
+    level_weight: NotNegative = 0.5
     """lambda: how much the level counts beside the improvement; larger = closer to the worst task alone."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        SchedulerPolicyConfig.__post_init__(self)
-        if not self.rate > 0.0:
-            raise ValueError(f"rate must be > 0, got {self.rate!r}")
-        if not self.level_weight >= 0.0:
-            raise ValueError(f"level_weight must be >= 0, got {self.level_weight!r}")
 
 
 class MTGRPO(SchedulerPolicy):

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from multitask_rl.config.schema.ranges import Count, NotNegative, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 from multitask_rl.curriculum.signal import TaskSignal
 
@@ -23,27 +24,17 @@ __all__ = ["Patience", "PatienceConfig"]
 class PatienceConfig(SchedulerPolicyConfig):
     """Settings of ``patience``."""
 
-    patience: int = 50
-    """Steps without improvement that make a plateau, >= 1."""
-    min_delta: float = 0.01
-    """Rise of the smoothed level above its best that counts as improvement, >= 0."""
-    factor: float = 0.7
-    """A plateau multiplies the weight by this (at the target) or divides it (below). In (0, 1)."""
-    max_change: float = 10.0
-    """Bound of a weight relative to its initial value, both ways. > 1."""
+    patience: Count = 50
+    """Steps without improvement that make a plateau."""
+    min_delta: NotNegative = 0.01
+    """Rise of the smoothed level above its best that counts as improvement."""
+    factor: Annotated[float, Range("(0, 1)")] = 0.7
+    """A plateau multiplies the weight by this (at the target) or divides it (below)."""
+    max_change: Annotated[float, Range("(1, inf)")] = 10.0
+    """Bound of a weight relative to its initial value, both ways."""
     literal: bool = False
     """Lower the weight at every plateau, wherever the level is: the reference's sentence to the letter.
     Kept as a negative control; it starves hard tasks."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        SchedulerPolicyConfig.__post_init__(self)
-        if self.patience < 1:
-            raise ValueError(f"patience must be >= 1, got {self.patience!r}")
-        if not 0.0 < self.factor < 1.0:
-            raise ValueError(f"factor must be in (0, 1), got {self.factor!r}")
-        if not self.max_change > 1.0:
-            raise ValueError(f"max_change must be > 1, got {self.max_change!r}")
 
 
 class Patience(SchedulerPolicy):

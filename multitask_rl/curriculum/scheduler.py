@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.config.schema.ranges import Fraction, Settings
 from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.curriculum.gate import UnlearnableGate
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
@@ -22,13 +24,30 @@ from multitask_rl.plugins import SCHEDULERS, load_plugin
 from multitask_rl.records import Event, TaskStats
 from multitask_rl.seeding import derive_seed
 
-__all__ = ["DynamicTaskWeightScheduler"]
+__all__ = ["DynamicTaskWeightScheduler", "SchedulerConfig"]
 
 _DEFAULT_MIN_WEIGHT = 0.1
 _MAX_DEFAULT_FLOORS = 0.2
 """The default floor leaves at least this share of the step to the policy's choice: 1 - 0.2."""
 _MIN_REPORTED_CHANGE = 0.05
 _STEPS_BETWEEN_REPORTS = 10
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerConfig(Settings):
+    """Who decides the tasks' weights."""
+
+    policy: str = "deficit_learnability"
+    """Entry point of ``multitask_rl.schedulers``."""
+    min_weight: Fraction | None = None
+    """Floor of every task's share; None = 0.1, or 0.2 / number of tasks where that is smaller."""
+    metric_key: str = REWARD_SCORE
+    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats."""
+    policy_config: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the policy's ``Config``, such as ``patience`` of the policy ``patience``."""
+
+
+_DEFAULTS = SchedulerConfig()
 
 
 class DynamicTaskWeightScheduler:
@@ -39,12 +58,10 @@ class DynamicTaskWeightScheduler:
     Args:
         initial_weights: weight per task, >= 0, normalised; a task that is missing gets the mean of those
             given. 0 takes a task out of the training unless it has a ``min_share``. None = equal weights.
-        metric_key: what the policy watches: ``reward_score`` (mean training reward, rescaled to [0, 1] as
-            ``signal.py`` says) or a key of ``TaskStats.metrics``.
-        patience: steps without improvement that make a plateau. None = the policy's default. A policy that
-            does not use it says so among the first events.
-        min_weight: floor of every task's share. None = 0.1, or ``0.2 / number of tasks`` where that is
-            smaller.
+        metric_key: see ``SchedulerConfig``.
+        patience: steps without improvement that make a plateau; short for the policy's key. None = the
+            policy's default. A policy that does not use it says so among the first events.
+        min_weight: see ``SchedulerConfig``.
         policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
         policy_config: further keys of the policy's ``Config``.
 
@@ -56,30 +73,27 @@ class DynamicTaskWeightScheduler:
     def __init__(
         self,
         initial_weights: Mapping[str, float] | None = None,
-        metric_key: str = "reward_score",
+        metric_key: str = _DEFAULTS.metric_key,
         patience: int | None = None,
-        min_weight: float | None = None,
-        policy: str | type[SchedulerPolicy] = "deficit_learnability",
+        min_weight: float | None = _DEFAULTS.min_weight,
+        policy: str | type[SchedulerPolicy] = _DEFAULTS.policy,
         **policy_config: Any,
     ) -> None:
-        if min_weight is not None and not 0.0 <= min_weight <= 1.0:
-            raise ConfigError(f"scheduler.min_weight must be in [0, 1], got {min_weight!r}")
         self.initial_weights = _check_weights(initial_weights or {})
-        self.min_weight = min_weight
+        self.min_weight = SchedulerConfig(min_weight=min_weight).min_weight
         self.policy_class: type[SchedulerPolicy] = (
             load_plugin(SCHEDULERS, policy, expects=("Config", "update", "weights"))
             if isinstance(policy, str)
             else policy
         )
         self.policy_name = policy if isinstance(policy, str) else policy.__name__
-        values = {"metric_key": metric_key, **policy_config}
         knows_patience = "patience" in {f.name for f in dataclasses.fields(self.policy_class.Config)}
         if patience is not None and knows_patience:
-            values.setdefault("patience", patience)
+            policy_config.setdefault("patience", patience)
         self._unused_patience = None if knows_patience else patience
-        self.policy_config = build_dataclass(
-            self.policy_class.Config, values, Where("scheduler.policy_config")
-        )
+        where = Where(path=("scheduler", "policy_config"))
+        given = build_dataclass(self.policy_class.Config, policy_config, where)
+        self.policy_config = dataclasses.replace(given, metric_key=metric_key)
         self._policy: SchedulerPolicy | None = None
 
     def bind(

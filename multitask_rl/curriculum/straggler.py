@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from multitask_rl.config.schema.ranges import NotNegative
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 from multitask_rl.curriculum.signal import TaskSignal
 
@@ -20,14 +21,8 @@ _MIN_START_DEFICIT = 1e-6
 class StragglerConfig(SchedulerPolicyConfig):
     """Settings of ``straggler``."""
 
-    exponent: float = 1.5
-    """How strongly laggards are favoured; 0 = the prior. >= 0."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        SchedulerPolicyConfig.__post_init__(self)
-        if not self.exponent >= 0.0:
-            raise ValueError(f"exponent must be >= 0, got {self.exponent!r}")
+    exponent: NotNegative = 1.5
+    """How strongly laggards are favoured; 0 = the prior."""
 
 
 class Straggler(SchedulerPolicy):

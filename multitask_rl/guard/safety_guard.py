@@ -14,10 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from multitask_rl.config.run import GuardConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.errors import ConfigError
 from multitask_rl.guard.base import Confirm, Guard
 from multitask_rl.guard.confirmation import Confirmation
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, RollbackAdjustments
@@ -25,13 +23,14 @@ from multitask_rl.guard.detector import DetectorSettings
 from multitask_rl.guard.hacking import HackingMonitor, Observation
 from multitask_rl.guard.history import StepHistory
 from multitask_rl.guard.response import Response
-from multitask_rl.guard.settings import SafetyGuardConfig
+from multitask_rl.guard.settings import GuardConfig, SafetyGuardConfig
 from multitask_rl.guard.target import choose_target
 from multitask_rl.guard.watch import Watch, build_watches
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
 __all__ = ["SafetyGuard"]
 
+_DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
 _PLAIN_STATE = ("step", "good_until", "judged_good", "fallen")
 
@@ -42,13 +41,7 @@ class SafetyGuard(Guard):
     ``bind`` once; per step ``record_step``; per evaluation ``observe``; after a rollback ``rolled_back``.
 
     Args:
-        monitor_metrics: ``task`` (its primary metric), ``task/metric``, or a metric or reward, in every task
-            that has it; None or empty = the primary metric of every task.
-        threshold_delta: the fall that counts as regression: a fraction of the demonstrated level, or in the
-            metric's unit with ``absolute``. The sign is ignored, 0 is refused.
-        rollback_steps: how far back a rollback may reach.
-        absolute: see ``threshold_delta``.
-        max_rollbacks: after as many within ``rollback_window`` steps the next one stops the run.
+        monitor_metrics, threshold_delta, rollback_steps, absolute, max_rollbacks: see ``GuardConfig``.
         guard_config: further keys, see ``SafetyGuardConfig``.
 
     Raises:
@@ -60,27 +53,24 @@ class SafetyGuard(Guard):
     def __init__(
         self,
         monitor_metrics: Sequence[str] | None = None,
-        threshold_delta: float = -0.15,
-        rollback_steps: int = 100,
-        absolute: bool = False,
-        max_rollbacks: int = 3,
+        threshold_delta: float = _DEFAULTS.threshold_delta,
+        rollback_steps: int = _DEFAULTS.rollback_steps,
+        absolute: bool = _DEFAULTS.absolute,
+        max_rollbacks: int = _DEFAULTS.max_rollbacks,
         **guard_config: Any,
     ) -> None:
-        if not 0.0 < abs(threshold_delta) < math.inf or (not absolute and abs(threshold_delta) >= 1.0):
-            allowed = (
-                "a number other than 0" if absolute else "a fraction between -1 and 0, e.g. -0.15 for 15 %"
-            )
-            raise ConfigError(f"guard.threshold_delta must be {allowed}, got {threshold_delta!r}")
-        if rollback_steps < 1 or max_rollbacks < 0:
-            raise ConfigError(
-                f"guard.rollback_steps must be >= 1 and guard.max_rollbacks >= 0, got {rollback_steps!r} and "
-                f"{max_rollbacks!r}"
-            )
-        self.monitor_metrics = list(monitor_metrics or ())
-        self.threshold = abs(threshold_delta)
-        self.rollback_steps = rollback_steps
-        self.absolute = absolute
-        self.max_rollbacks = max_rollbacks
+        given = GuardConfig(
+            monitor_metrics=list(monitor_metrics or ()),
+            threshold_delta=threshold_delta,
+            rollback_steps=rollback_steps,
+            absolute=absolute,
+            max_rollbacks=max_rollbacks,
+        )
+        self.monitor_metrics = given.monitor_metrics
+        self.threshold = abs(given.threshold_delta)
+        self.rollback_steps = given.rollback_steps
+        self.absolute = given.absolute
+        self.max_rollbacks = given.max_rollbacks
         self.config = build_dataclass(SafetyGuardConfig, guard_config, Where(path=("guard", "guard_config")))
         self.webhook = self.config.webhook
         self.bind(())

@@ -1,36 +1,77 @@
-"""Settings of the guard beyond the promised ones: its ``guard_config``."""
+"""Settings of the guard: the section ``guard`` of a run, and its ``guard_config``."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-__all__ = ["SafetyGuardConfig"]
-
-_NOT_NEGATIVE = (
-    "cooldown_steps",
-    "lr_hold_steps",
-    "lr_rewarm_steps",
-    "culprit_factor",
-    "min_reference",
-    "kl_budget",
-    "min_entropy_fraction",
+from multitask_rl.config.schema.ranges import (
+    Count,
+    Natural,
+    NotNegative,
+    OneOf,
+    Positive,
+    Range,
+    Settings,
 )
+from multitask_rl.errors import ConfigError
+
+__all__ = ["GuardConfig", "SafetyGuardConfig"]
+
 _RUNGS = ("reweight", "freeze", "rollback")
 
 
 @dataclass(kw_only=True, slots=True)
-class SafetyGuardConfig:
+class GuardConfig(Settings):
+    """The guard over held-out abilities."""
+
+    enabled: bool = True
+    """Whether regressions are watched for at all."""
+    plugin: str = "safety_guard"
+    """Entry point of ``multitask_rl.guards``, ``module:Class`` or ``file.py:Class``."""
+    monitor_metrics: list[str] = field(default_factory=list)
+    """What is watched: a task (its primary metric), ``task/metric``, or a metric or reward, in every task
+    that has it; empty = the primary metric of every task. Of ``safety_guard`` alone, as are
+    ``threshold_delta``, ``absolute`` and ``max_rollbacks``."""
+    threshold_delta: float = -0.15
+    """Fall that counts as regression: a fraction of the demonstrated level, or in the metric's unit with
+    ``absolute``. The sign is ignored, 0 is refused."""
+    absolute: bool = False
+    """``threshold_delta`` is in the metric's own unit."""
+    rollback_steps: Count = 100
+    """How far back a rollback may reach."""
+    max_rollbacks: Natural = 3
+    """After as many within ``rollback_window`` steps the next one stops the run with exit code 3."""
+    guard_config: dict[str, Any] = field(default_factory=dict)
+    """Keys of the guard's own ``Config`` (of ``safety_guard``: detector, cooldown, confirmation)."""
+
+    def __post_init__(self) -> None:
+        """Check ranges, and that ``threshold_delta`` is a fall."""
+        Settings.__post_init__(self)
+        fall = abs(self.threshold_delta)
+        if not 0.0 < fall < math.inf or (not self.absolute and fall >= 1.0):
+            allowed = (
+                "a number other than 0"
+                if self.absolute
+                else "a fraction between -1 and 0, e.g. -0.15 for 15 %"
+            )
+            raise ConfigError(f"guard.threshold_delta must be {allowed}, got {self.threshold_delta!r}")
+
+
+@dataclass(kw_only=True, slots=True)
+class SafetyGuardConfig(Settings):
     """Keys of ``guard_config``."""
 
-    cusum_limit: float = 5.0
-    """h: evidence at which the screen fires, standard errors. > 0."""
-    warmup: int = 4
-    """Evaluations before the guard acts, >= 1."""
-    min_reference: float = 0.05
+    cusum_limit: Positive = 5.0
+    """h: evidence at which the screen fires, standard errors."""
+    warmup: Count = 4
+    """Evaluations before the guard acts."""
+    min_reference: NotNegative = 0.05
     """A relative ``threshold_delta`` is not applied below this level of a metric in [0, 1]."""
-    cooldown_steps: int = 100
+    cooldown_steps: Natural = 100
     """Steps after a rollback without alarms; doubled by each further rollback in the window."""
-    rollback_window: int = 1000
+    rollback_window: Count = 1000
     """Steps over which ``max_rollbacks`` are counted."""
     confirm: bool = True
     """Ask a paired test before acting on the screen."""
@@ -39,49 +80,39 @@ class SafetyGuardConfig:
     stored_z: float = 2.33
     """The same for the stored evaluations, used where no fresh one is offered: they are not independent of
     the screen, and only have to agree with it."""
-    ladder: list[str] = field(default_factory=lambda: ["rollback"])
+    ladder: list[Annotated[str, OneOf(*_RUNGS)]] = field(default_factory=lambda: ["rollback"])
     """What confirmed alarms do, one rung further each time while a task has not recovered: any of
     ``reweight``, ``freeze``, ``rollback``, in this order. A fall of twice the threshold goes to the last."""
     skip_data: bool = True
     """Do not see the data between the checkpoint and the alarm again."""
-    lr_factor: float = 0.5
+    lr_factor: Positive = 0.5
     """Factor on the learning rate after a rollback (to the power of the rollbacks in the window)."""
-    lr_hold_steps: int = 50
-    lr_rewarm_steps: int = 50
-    culprit_factor: float = 0.5
+    lr_hold_steps: Natural = 50
+    lr_rewarm_steps: Natural = 50
+    culprit_factor: NotNegative = 0.5
     """Factor on the share of the task held to be the cause (to the power of the rollbacks in the window)."""
-    victim_factor: float = 2.0
+    victim_factor: Positive = 2.0
     """Factor on the share of the task that regressed, until it has recovered."""
     act_on_hacking: bool = True
     """Lower the share of a task whose training reward rises while its held-out metric falls."""
-    hacking_z: float = 4.0
-    """Standard errors of that fall that count as hacking, > 0."""
-    kl_budget: float = 0.0
+    hacking_z: Positive = 4.0
+    """Standard errors of that fall that count as hacking."""
+    kl_budget: NotNegative = 0.0
     """Warn when a task's KL to the reference exceeds it, nats per response; 0 = no budget."""
-    min_entropy_fraction: float = 0.3
+    min_entropy_fraction: NotNegative = 0.3
     """Warn when a task's entropy falls below this part of what it was at the start."""
-    max_length_ratio: float = 3.0
-    """Warn when a task's responses become this many times longer or shorter than at the start. > 1."""
+    max_length_ratio: Annotated[float, Range("(1, inf)")] = 3.0
+    """Warn when a task's responses become this many times longer or shorter than at the start."""
     webhook: str = ""
     """``http(s)://`` address that every alert is posted to as JSON; a token for it is read from the
     environment variable ``MULTITASK_RL_WEBHOOK_TOKEN``. Empty = none."""
-    directions: dict[str, str] = field(default_factory=dict)
+    directions: dict[str, Annotated[str, OneOf("higher", "lower")]] = field(default_factory=dict)
     """Of further metrics (``task/metric``) that declare no direction: name -> ``higher`` or ``lower``."""
 
     def __post_init__(self) -> None:
-        """Check ranges."""
-        for name in ("cusum_limit", "warmup", "rollback_window", "lr_factor", "victim_factor", "hacking_z"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        for name in _NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
-        if not self.max_length_ratio > 1.0:
-            raise ValueError(f"max_length_ratio must be > 1, got {self.max_length_ratio!r}")
+        """Check ranges, the address and the order of the rungs."""
+        Settings.__post_init__(self)
         if self.webhook and not self.webhook.startswith(("http://", "https://")):
             raise ValueError(f"webhook must start with http:// or https://, got {self.webhook!r}")
-        for name, direction in self.directions.items():
-            if direction not in ("higher", "lower"):
-                raise ValueError(f"directions.{name} must be higher or lower, got {direction!r}")
         if not self.ladder or self.ladder != [rung for rung in _RUNGS if rung in self.ladder]:
             raise ValueError(f"ladder must be some of {', '.join(_RUNGS)} in this order, got {self.ladder!r}")

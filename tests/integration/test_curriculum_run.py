@@ -61,5 +61,5 @@ def test_a_curriculum_that_cannot_be_is_refused_before_the_model_loads(tmp_path)
     with pytest.raises(DataError, match=r"'copy'.*'levle'.*it has: id, prompt, reference"):
         Trainer.from_config(run_config(directory, "run", 1))
     write_run(directory, with_curriculum("{by: reference, floor: 1.5}"))
-    with pytest.raises(ConfigError, match=r"curriculum\.floor: must be between 0 and 1, got 1\.5"):
+    with pytest.raises(ConfigError, match=r"curriculum\.floor must be in \[0, 1\], got 1\.5"):
         Trainer.from_config(run_config(directory, "run", 1))

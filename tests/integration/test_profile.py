@@ -31,5 +31,5 @@ def test_a_profiled_run_leaves_a_trace_of_some_steps_and_a_memory_report(tmp_pat
 
 
 def test_an_unknown_profiler_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="profile is 'cuda'; allowed: , torch"):
+    with pytest.raises(ConfigError, match="profile must be one of '', torch, got 'cuda'"):
         run_config(tmp_path, "out", 1, profile="cuda")

@@ -173,7 +173,7 @@ def test_the_cpu_build_is_not_asked_to_sleep(engine: VLLMEngine, tmp_path: Path)
         pytest.skip("a CUDA build sleeps")
     with pytest.raises(ConfigError, match="cannot sleep"):
         VLLMEngine(tmp_path, config={"sleep_level": 1}, seed=0)
-    with pytest.raises(ConfigError, match="allowed: 0, 1, 2"):
+    with pytest.raises(ConfigError, match="one of 0, 1, 2"):
         VLLMEngine(tmp_path, config={"sleep_level": 3}, seed=0)
     engine.sleep()
     fine = GenerationRequest(prompt_ids=[5], sampling=SamplingParams(max_new_tokens=2), seeds=[0])

@@ -1,22 +1,23 @@
 """Mappings into dataclasses, strictly: unknown keys, wrong types and missing keys are errors that say where.
 
-The type hints of the dataclass are the schema; nothing else describes the keys.
+The type hints of the dataclass are the schema, ranges included (``ranges.py``); nothing else describes the
+keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from multitask_rl.config.schema.located_yaml import Where, check_plain
+from multitask_rl.config.schema.ranges import check_value, field_hints, suggest
 from multitask_rl.errors import ConfigError
 
-__all__ = ["build_dataclass", "check_keys", "suggest"]
+__all__ = ["build_dataclass", "check_keys", "setting_fields", "suggest"]
 
 T = TypeVar("T")
 
@@ -28,14 +29,6 @@ MOVED = {
     "guard.guard_config.lower_is_better": "guard.guard_config.directions",
 }
 """Keys that earlier versions had -> where they are now."""
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` for the closest known word, or an empty string."""
-    words = list(known)
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    close = close or [w for w in words if len(word) > 2 and w.startswith(word)]
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> None:
@@ -58,22 +51,27 @@ def _moved(where: Where, key: str) -> str:
     return f"; it is {name} now" if name else ""
 
 
+def setting_fields(cls: Any, skip: Iterable[str] = ()) -> list[dataclasses.Field[Any]]:
+    """Return the fields of the dataclass ``cls`` that are keys, less those named in ``skip``."""
+    return [
+        f
+        for f in dataclasses.fields(cls)
+        if f.init and not f.metadata.get("derived") and f.name not in set(skip)
+    ]
+
+
 def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:
-    """Return ``cls(**values)`` after checking every key and type against the hints of ``cls``.
+    """Return ``cls(**values)`` after checking every key, type and range against the hints of ``cls``.
 
     Nested dataclasses, lists and tuples are built too; whole numbers are accepted as numbers. A field with
     the metadata ``derived`` is filled in from elsewhere and is no key.
 
     Raises:
-        ConfigError: unknown key, wrong type, missing key, or what ``__post_init__`` refuses.
+        ConfigError: unknown or missing key, wrong type, value out of range, or refused by ``__post_init__``.
     """
-    fields = {
-        f.name: f
-        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if f.init and not f.metadata.get("derived")
-    }
+    fields = {field.name: field for field in setting_fields(cls)}
     check_keys(values, fields, where)
-    hints = typing.get_type_hints(cls)
+    hints = field_hints(cls)  # type: ignore[arg-type]
     built = {key: _convert(hints[key], value, where.at(key)) for key, value in values.items()}
     for name, spec in fields.items():
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
@@ -88,6 +86,10 @@ def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:
 def _convert(hint: Any, value: Any, where: Where) -> Any:
     """Check ``value`` against ``hint`` and return it, built if it is a nested dataclass."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        built = _convert(args[0], value, where)
+        check_value(args[1:], built, where)
+        return built
     if hint is Any:
         check_plain(value, where)
         return value
@@ -106,7 +108,11 @@ def _convert(hint: Any, value: Any, where: Where) -> Any:
     if origin in (dict, Mapping):
         mapping = dict(_expect(Mapping, value, "a mapping", where))
         check_plain(mapping, where)
-        return mapping
+        return (
+            {key: _convert(args[1], item, where.at(key)) for key, item in mapping.items()}
+            if args
+            else mapping
+        )
     if hint in _KINDS:
         return _scalar(hint, value, where)
     return value

@@ -1,41 +1,180 @@
-"""What the run's configuration asks of a value; a number that is not finite is in no range."""
+"""What a setting may be, declared once on its field: ``dropout: Annotated[float, Range("[0, 1)")] = 0.0``.
+
+``build_dataclass`` and ``Settings`` refuse other values; ``docs/configuration.md`` and the JSON schemas for
+editors are written from the same declaration.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any
 
 from multitask_rl.errors import ConfigError
 
-__all__ = ["at_least", "one_of", "within"]
+__all__ = [
+    "Count",
+    "Finite",
+    "Fraction",
+    "Natural",
+    "NotNegative",
+    "OneOf",
+    "Positive",
+    "PositiveFraction",
+    "Range",
+    "Settings",
+    "check_value",
+    "field_hints",
+    "rules_of",
+    "suggest",
+]
 
 
-def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a choice that there is not.
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the closest known word, or an empty string."""
+    words = list(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    close = close or [w for w in words if len(word) > 2 and w.startswith(word)]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class Range:
+    """Finite numbers in an interval such as ``[0, 1)`` or ``(0, inf)``.
+
+    Args:
+        interval: ``[`` and ``]`` include the end, ``(`` and ``)`` do not.
+        off: one more value that is allowed: it turns the setting off.
+    """
+
+    def __init__(self, interval: str, *, off: float | None = None) -> None:
+        self._low, self._high = (float(end) for end in interval[1:-1].split(","))
+        self._above, self._below = interval[0] == "(", interval[-1] == ")"
+        self._off = off
+        text = f"in {interval}"
+        if interval == "(-inf, inf)":
+            text = "a finite number"
+        elif self._high == math.inf:
+            text = f"{'>' if self._above else '>='} {self._low:g}"
+        self._text = text if off is None else f"{off:g} or {text}"
+
+    def __str__(self) -> str:
+        return self._text
+
+    def refuses(self, value: Any) -> bool:
+        """Whether ``value`` is no number of the range."""
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return True
+        too_low = value <= self._low if self._above else value < self._low
+        too_high = value >= self._high if self._below else value > self._high
+        return value != self._off and (too_low or too_high)
+
+    def schema(self) -> dict[str, Any]:
+        """Return the keywords of JSON schema that say the same."""
+        ends: dict[str, Any] = {}
+        if self._low != -math.inf:
+            ends["exclusiveMinimum" if self._above else "minimum"] = _plain(self._low)
+        if self._high != math.inf:
+            ends["exclusiveMaximum" if self._below else "maximum"] = _plain(self._high)
+        return ends if self._off is None else {"anyOf": [{"const": _plain(self._off)}, ends]}
+
+
+class OneOf:
+    """One of the values given."""
+
+    def __init__(self, *values: str | int) -> None:
+        self._values = values
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(str(value) or repr('') for value in self._values)}"
+
+    def refuses(self, value: Any) -> bool:
+        """Whether ``value`` is none of them."""
+        return value not in self._values
+
+    def schema(self) -> dict[str, Any]:
+        """Return the keywords of JSON schema that say the same."""
+        return {"enum": list(self._values)}
+
+
+Rule = Range | OneOf
+
+Natural = Annotated[int, Range("[0, inf)")]
+Count = Annotated[int, Range("[1, inf)")]
+NotNegative = Annotated[float, Range("[0, inf)")]
+Positive = Annotated[float, Range("(0, inf)")]
+Finite = Annotated[float, Range("(-inf, inf)")]
+Fraction = Annotated[float, Range("[0, 1]")]
+PositiveFraction = Annotated[float, Range("(0, 1]")]
+
+
+class Settings:
+    """Base of a dataclass of settings: refuses values outside the ranges of its fields, however it is built.
+
+    A subclass with rules between its fields calls ``Settings.__post_init__(self)`` before it checks them.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: names the class, the field, the value and what is allowed.
+        """
+        for name, hint in field_hints(type(self)).items():  # type: ignore[arg-type]
+            if rules := list(rules_of(hint)):
+                check_value(rules, getattr(self, name), f"{type(self).__name__}.{name}")
+
+
+def rules_of(hint: Any) -> Iterator[Rule]:
+    """Yield the rules that a type hint declares, at any depth (``list[Fraction]``, ``Fraction | None``)."""
+    for part in typing.get_args(hint):
+        if isinstance(part, Rule):
+            yield part
+        else:
+            yield from rules_of(part)
+
+
+def check_value(rules: Iterable[Rule], value: Any, where: object) -> None:
+    """Refuse a value outside one of ``rules``; None is none, of a list or mapping each value is checked.
 
     Raises:
-        ConfigError: names the choices.
+        ConfigError: names the place, what is allowed, the value and a close choice.
     """
-    if value not in allowed:
-        raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}")
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_value(rules, item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_value(rules, item, f"{where}[{index}]")
+    else:
+        for rule in rules:
+            if rule.refuses(value):
+                known = rule.schema().get("enum", ())
+                close = suggest(value, map(str, known)) if isinstance(value, str) else ""
+                raise ConfigError(f"{where} must be {rule}, got {value!r}{close}")
 
 
-def at_least(key: str, value: float, low: float, *, strict: bool = False) -> None:
-    """Refuse a number below ``low``; with ``strict`` also ``low`` itself.
+@cache
+def field_hints(cls: type) -> dict[str, Any]:
+    """Return the type hint of every field of the dataclass ``cls``, with its rules.
 
-    Raises:
-        ConfigError: names the bound.
+    A subclass that gives a field another default need not repeat the rules: those of the base hold.
     """
-    if not math.isfinite(value) or not (value > low if strict else value >= low):
-        raise ConfigError(f"{key} must be {'>' if strict else '>='} {low:g}, got {value!r}")
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        known = typing.get_type_hints(base, include_extras=True)
+        for name in inspect.get_annotations(base):
+            if any(rules_of(known[name])) or not any(rules_of(hints.get(name))):
+                hints[name] = known[name]
+    return hints
 
 
-def within(key: str, value: float, interval: str) -> None:
-    """Refuse a number outside ``interval``, which is written as ``[0, 1)``.
-
-    Raises:
-        ConfigError: names the interval.
-    """
-    low, high = map(float, interval[1:-1].split(","))
-    is_inside = low <= value <= high and (value > low or interval[0] == "[")
-    if not is_inside or (value == high and interval[-1] == ")"):
-        raise ConfigError(f"{key} must be in {interval}, got {value!r}")
+def _plain(number: float) -> float:
+    return int(number) if number == int(number) else number

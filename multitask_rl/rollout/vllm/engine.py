@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
 
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.config.schema.ranges import Count, OneOf, Settings
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.handover import save_for_engine
@@ -57,10 +58,10 @@ class VLLMEngine(RolloutEngine):
     can_admit = True
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``rollout.engine_config``."""
 
-        max_num_seqs: int = 256
+        max_num_seqs: Count = 256
         """Sequences decoded at once."""
         max_model_len: int = 0
         """Prompt and response tokens at most; 0 = what the model's positions cover."""
@@ -72,20 +73,12 @@ class VLLMEngine(RolloutEngine):
         """Size of the key-value cache; 0 = from ``gpu_memory_utilization`` (on a CPU: 256 MiB)."""
         enforce_eager: bool = False
         """No CUDA graphs and no compilation: starts faster, runs slower. Always so on a CPU."""
-        dtype: str = "auto"
-        """``auto`` (as the model was saved, float32 too), ``float32`` or ``bfloat16``."""
-        sleep_level: int = 0
+        dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+        """``auto`` (as the model was saved, float32 too), ``float32`` or ``bfloat16``; float16 loses the
+        tails of the distribution."""
+        sleep_level: Annotated[int, OneOf(0, 1, 2)] = 0
         """What the engine gives back while the actor learns on the same device (CUDA): 0 = nothing, 1 = the
         key-value cache, weights go to host memory, 2 = both are given up, the next update brings weights."""
-
-        def __post_init__(self) -> None:
-            """Check choices."""
-            if self.dtype not in ("auto", "float32", "bfloat16"):
-                raise ConfigError(
-                    f"dtype is {self.dtype!r}; allowed: auto, float32, bfloat16 (float16 loses the tails)"
-                )
-            if self.sleep_level not in (0, 1, 2):
-                raise ConfigError(f"sleep_level is {self.sleep_level!r}; allowed: 0, 1, 2")
 
     def __init__(
         self,

@@ -138,15 +138,15 @@ def test_a_coefficient_that_was_configured_anew_is_the_one_that_counts(before, a
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("settings", "message"),
     [
-        (KLSpec(coefficient=-0.1), "coefficient must be"),
-        (KLSpec(coefficient=math.nan), "coefficient must be"),
-        (KLSpec(coefficient=0.0, target=5.0), "0 stays 0"),
-        (KLSpec(coefficient=0.1, target=0.0), "target must be"),
-        (KLSpec(coefficient=0.1, target=1.0, horizon=0.0), "horizon must be"),
+        ({"coefficient": -0.1}, "coefficient must be"),
+        ({"coefficient": math.nan}, "coefficient must be"),
+        ({"coefficient": 0.0, "target": 5.0}, "0 stays 0"),
+        ({"coefficient": 0.1, "target": 0.0}, "target must be"),
+        ({"coefficient": 0.1, "target": 1.0, "horizon": 0.0}, "horizon must be"),
     ],
 )
-def test_impossible_controllers_are_refused(spec, message):
+def test_impossible_controllers_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        KLController(spec)
+        KLSpec(**settings)

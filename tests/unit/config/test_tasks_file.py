@@ -233,7 +233,7 @@ def test_only_a_task_that_is_never_trained_may_be_greedy(tmp_path: Path) -> None
 @pytest.mark.parametrize("given", [{"top_p": 0.0}, {"top_p": -1.0}, {"top_p": 1.5}, {"top_k": -1}])
 def test_a_run_that_would_keep_no_token_or_more_than_all_is_refused(given: dict[str, float]) -> None:
     (key,) = given
-    with pytest.raises(ConfigError, match=rf"rollout\.{key} must be"):
+    with pytest.raises(ConfigError, match=rf"RolloutConfig\.{key} must be"):
         RolloutConfig(**given)
 
 

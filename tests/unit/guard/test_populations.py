@@ -51,7 +51,7 @@ def test_a_metric_without_a_direction_is_refused_until_one_is_stated() -> None:
     stated.bind(["a"])
     assert stated.observe(0, {"a": evaluation}).action is GuardAction.keep
     assert stated.metrics()["guard/a/length/value"] == -25.0
-    with pytest.raises(ConfigError, match=r"directions\.length must be higher or lower, got 'up'"):
+    with pytest.raises(ConfigError, match=r"directions\.length must be one of higher, lower, got 'up'"):
         SafetyGuard(directions={"length": "up"})
 
 
