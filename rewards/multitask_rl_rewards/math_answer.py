@@ -30,6 +30,9 @@ _EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
 _PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
@@ -96,6 +99,8 @@ class MathAnswer:
         answer = self._final_answer(_EMPHASIS.sub(r"\1", without_question(response, rollout)))
         if not answer:
             return Score(value=0.0)
+        if _are_guesses(answer) and not _are_guesses(reference):
+            return Score(value=0.0)
         answer = _write_out(answer)
         if "\\" in answer and "$" not in answer and not _WORD.search(answer):
             # Without dollar signs math-verify would read the fraction alone in 4\frac{1}{2}.
@@ -139,6 +144,15 @@ def _bare(text: str) -> str:
     """Text without box, dollar signs, spaces and final full stop: what needs no algebra to compare."""
     inner = last_boxed(text)
     return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".").removeprefix("+")
+
+
+def _are_guesses(text: str) -> bool:
+    """Whether ``text`` is nothing but several different numbers; math-verify would read the last one."""
+    text = text.replace("$", " ").strip().rstrip(". ")
+    if _GROUPED.fullmatch(text):
+        return False
+    numbers = _BETWEEN_GUESSES.sub(" ", text).split()
+    return all(map(_NUMBER.fullmatch, numbers)) and len({float(number) for number in numbers}) > 1
 
 
 def _write_out(text: str) -> str:

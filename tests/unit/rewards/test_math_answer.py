@@ -161,6 +161,12 @@ def test_a_percent_sign_is_a_unit_only_where_the_row_speaks_of_percent(
         (r"\frac12", r"The answer is \frac{1}{2} of it.", r"The answer is 3+\frac{1}{2}"),
         ("100000", "The answer is 1e5.", "The answer is 1e-5."),
         ("1e5", "100000", "1"),
+        ("3", "#### 3", "#### 1 or 2 or 3"),
+        ("3", "The answer is 3 or 3.0.", "The answer is 1, 2, 3."),
+        ("1", "#### $1$", "#### 0 1"),
+        ("1000", "#### $1,000", "#### 1 and 1000"),
+        ("1000", "#### 1 000", "#### 10 000"),
+        ("1, 2", "#### 1, 2", "#### 1, 3"),
     ],
 )
 def test_the_whole_answer_counts_not_the_part_that_is_easily_read(reference, right, wrong):
