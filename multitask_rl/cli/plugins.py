@@ -17,8 +17,9 @@ __all__ = ["main"]
 _USAGE = """usage: multitask-rl plugins list [KIND] | check NAME ... | new KIND NAME ...
 
   list   installed plugins: kind, name, distribution, what they are and need (imports none)
-  check  run the contract suite on a reward or constraint
-  new    write an installable reward or constraint with its tests
+  check  run the contract suite of its kind on a plugin
+  new    write an installable plugin with its tests
+  Both: reward, constraint, task, algorithm, scheduler, guard.
 """
 
 

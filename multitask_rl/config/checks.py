@@ -217,7 +217,7 @@ def check_entry_point(where: Where, group: str, name: str) -> None:
         ConfigError: names a close match and what is installed.
     """
     names = sorted({plugin.name for plugin in list_plugins(group)})
-    if name not in names:
+    if name not in names and ":" not in name:  # module:object and file.py:object are told of when loaded
         kind = group.rpartition(".")[2].removesuffix("s")
         raise ConfigError(
             f"{where}: unknown {kind} {name!r}{suggest(name, names)} "

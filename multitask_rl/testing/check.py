@@ -16,11 +16,27 @@ from typing import Any
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError, path_errors
-from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
+from multitask_rl.plugins import ALGORITHMS, CONSTRAINTS, GUARDS, REWARDS, SCHEDULERS, TASKS, list_plugins
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.testing.contract import Finding, check_constraint, check_reward
+from multitask_rl.testing.kinds import check_algorithm, check_guard, check_scheduler, check_task
 
 __all__ = ["CheckReport", "check_plugin", "main", "report"]
+
+_GROUPS = {
+    "reward": REWARDS,
+    "constraint": CONSTRAINTS,
+    "task": TASKS,
+    "algorithm": ALGORITHMS,
+    "scheduler": SCHEDULERS,
+    "guard": GUARDS,
+}
+_SUITES = {
+    "task": check_task,
+    "algorithm": check_algorithm,
+    "scheduler": check_scheduler,
+    "guard": check_guard,
+}
 
 _EXAMPLE_ROW: dict[str, Any] = {
     "prompt": "What is 2 + 2?",
@@ -36,7 +52,8 @@ class CheckReport:
 
     plugin: str
     kind: str
-    traits: PluginTraits
+    traits: PluginTraits | None
+    """Of a reward or constraint."""
     findings: tuple[Finding, ...]
 
     @property
@@ -47,12 +64,15 @@ class CheckReport:
     def text(self) -> str:
         """Return the report for a terminal."""
         traits = self.traits
-        lines = [
-            f"{self.kind} {self.plugin}: range [{traits.low:g}, {traits.high:g}], "
-            f"{'deterministic' if traits.deterministic else 'not deterministic'}, "
-            f"reads {', '.join(traits.needs) or 'no declared column'}, {traits.timeout_s:g} s per response, "
-            f"{'worker process' if traits.isolate else 'in the trainer'}"
-        ]
+        lines = [f"{self.kind} {self.plugin}"]
+        if traits is not None:
+            lines[0] += (
+                f": range [{traits.low:g}, {traits.high:g}], "
+                f"{'deterministic' if traits.deterministic else 'not deterministic'}, "
+                f"reads {', '.join(traits.needs) or 'no declared column'}, "
+                f"{traits.timeout_s:g} s per response, "
+                f"{'worker process' if traits.isolate else 'in the trainer'}"
+            )
         for finding in self.findings:
             detail = f": {finding.detail}" if finding.detail else ""
             lines.append(f"  {'ok  ' if finding.passed else 'FAIL'}  {finding.name}{detail}")
@@ -70,12 +90,14 @@ def check_plugin(
     gold: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> CheckReport:
-    """Run the contract suite on a reward or constraint.
+    """Run the contract suite of its kind on a plugin.
 
     Args:
-        name_or_ref: as in a tasks file.
-        row: a row of the data it is for; None = a sum with ``prompt``, ``reference`` and ``answer``.
-        kind: ``reward`` or ``constraint``; None = by its entry point or its methods, else ``reward``.
+        name_or_ref: as in a tasks file or run configuration.
+        row: a row of the data it is for; None = a sum with ``prompt``, ``reference`` and ``answer`` (rewards,
+            constraints).
+        kind: ``reward``, ``constraint``, ``task``, ``algorithm``, ``scheduler`` or ``guard``; None = by its
+            entry point, or as its methods tell rewards and constraints apart, else ``reward``.
         gold: a response that deserves the full score (rewards).
         config: keys of its ``Config``.
 
@@ -83,6 +105,8 @@ def check_plugin(
         PluginError, ConfigError, MissingExtraError: it cannot be loaded or built.
     """
     kind = kind or _kind_of(name_or_ref)
+    if kind in _SUITES:
+        return CheckReport(name_or_ref, kind, None, tuple(_SUITES[kind](name_or_ref, config)))
     source = find_plugin(kind, name_or_ref, "check")
     own_row = dict(_EXAMPLE_ROW if row is None else row)
     if kind == "constraint":
@@ -103,9 +127,8 @@ def _excused(finding: Finding) -> Finding:
 
 def _kind_of(name: str) -> str:
     if ":" not in name:
-        rewards = {info.name for info in list_plugins(REWARDS)}
-        constraints = {info.name for info in list_plugins(CONSTRAINTS)}
-        return "constraint" if name in constraints - rewards else "reward"
+        groups = {info.group for info in list_plugins() if info.name == name}
+        return next((kind for kind, group in _GROUPS.items() if group in groups), "reward")
     try:
         find_plugin("reward", name, "check")
     except PluginError:
@@ -165,7 +188,7 @@ def report(descriptor: int, argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="multitask-rl plugins check", description=__doc__)
     parser.add_argument("plugin", help="installed name, module:object, file.py:object or a foreign prefix")
-    parser.add_argument("--kind", choices=("reward", "constraint"))
+    parser.add_argument("--kind", choices=tuple(_GROUPS))
     parser.add_argument("--row", help="a JSON object, or a .jsonl file whose first row is taken")
     parser.add_argument("--gold", help="a response that deserves the full score")
     parser.add_argument("--config", default="{}", help="a JSON object with keys of its Config")

@@ -24,6 +24,7 @@ __all__ = [
     "NON_ANSWERS",
     "Finding",
     "assert_constraint_contract",
+    "assert_findings",
     "assert_reward_contract",
     "check_constraint",
     "check_reward",
@@ -73,7 +74,7 @@ def assert_reward_contract(
     Raises:
         AssertionError: lists every check that failed.
     """
-    _assert(check_reward(plugin, row=row, gold=gold, config=config, full=full))
+    assert_findings(check_reward(plugin, row=row, gold=gold, config=config, full=full))
 
 
 def assert_constraint_contract(
@@ -96,7 +97,7 @@ def assert_constraint_contract(
     Raises:
         AssertionError: lists every check that failed.
     """
-    _assert(check_constraint(plugin, row=row, accepted=accepted, violating=violating, config=config))
+    assert_findings(check_constraint(plugin, row=row, accepted=accepted, violating=violating, config=config))
 
 
 def check_reward(
@@ -332,6 +333,7 @@ def _show(result: Any) -> str:
     return repr(result)
 
 
-def _assert(findings: Sequence[Finding]) -> None:
+def assert_findings(findings: Sequence[Finding]) -> None:
+    """Raise ``AssertionError`` with every check that failed, if one did."""
     failed = [f"  {f.name}: {f.detail or 'no'}" for f in findings if not f.passed]
     assert not failed, "the plugin breaks its contract:\n" + "\n".join(failed)

@@ -1,4 +1,4 @@
-"""``multitask-rl plugins new reward my_reward``: a distribution that passes its own tests at once."""
+"""``multitask-rl plugins new KIND NAME``: a distribution that passes its own tests at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from multitask_rl.errors import ConfigError
-from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
+from multitask_rl.plugins import ALGORITHMS, CONSTRAINTS, GUARDS, REWARDS, SCHEDULERS, TASKS, list_plugins
 
 __all__ = ["main", "scaffold"]
 
@@ -28,7 +28,7 @@ description = "A $kind for multitask-rl"
 requires-python = ">=3.11"
 dependencies = ["multitask-rl"]
 
-[project.entry-points."multitask_rl.${kind}s"]
+[project.entry-points."$group"]
 $name = "$package:$attribute"
 
 [tool.setuptools]
@@ -100,34 +100,167 @@ A $kind for `multitask-rl`, found through its entry point `$name`.
     pytest                               # the contract suite and your own tests
     multitask-rl plugins check $name
 
-Use it in a tasks file:
-
-    tasks:
-      my_task:
-        dataset: data.jsonl
-        ${kind}s: [{plugin: $name}]
+Use it in $use
 """)
+
+_TASK = Template('''"""The task ``$name``: its rows, and what goes with them."""
+
+from dataclasses import dataclass
+
+
+class $attribute:
+    """Sums of small numbers."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Keys of ``dataset_config``."""
+
+        num_rows: int = 100
+        """Rows to train on."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def settings(self):
+        """Return keys of the tasks file that hold where the file gives none."""
+        return {"type": "grpo", "prompt": "{prompt}", "rewards": ["exact_match"]}
+
+    def rows(self, split):
+        """Return the rows of ``split``; every row earns its reward with its ``reference``."""
+        first = {"train": 0, "test": self.config.num_rows}.get(split)
+        if first is None:
+            return []
+        numbers = range(first, first + self.config.num_rows)
+        return [{"id": i, "prompt": f"What is {i} + 1?", "reference": str(i + 1)} for i in numbers]
+''')
+
+_ALGORITHM = Template('''"""The algorithm ``$name``."""
+
+from multitask_rl.algorithms.grpo import GRPO
+
+
+class $attribute(GRPO):
+    """GRPO whose loss leaves tokens of negative advantage out."""
+
+    def credit(self, batch):
+        """Return advantages [N], none of them negative."""
+        credit = super().credit(batch)
+        credit.advantages = credit.advantages.clamp(min=0.0)
+        return credit
+''')
+
+_SCHEDULER = Template('''"""The scheduler policy ``$name``."""
+
+from multitask_rl.curriculum.base import SchedulerPolicy
+
+
+class $attribute(SchedulerPolicy):
+    """Weigh each task by its distance to its target."""
+
+    def _preferences(self):
+        return {task: self.prior[task] * self.deficit(task) for task in self.tasks}
+
+    def reasons(self):
+        """Return why each task has its share."""
+        return {task: f"{self.deficit(task):.2f} below its target" for task in self.tasks}
+''')
+
+_GUARD = Template('''"""The guard ``$name``."""
+
+from dataclasses import dataclass
+
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardAction, GuardDecision
+
+
+class $attribute(Guard):
+    """Ends the run when a task falls too far below the best it has shown."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Keys of ``guard.guard_config``."""
+
+        largest_fall: float = 0.5
+        """In the unit of the task's primary metric."""
+
+    def __init__(self, config):
+        self.config, self.best = config, {}
+
+    def observe(self, step, evaluations, confirm=None):
+        """Judge the weights of ``step`` by their held-out evaluation."""
+        fallen = ""
+        for task, evaluation in evaluations.items():
+            value = evaluation.primary.score  # higher is better; NaN where nothing could be scored
+            if value < self.best.get(task, value) - self.config.largest_fall:
+                fallen = task
+            if value == value:
+                self.best[task] = max(value, self.best.get(task, value))
+        if fallen:
+            reason = f"{fallen} fell by more than {self.config.largest_fall:g}"
+            return GuardDecision(action=GuardAction.stop, task=fallen, reason=reason)
+        scores = [evaluation.primary.score for evaluation in evaluations.values()]
+        return GuardDecision(judged_good=bool(scores) and all(score == score for score in scores))
+
+    def state_dict(self):
+        """Return the state, JSON-able."""
+        return {"best": dict(self.best)}
+
+    def load_state_dict(self, state, renamed=None):
+        """Restore ``state_dict``."""
+        self.best = {(renamed or {}).get(task, task): value for task, value in state["best"].items()}
+''')
+
+_PLAIN_TEST = Template('''"""The contract of ``$name``."""
+
+from multitask_rl.testing import assert_${kind}_contract
+
+
+def test_contract():
+    assert_${kind}_contract("$package:$attribute")
+''')
+
+_IN_TASKS = "a tasks file:\n\n    tasks:\n      my_task:\n        dataset: data.jsonl\n        "
+_KINDS: dict[str, tuple[str, Template, Template, str]] = {
+    "reward": (REWARDS, _REWARD, _REWARD_TEST, _IN_TASKS + "rewards: [{plugin: $name}]"),
+    "constraint": (CONSTRAINTS, _CONSTRAINT, _CONSTRAINT_TEST, _IN_TASKS + "constraints: [{plugin: $name}]"),
+    "task": (
+        TASKS,
+        _TASK,
+        _PLAIN_TEST,
+        "a tasks file:\n\n    tasks:\n      my_task: {dataset: plugin:$name}",
+    ),
+    "algorithm": (ALGORITHMS, _ALGORITHM, _PLAIN_TEST, _IN_TASKS + "type: $name"),
+    "scheduler": (
+        SCHEDULERS,
+        _SCHEDULER,
+        _PLAIN_TEST,
+        "a run:\n\n    multitask-rl train scheduler.policy=$name",
+    ),
+    "guard": (GUARDS, _GUARD, _PLAIN_TEST, "a run:\n\n    multitask-rl train guard.plugin=$name"),
+}
+"""Kind -> its group, the plugin's file, its test, and how it is used."""
 
 
 def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
     """Write a distribution with one plugin into ``directory/<name>`` and return that path.
 
     Args:
-        kind: ``reward`` or ``constraint``.
+        kind: ``reward``, ``constraint``, ``task``, ``algorithm``, ``scheduler`` or ``guard``.
         name: the plugin's name: lower-case letters, digits, ``_``.
         directory: where.
 
     Raises:
         ConfigError: an unusable or taken name or kind, or the folder exists.
     """
-    if kind not in ("reward", "constraint"):
-        raise ConfigError(f"cannot write a plugin of kind {kind!r}; kinds: reward, constraint")
+    if kind not in _KINDS:
+        raise ConfigError(f"cannot write a plugin of kind {kind!r}; kinds: {', '.join(_KINDS)}")
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError(
             f"{name!r} cannot name a plugin: it starts with a lower-case letter, holds a-z, 0-9 and _, and "
             "is no word of Python"
         )
-    for info in list_plugins(REWARDS if kind == "reward" else CONSTRAINTS):
+    group, plugin, test, use = _KINDS[kind]
+    for info in list_plugins(group):
         if info.name == name:
             raise ConfigError(
                 f"a {kind} {name!r} is installed already ({info.distribution}); choose another name"
@@ -138,12 +271,13 @@ def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
     # The module's name has a prefix: a plugin called "math" must not hide the module math.
     values = {
         "kind": kind,
+        "group": group,
         "name": name,
+        "use": Template(use).substitute(name=name),
         "package": f"multitask_rl_{name}",
         "attribute": name,
         "distribution": f"multitask-rl-{name.replace('_', '-')}",
     }
-    plugin, test = (_REWARD, _REWARD_TEST) if kind == "reward" else (_CONSTRAINT, _CONSTRAINT_TEST)
     files = {
         "pyproject.toml": _PYPROJECT,
         f"multitask_rl_{name}.py": plugin,
@@ -159,7 +293,7 @@ def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
 def main(argv: Sequence[str]) -> int:
     """Write the plugin that ``argv`` asks for and say what comes next."""
     parser = argparse.ArgumentParser(prog="multitask-rl plugins new", description=__doc__)
-    parser.add_argument("kind", choices=("reward", "constraint"))
+    parser.add_argument("kind", choices=tuple(_KINDS))
     parser.add_argument("name")
     parser.add_argument("--directory", default=".")
     arguments = parser.parse_args(argv)

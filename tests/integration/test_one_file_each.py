@@ -1,0 +1,160 @@
+"""A plugin of every kind is one file and its entry-point line: all of them in one tiny run."""
+
+import importlib
+import json
+import sys
+import tomllib
+
+import pytest
+
+from multitask_rl.config.run import GuardConfig, RolloutConfig, SchedulerConfig, TrackingConfig
+from multitask_rl.plugins import GROUPS, ROLLOUT_ENGINES, SANDBOXES, TRACKERS, list_plugins
+from multitask_rl.sandbox.shared import open_sandbox
+from multitask_rl.testing.check import check_plugin
+from multitask_rl.testing.scaffold import scaffold
+from multitask_rl.trainer import Trainer
+from run_builders import run_config, write_run
+
+ENGINE = '''
+from multitask_rl.rollout.base import Generation, RolloutEngine
+
+
+class Engine(RolloutEngine):
+    """Samples one token that the seed decides."""
+
+    @classmethod
+    def build(cls, actor, config, *, seed, output_dir):
+        engine = cls()
+        engine.size = len(actor.tokenizer)
+        return engine
+
+    def generate(self, requests):
+        return [
+            [
+                Generation(response_ids=[seed % self.size], rollout_logprobs=[-1.0], finish_reason="length")
+                for seed in request.seeds
+            ]
+            for request in requests
+        ]
+
+    def update_weights(self, weights, policy_version):
+        self.policy_version = policy_version
+'''
+TRACKER = '''
+class Tracker:
+    """Counts the steps."""
+
+    run_id = None
+    steps = []
+
+    def __init__(self, *, output_dir, config, run_id):
+        pass
+
+    def start(self, parameters, resume_step=None):
+        pass
+
+    def log_metrics(self, metrics, step):
+        self.steps.append(step)
+
+    def log_event(self, event):
+        pass
+
+    def log_rollouts(self, scored, step):
+        pass
+
+    def finish(self, status):
+        pass
+'''
+SANDBOX = '''
+class Sandbox:
+    """Runs nothing."""
+
+    def __init__(self, answer=0):
+        self.answer = answer
+
+    def run(self, program):
+        return self.answer
+
+    submit = map = run
+
+    def close(self):
+        pass
+'''
+WRITTEN = {
+    "engine": (ROLLOUT_ENGINES, ENGINE, "Engine"),
+    "tracker": (TRACKERS, TRACKER, "Tracker"),
+    "sandbox": (SANDBOXES, SANDBOX, "Sandbox"),
+}
+SCAFFOLDED = ("reward", "constraint", "task", "algorithm", "scheduler", "guard")
+RUN = """
+tasks:
+  sums:
+    dataset: plugin:own_task
+    type: own_algorithm
+    rewards: [own_reward]
+    constraints: [{plugin: own_constraint, mode: penalty}]
+  by_module:
+    dataset: plugin:multitask_rl_own_task:own_task
+    type: multitask_rl_own_algorithm:own_algorithm
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A distribution with a plugin of every kind, as an installer leaves it."""
+    folder = tmp_path_factory.mktemp("own")
+    entries: dict[str, dict[str, str]] = {}
+    for kind in SCAFFOLDED:
+        project = scaffold(kind, f"own_{kind}", folder)
+        declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
+        entries.update(declared)
+        (module,) = project.glob("*.py")
+        module.rename(folder / module.name)
+    for kind, (group, text, name) in WRITTEN.items():
+        (folder / f"own_{kind}_file.py").write_text(text)
+        entries[group] = {f"own_{kind}": f"own_{kind}_file:{name}"}
+    info = folder / "own_plugins-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-plugins\nVersion: 1.0\n")
+    lines = [f"[{g}]\n" + "".join(f"{n} = {v}\n" for n, v in own.items()) for g, own in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def test_every_kind_has_one(site):
+    own = {i.group for i in list_plugins() if i.distribution == "own-plugins"}
+    assert own == set(GROUPS)
+
+
+@pytest.mark.parametrize("kind", SCAFFOLDED[2:])
+def test_what_the_scaffold_writes_keeps_its_contract(site, kind):
+    report = check_plugin(f"own_{kind}")
+    assert report.kind == kind
+    assert report.passed, report.text()
+
+
+def test_a_run_uses_each(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+    write_run(tmp_path, RUN)
+    config = run_config(
+        tmp_path,
+        "run",
+        2,
+        rollout=RolloutConfig(engine="own_engine", max_new_tokens=2),
+        scheduler=SchedulerConfig(policy="own_scheduler"),
+        guard=GuardConfig(plugin="own_guard"),
+        tracking=TrackingConfig(trackers=["own_tracker", "jsonl"]),
+    )
+    with Trainer.from_config(config) as trainer:
+        trainer.train()
+        assert trainer.step == 2
+        assert type(trainer.guard).__name__ == "own_guard"
+        assert trainer.scheduler.policy_name == "own_scheduler"
+        tracker = sys.modules["own_tracker_file"].Tracker
+        assert {1, 2} <= set(tracker.steps)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert {"own_reward"} == {name for row in rows if row["task"] == "sums" for name in row["breakdown"]}
+    assert open_sandbox("own_sandbox", answer=3).run("") == 3

@@ -1,0 +1,109 @@
+"""The contract suites of guards, schedulers, algorithms and tasks: what is bundled keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.plugins import ALGORITHMS, GUARDS, SCHEDULERS, list_plugins
+from multitask_rl.testing.contract import Finding
+from multitask_rl.testing.kinds import (
+    assert_algorithm_contract,
+    assert_guard_contract,
+    assert_scheduler_contract,
+    assert_task_contract,
+    check_algorithm,
+    check_guard,
+    check_scheduler,
+    check_task,
+)
+
+
+def names(group: str) -> list[str]:
+    return [info.name for info in list_plugins(group) if info.distribution == "multitask-rl"]
+
+
+@pytest.mark.parametrize("name", names(GUARDS))
+def test_bundled_guards(name: str) -> None:
+    assert_guard_contract(name, {"warmup": 2, "cooldown_steps": 2})
+
+
+@pytest.mark.parametrize("name", names(SCHEDULERS))
+def test_bundled_schedulers(name: str) -> None:
+    assert_scheduler_contract(name)
+
+
+@pytest.mark.parametrize("name", names(ALGORITHMS))
+def test_bundled_algorithms(name: str) -> None:
+    assert_algorithm_contract(name)
+
+
+def test_a_bundled_task() -> None:
+    assert_task_contract("long_context_kv")
+
+
+GUARD = """
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardDecision
+class G(Guard):
+    def __init__(self): self.seen = 0
+    def observe(self, step, evaluations, confirm=None):
+        self.seen += 1
+        return GuardDecision(judged_good=self.seen < 9 and bool(evaluations) and BODY)
+    def state_dict(self): return STATE
+    def load_state_dict(self, state, renamed=None): self.seen = state["seen"]
+    def weight_factors(self): return FACTORS
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "factors", "finding"),
+    [
+        ("step > 2", "{'seen': self.seen}", "{'third': 1.0}", "weight_factors holds {'third': 1.0}"),
+        ("step > 2", "{'seen': self.seen}", "{}", None),
+        ("True", "{'seen': self.seen}", "{}", "weights without a result are judged good"),
+        ("step > 2", "{'seen': 0}", "{}", "after a resume it decides"),
+        ("step > 2", "{'seen': {1}}", "{}", "TypeError: Object of type set is not JSON serializable"),
+    ],
+)
+def test_what_a_guard_does_wrong_is_found(
+    tmp_path: Path, body: str, state: str, factors: str, finding: str | None
+) -> None:
+    text = GUARD.replace("BODY", body).replace("STATE", state).replace("FACTORS", factors)
+    (tmp_path / "g.py").write_text(text)
+    failed = [f.detail for f in check_guard(f"{tmp_path / 'g.py'}:G") if not f.passed]
+    assert bool(failed) == (finding is not None), failed
+    assert all(finding in detail for detail in failed if finding is not None)
+
+
+@pytest.mark.parametrize(
+    ("check", "body", "finding"),
+    [
+        (
+            check_scheduler,
+            "from multitask_rl.curriculum.uniform import Uniform\nclass X(Uniform):\n"
+            "    def weights(self): return {t: float(i == 0) for i, t in enumerate(self.tasks)}",
+            "the order of the tasks changes nothing",
+        ),
+        (
+            check_algorithm,
+            "from multitask_rl.algorithms.grpo import GRPO\nclass X(GRPO):\n    def credit(self, batch):\n"
+            "        credit = super().credit(batch)\n        credit.advantages *= float('nan')\n"
+            "        return credit",
+            "equal rewards give no NaN",
+        ),
+        (
+            check_task,
+            "class X:\n    def settings(self): return {'rewards': ['exact_match'], 'prompt': '{question}'}\n"
+            "    def rows(self, split): return [{'prompt': 'a', 'reference': 'b'}] * 3",
+            "its settings are those of a task, and its rows fit them",
+        ),
+    ],
+)
+def test_what_others_do_wrong_is_found(
+    tmp_path: Path, check: Callable[[str], list[Finding]], body: str, finding: str
+) -> None:
+    (tmp_path / "x.py").write_text(body)
+    assert finding in [f.name for f in check(f"{tmp_path / 'x.py'}:X") if not f.passed]
