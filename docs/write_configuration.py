@@ -1,18 +1,20 @@
-"""Write docs/configuration.md from the dataclasses: ``python docs/write_configuration.py``.
+"""Write docs/configuration.md and docs/schema/ from the dataclasses: ``python docs/write_configuration.py``.
 
-The dataclasses hold names, types, defaults and meanings; this page is a view of them and is never edited.
+The dataclasses hold names, types, ranges, defaults and meanings; what is written is never edited.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any
 
 from multitask_rl.config import run, task
+from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.schema.build import setting_fields
 from multitask_rl.config.schema.json_schema import meanings
 from multitask_rl.config.schema.ranges import OneOf, field_hints
@@ -20,6 +22,7 @@ from multitask_rl.constraints.multiplier import MultiplierSpec
 from multitask_rl.records import SamplingParams
 
 PAGE = Path(__file__).with_name("configuration.md")
+SCHEMAS = {"tasks.schema.json": tasks_schema, "run.schema.json": run_schema}
 
 _OWN_TABLE = ("curriculum", "kl", "multiplier")
 """Sections of a task; they get their tables from ``render``."""
@@ -31,6 +34,10 @@ Written by `make docs` from the dataclasses; change those, not this page. YAML f
 override the defaults given here, nothing else holds one:
 
     multitask-rl train --config-dir configs +experiment=math_code_safety tasks.math.weight=2
+
+In VS Code (extension YAML), keys are completed and mistakes underlined in a file that begins with the line
+`# yaml-language-server: $schema=tasks.schema.json`. That file is written beside it by
+`multitask-rl tasks schema > tasks.schema.json`, for a run's configuration with `tasks schema --run`.
 """
 
 
@@ -111,5 +118,13 @@ def _summary(cls: Any) -> str:
     return (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".").replace("``", "`")
 
 
+def files() -> dict[Path, str]:
+    """Return the text of every file that this script writes."""
+    schemas = {PAGE.with_name("schema") / name: make() for name, make in SCHEMAS.items()}
+    return {PAGE: render(), **{path: json.dumps(s, indent=1) + "\n" for path, s in schemas.items()}}
+
+
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    for path, text in files().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")

@@ -25,7 +25,10 @@ Command = Callable[[list[str]], int | None]
 _COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("multitask_rl.cli.train:train", "train a run: key=value overrides, --multirun for sweeps"),
     "eval": ("multitask_rl.cli.train:evaluate", "evaluate a run's newest checkpoint on held-out prompts"),
-    "tasks": ("multitask_rl.cli.tasks:main", "validate FILE | show FILE: check or print a tasks file"),
+    "tasks": (
+        "multitask_rl.cli.tasks:main",
+        "validate FILE | show FILE | schema: of a tasks file",
+    ),
     "plugins": (
         "multitask_rl.cli.plugins:main",
         "list | check NAME | new KIND NAME: installed plugins, their contract",

@@ -1,4 +1,4 @@
-"""``tasks validate FILE``, ``tasks show FILE``: all that can be known of a tasks file without a model."""
+"""``tasks validate FILE``, ``tasks show FILE``, ``tasks schema``: tasks files, without a model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multitask_rl.boundary.printable import one_line, printable
+from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import EvalConfig, ScoringConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, parse_yaml
@@ -32,9 +33,9 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``tasks validate`` or ``tasks show``."""
+    """Run ``tasks validate``, ``tasks show`` or ``tasks schema``."""
     parser = argparse.ArgumentParser(prog="multitask-rl tasks", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="validate | show")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="validate | show | schema")
     for name, text in (
         ("validate", "check keys, plugins, their configuration and the data sets"),
         ("show", "print the tasks with every default filled in"),
@@ -49,7 +50,13 @@ def main(arguments: list[str]) -> int:
             )
         if name == "show":
             command.add_argument("--json", action="store_true", help="for programs")
+    text = "print the JSON schema of a tasks file, for editors"
+    schema = commands.add_parser("schema", help=text, description=text)
+    schema.add_argument("--run", action="store_true", help="of a run's configuration instead")
     options = parser.parse_args(arguments)
+    if options.command == "schema":
+        print(json.dumps(run_schema() if options.run else tasks_schema(), indent=2))
+        return 0
     if options.command == "validate" and not options.trust:
         refuse_code_in(options.file)
     specs = load_tasks(options.file, _overrides(options.overrides))

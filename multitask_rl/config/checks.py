@@ -23,6 +23,8 @@ __all__ = [
     "FOREIGN_PREFIXES",
     "FUNCTION_PREFIXES",
     "GENERATOR_PREFIX",
+    "NAME_PATTERN",
+    "RESERVED_NAMES",
     "check_entry_point",
     "check_task",
     "check_tasks",
@@ -39,7 +41,8 @@ FUNCTION_PREFIXES = ("trl", "verl")
 GENERATOR_PREFIX = "reasoning_gym:"
 """Data sets that a program makes, with their own verifier."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+"""Of the name of a task."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -128,7 +131,7 @@ def _check_name(name: str, where: Where) -> None:
             f"{where}: the task name {name!r} is reserved for aggregates; rename it "
             f"(reserved: {', '.join(RESERVED_NAMES)})"
         )
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(
             f"{where}: the task name {name!r} is not allowed: letters, digits, '_' and '-', at most 64, "
             f"the first a letter or digit (it becomes part of metric names and command-line keys)"

@@ -31,17 +31,18 @@ from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
-__all__ = ["fill_weights", "load_tasks", "parse_tasks", "validate_tasks"]
+__all__ = ["SHORT_FORMS", "fill_weights", "load_tasks", "parse_tasks", "validate_tasks"]
 
 S = TypeVar("S", RewardSpec, ConstraintSpec)
 
-_SHORT_FORMS = {
+SHORT_FORMS = {
     "reward_model": ("reward_config", "rewards"),
     "constraint_model": ("constraint_config", "constraints"),
 }
+"""Short form -> its configuration, and the list that the two stand for."""
 _ANSWER_IN_TAGS = "{question}\n\nGive the final answer between <answer> and </answer>."
-_TASK_KEYS = {field.name for field in setting_fields(TaskSpec, skip=["name"])} | _SHORT_FORMS.keys()
-_TASK_KEYS |= {config for config, _ in _SHORT_FORMS.values()}
+_TASK_KEYS = {field.name for field in setting_fields(TaskSpec, skip=["name"])} | SHORT_FORMS.keys()
+_TASK_KEYS |= {config for config, _ in SHORT_FORMS.values()}
 _DEFINING = {"type", "dataset", "rewards", "reward_model", "constraints", "constraint_model"}
 
 
@@ -232,7 +233,7 @@ def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> Mapping[str, 
     check_entry_point(where.at("dataset"), TASKS, name)
     config = _dataset_config(raw, where)
     task = build_plugin(load_plugin(TASKS, name, expects=["settings", "rows"]), config, where=str(where))
-    given = {long for short, (_, long) in _SHORT_FORMS.items() if short in raw}
+    given = {long for short, (_, long) in SHORT_FORMS.items() if short in raw}
     settings = {k: v for k, v in task.settings().items() if k not in given}
     if {"rewards", "reward_model"} & set(raw):
         # the plugin's primary metric is one of its own rewards, which the file has replaced
@@ -272,7 +273,7 @@ def _with_verifier(raw: Mapping[str, Any], dataset: str, where: Where) -> Mappin
 
 def _expand_short_forms(raw: Mapping[str, Any], where: Where) -> dict[str, Any]:
     values = dict(raw)
-    for model_key, (config_key, list_key) in _SHORT_FORMS.items():
+    for model_key, (config_key, list_key) in SHORT_FORMS.items():
         model, config = values.pop(model_key, None), values.pop(config_key, None)
         if model is None:
             if config is not None:

@@ -37,7 +37,7 @@ def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool = Fals
         if field.name in texts:
             own["description"] = texts[field.name]
         if field.default is not dataclasses.MISSING:
-            own["default"] = field.default
+            own["default"] = list(field.default) if isinstance(field.default, tuple) else field.default
         elif field.default_factory is dataclasses.MISSING:
             required.append(field.name)
         properties[field.name] = own
