@@ -70,11 +70,11 @@ class Scorer(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, JSON-able."""
+        """Return what a checkpoint keeps of it by task, JSON-able."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``."""
+        """Restore ``state_dict``, under the present names of the tasks; new tasks start fresh."""
         ...
 
     def close(self) -> None:

@@ -169,7 +169,9 @@ class RunStore:
         if changed:
             self.events.append(_changed_event(trainer.step, changed))
         with reading_state(self._found):
-            trainer.scorer.load_state_dict(self._found.state["scorer"])
+            names = renamed_tasks(trainer, self._found.state)
+            budgets = self._found.state["scorer"]
+            trainer.scorer.load_state_dict({names.get(task, task): own for task, own in budgets.items()})
             if trainer.guard is not None and self._found.state["guard"]:
                 self._restore_guard(trainer, trainer.guard, self._found.state)
         if track:

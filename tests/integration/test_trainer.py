@@ -168,6 +168,9 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(finished, tmp_path)
     assert second.step == 2
     assert second.runs["echo"].stream.draw == first.runs["copy"].stream.draw > 0
     assert second.runs["fresh"].stream.draw == 0
+    budgets = second.scorer.state_dict()
+    assert budgets["echo"] == first.scorer.state_dict()["copy"]
+    assert [name for name in ("echo", "fresh") if budgets[name]["recent"]] == ["echo"]
     second.train()
     assert second.step == 4
     kept = changed.replace("from: copy", "from: fresh")
