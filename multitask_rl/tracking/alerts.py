@@ -69,9 +69,6 @@ class AlertTracker:
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """Nothing: rollouts are no alerts."""
 
-    def log_artifact(self, path: Path) -> None:
-        """Nothing: files are no alerts."""
-
     def finish(self, status: str) -> None:
         """Send what is queued (at most 10 seconds). A second call does nothing."""
         webhook, self._webhook = self._webhook, None

@@ -10,7 +10,6 @@ The console shows these per task where they are given: ``reward_mean``, ``weight
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from multitask_rl.records import Event, Scored
@@ -47,10 +46,6 @@ class Tracker(Protocol):
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """All scored rollouts of the step; the tracker keeps ``store_rollouts`` of each task."""
-        ...
-
-    def log_artifact(self, path: Path) -> None:
-        """Keep a file with the run."""
         ...
 
     def finish(self, status: str) -> None:

@@ -149,9 +149,6 @@ class ConsoleTracker:
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """Show nothing."""
 
-    def log_artifact(self, path: Path) -> None:
-        """Show nothing."""
-
     def finish(self, status: str) -> None:
         """Leave the last table standing and say how the run ended."""
         if self._live is not None:

@@ -91,10 +91,6 @@ class Trackers:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.log_rollouts(scored, step))
 
-    def log_artifact(self, path: Path) -> None:
-        """See ``Tracker``."""
-        self._each(lambda tracker: tracker.log_artifact(path))
-
     def finish(self, status: str) -> None:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.finish(status))

@@ -56,9 +56,6 @@ class JsonlTracker:
         if lines:
             self._append("rollouts.jsonl", lines)
 
-    def log_artifact(self, path: Path) -> None:
-        """Do nothing: files already are in the output directory."""
-
     def finish(self, status: str) -> None:
         """Close the files."""
         for stream in self._open.values():

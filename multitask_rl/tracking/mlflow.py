@@ -349,11 +349,6 @@ class MLflowTracker:
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """Do nothing: thousands of small artifacts help nobody; they are in ``rollouts.jsonl``."""
 
-    def log_artifact(self, path: Path) -> None:
-        """Queue the upload of a file."""
-        if self._worker is not None:
-            self._worker.put(lambda: self._client.log_artifact(self.run_id, str(path)))
-
     def finish(self, status: str) -> None:
         """Send what is queued (at most a minute) and close the run. A second call does nothing."""
         worker, self._worker = self._worker, None

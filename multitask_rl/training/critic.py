@@ -59,10 +59,6 @@ class Critic(nn.Module):
         """Some task needs it."""
         return len(self.heads) > 0
 
-    def has_head(self, task: str) -> bool:
-        """The task has a value head."""
-        return task in self._keys
-
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the trunk's last hidden states [N, H] before each response token (``separate`` only)."""
         if self.trunk is None:

@@ -2,10 +2,12 @@
 
 import math
 import re
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import pytest
 
+from multitask_rl.algorithms.rloo import RLOOConfig
 from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -20,7 +22,9 @@ from multitask_rl.config.run import (
     ScoringConfig,
     TrackingConfig,
 )
+from multitask_rl.config.schema.ranges import OneOf, Range
 from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import build_plugin
 
 
 @pytest.mark.parametrize(
@@ -72,3 +76,34 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     ScoringConfig(max_failure_rate=0.0)
     ModelConfig(reference_decay=1.0, lora=LoraConfig(dropout=0.0))
     BatchConfig(quorum=1.0)
+
+
+class Timed:
+    @dataclass
+    class Config:
+        timeout_s: Annotated[float, Range("(0, inf)")] = 5.0
+        modes: list[Annotated[str, OneOf("fast", "exact")]] = field(default_factory=list)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+
+class Patient(Timed):
+    @dataclass
+    class Config(Timed.Config):
+        timeout_s: float = 60.0
+
+
+def test_a_plugin_declares_ranges_on_the_fields_of_its_config() -> None:
+    assert build_plugin(Timed, {"timeout_s": 1, "modes": ["fast"]}, where="tasks.a").config.timeout_s == 1.0
+    with pytest.raises(ConfigError, match=r"^tasks\.a\.timeout_s must be > 0, got 0\.0$"):
+        build_plugin(Timed, {"timeout_s": 0}, where="tasks.a")
+    with pytest.raises(ConfigError, match=r"modes\[1\] must be one of fast, exact, got 'exat'; did"):
+        build_plugin(Timed, {"modes": ["fast", "exat"]}, where="tasks.a")
+
+
+def test_another_default_keeps_the_range_of_the_base() -> None:
+    with pytest.raises(ConfigError, match=r"timeout_s must be > 0, got -1\.0"):
+        build_plugin(Patient, {"timeout_s": -1}, where="tasks.a")
+    with pytest.raises(ConfigError, match="aggregation must be one of token, sequence, constant"):
+        RLOOConfig(aggregation="mean")

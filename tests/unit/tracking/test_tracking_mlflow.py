@@ -57,8 +57,6 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
         first.log_metrics(metrics, step)
     for step in (1, 3):
         first.log_event(Event(step=step, source="guard", kind="alarm", reason=f"fell {step}"))
-    (tmp_path / "note.txt").write_text("kept")
-    first.log_artifact(tmp_path / "note.txt")
     first.finish("failed")
     identity = first.run_id
     assert identity is not None
@@ -87,7 +85,6 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     artifacts = tmp_path / "mlartifacts" / run_id / "artifacts"
     events = [json.loads(line) for line in (artifacts / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events] == [1, 3, 4]
-    assert (artifacts / "note.txt").read_text() == "kept"
     assert json.loads((artifacts / "config.resumed.json").read_text()) == {"optimizer.learning_rate": "0.2"}
 
 
