@@ -23,28 +23,34 @@ __all__ = ["error_line", "main", "run_command"]
 Command = Callable[[list[str]], int | None]
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("multitask_rl.cli.train:train", "train a run: key=value overrides, --multirun for sweeps"),
-    "eval": ("multitask_rl.cli.train:evaluate", "evaluate a run's newest checkpoint on held-out prompts"),
+    "train": ("multitask_rl.cli.train:train", "train: key=value overrides, --multirun for sweeps"),
+    "eval": (
+        "multitask_rl.cli.train:evaluate",
+        "evaluate the newest checkpoint of a run on held-out prompts",
+    ),
     "tasks": (
         "multitask_rl.cli.tasks:main",
-        "validate FILE | show FILE | schema: of a tasks file",
+        "validate FILE | show FILE | schema: check or print a tasks file, or its schema",
     ),
     "plugins": (
         "multitask_rl.cli.plugins:main",
-        "list | check NAME | new KIND NAME: installed plugins, their contract",
+        "list | check NAME | new KIND NAME: show, test or write plugins",
     ),
     "compare": (
         "multitask_rl.cli.comparison:main_compare",
-        "RUN RUN...: differences by task with intervals",
+        "RUN RUN...: differences per task with intervals",
     ),
-    "report": ("multitask_rl.cli.comparison:main_report", "RUN: what happened in one run"),
+    "report": ("multitask_rl.cli.comparison:main_report", "RUN: summary of one run"),
     "rescore": (
         "multitask_rl.cli.rescore:main",
         "RUN [--reward NAME]: score the stored rollouts again, without a model",
     ),
-    "bench": ("multitask_rl.cli.bench:main", "how fast this machine makes steps, and where the time goes"),
+    "bench": ("multitask_rl.cli.bench:main", "measure steps: tokens/s, seconds per stage, memory"),
     "sandbox corpus": ("multitask_rl.sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
-    "doctor": ("multitask_rl.cli.doctor:main", "what is installed, what works, what mends the rest"),
+    "doctor": (
+        "multitask_rl.cli.doctor:main",
+        "show what is installed and what works, with a command for each fault",
+    ),
 }
 
 _OPTIONS = """\

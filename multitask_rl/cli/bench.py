@@ -1,6 +1,6 @@
-"""``bench``: how fast this machine makes steps of a configuration, and where the time goes.
+"""Measure training steps of a configuration: tokens/s, seconds per stage, memory.
 
-Real steps of the ordinary trainer: nothing is evaluated, saved or tracked, and nothing is left behind.
+The steps are real. Nothing is evaluated, saved or tracked, and no file remains.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> int:
         epilog="Keys as for train: tasks_file=tasks.yaml model.name_or_path=MODEL, or output_dir=RUN alone.",
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=3, help="steps measured (default: 3)")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps made before, not measured (default: 1)")
-    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (default: 3)")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before the measurement (default: 1)")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options, overrides = parser.parse_known_args(arguments)
     if options.steps < 1 or options.warm_up < 0:
         raise ConfigError("--steps must be at least 1 and --warm-up at least 0")

@@ -39,7 +39,9 @@ def main_compare(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: a run cannot be read or the runs share no task.
     """
-    parser = argparse.ArgumentParser(prog="multitask-rl compare", description="Compare runs task by task.")
+    parser = argparse.ArgumentParser(
+        prog="multitask-rl compare", description="Compare runs: difference, interval and verdict per task."
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output directory or mlflow:<run id>")
     parser.add_argument("--step", type=int, help="evaluation to compare (default: each run's last)")
     _add_common(parser)
@@ -59,7 +61,9 @@ def main_report(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: the run cannot be read.
     """
-    parser = argparse.ArgumentParser(prog="multitask-rl report", description="What one run did.")
+    parser = argparse.ArgumentParser(
+        prog="multitask-rl report", description="Summarise one run: tasks, constraints, events, times."
+    )
     parser.add_argument("run", metavar="RUN", help="output directory or mlflow:<run id>")
     _add_common(parser)
     options = parser.parse_args(argv)
@@ -77,7 +81,7 @@ def main_report(argv: Sequence[str]) -> int:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tracking-uri", default="", help="of MLflow, for runs given as mlflow:<run id>")
+    parser.add_argument("--tracking-uri", default="", help="MLflow server, for runs given as mlflow:<run id>")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 

@@ -1,6 +1,6 @@
-"""``doctor``: what is installed, what works, and the command that mends what does not.
+"""Show what is installed and what works, with a command for each fault.
 
-Package versions come from metadata and nothing heavy is imported, except torch to count devices.
+Versions come from package metadata. Of the heavy libraries only torch is imported, to count devices.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ __all__ = ["main"]
 
 _USAGE = """usage: multitask-rl plugins list [KIND] | check NAME ... | new KIND NAME ...
 
-  list   installed plugins: kind, name, distribution, what they are and need (imports none)
-  check  run the contract suite of its kind on a plugin
-  new    write an installable plugin with its tests
-  Both: reward, constraint, task, algorithm, scheduler, guard.
+  list   show installed plugins: kind, name, distribution, description (imports none)
+  check  test a plugin against the contract of its kind
+  new    write an installable plugin with tests
+kinds of check and new: reward, constraint, task, algorithm, scheduler, guard
 """
 
 

@@ -1,7 +1,7 @@
-"""``rescore RUN``: score a run's stored rollouts again, without the actor, and say how far the scores agree.
+"""Score the stored rollouts of a run again, without a model, and compare old and new scores.
 
-Without ``--reward``: the run's own rewards as they are now (a new version of a plugin). With it: another
-reward, for every task of the run. Rewards are compared one by one, before weights and penalties.
+The default scores with the run's own rewards as installed now. --reward scores every task with another
+reward. Each reward is compared by itself, before weights and penalties.
 """
 
 from __future__ import annotations
@@ -72,17 +72,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="multitask-rl rescore", description=__doc__)
     parser.add_argument("run", type=Path, help="output directory of the run")
     parser.add_argument("--reward", help="score with this reward: a name, file.py:function, trl:..., ...")
-    parser.add_argument("--config", type=json.loads, default=None, help="its configuration, as JSON")
+    parser.add_argument(
+        "--config", type=json.loads, default=None, help="configuration of that reward, as JSON"
+    )
     parser.add_argument(
         "--against", default="", help=f"old reward to compare with (default: same name, else {_WHOLE!r})"
     )
-    parser.add_argument("--task", action="append", help="only this task; may be given several times")
-    parser.add_argument("--threshold", type=float, help="from which value on a response counts as high")
+    parser.add_argument("--task", action="append", help="only this task (repeatable)")
+    parser.add_argument("--threshold", type=float, help="values from here on count as high")
     parser.add_argument("--tasks", help="tasks file to score with (default: the run's tasks)")
     parser.add_argument(
-        TRUST, action="store_true", help="run code that a run outside the working directory names"
+        TRUST, action="store_true", help="allow code named by a run outside the working directory"
     )
-    parser.add_argument("--output", type=Path, help="write the new records here, as JSON lines")
+    parser.add_argument("--output", type=Path, help="write the new records to this file, as JSON lines")
     return parser
 
 

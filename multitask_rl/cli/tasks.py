@@ -1,4 +1,4 @@
-"""``tasks validate FILE``, ``tasks show FILE``, ``tasks schema``: tasks files, without a model."""
+"""Check a tasks file, print it with all defaults, or print its JSON schema. No model is loaded."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="multitask-rl tasks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="validate | show | schema")
     for name, text in (
-        ("validate", "check keys, plugins, their configuration and the data sets"),
-        ("show", "print the tasks with every default filled in"),
+        ("validate", "check keys, plugins and every row; score one row per task"),
+        ("show", "print the tasks with all defaults"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("file", help="the tasks file")

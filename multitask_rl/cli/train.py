@@ -43,10 +43,10 @@ usage: multitask-rl {command} [--config-dir DIR] [--multirun] [--trust] [key=val
 
   multitask-rl {command} tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=runs/first
   multitask-rl {command} --config-dir configs +experiment=NAME tasks.math.weight=2
-  multitask-rl {command} output_dir=runs/first       an earlier run as it was configured; more keys on top
-  multitask-rl train --multirun seed=0,1,2 ...      one run per value, under multirun/ or output_dir/
+  multitask-rl {command} output_dir=runs/first       the recorded configuration of a run; keys override it
+  multitask-rl train --multirun seed=0,1,2 ...      one run per value, below multirun/ or output_dir/
   multitask-rl {command} --cfg job ...               print the configuration and stop
-  multitask-rl {command} --trust ...                 run code that a file outside the working directory names
+  multitask-rl {command} --trust ...                 allow code named by a file outside the working directory
 
 Every key with its meaning, range and default: docs/configuration.md. Hydra's own options: --hydra-help."""
 

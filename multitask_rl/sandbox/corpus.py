@@ -1,9 +1,8 @@
-"""Runs a corpus of hostile and benign programs and compares every outcome with its manifest.
+"""Run a corpus of hostile and benign programs and compare every outcome with its manifest.
 
-Behind ``multitask-rl sandbox corpus MANIFEST``. The manifest's format: ``{default_limits, programs: [...]}``;
-a program has ``name, file, task, limits, expect`` and optionally ``sequence`` and ``order`` (programs of a
-sequence run in order on one worker), ``requires`` (packages), ``soft`` (``ESCAPED`` is no failure). After
-every program a trivial one must run normally on the same worker.
+The manifest is JSON: {default_limits, programs: [...]}. A program has name, file, task, limits and expect.
+Optional keys: sequence and order (programs of a sequence run in order on one worker), requires (packages),
+soft (an escape is no failure). After every program a trivial one must run normally on the same worker.
 """
 
 from __future__ import annotations

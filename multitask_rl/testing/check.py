@@ -1,4 +1,4 @@
-"""``multitask-rl plugins check NAME``: the contract suite as a report."""
+"""Test a reward or constraint against its contract and print a line per check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multitask-rl plugins new KIND NAME``: a distribution that passes its own tests at once."""
+"""Write an installable plugin with tests that pass."""
 
 from __future__ import annotations
 
