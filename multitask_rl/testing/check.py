@@ -1,4 +1,4 @@
-"""Test a reward or constraint against its contract and print a line per check."""
+"""Test a plugin against the contract of its kind and print a line per check."""
 
 from __future__ import annotations
 
