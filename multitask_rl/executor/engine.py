@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
-from multitask_rl.executor.replica import Look, Replica, without_monitors
+from multitask_rl.executor.replica import EngineReplica, Look, without_monitors
 from multitask_rl.rollout.base import (
     Ended,
     Generation,
@@ -87,7 +87,7 @@ def _make_replica(
     device: str,
     autocast: bool,
     index: int,
-) -> Replica:
+) -> EngineReplica:
     from transformers import AutoModelForCausalLM
 
     from multitask_rl.config.run import ModelConfig
@@ -97,14 +97,14 @@ def _make_replica(
     model.to(device).eval()
     actor = Actor(model, tokenizer, ModelConfig(name_or_path=directory, autocast=autocast))
     output_dir = Path(directory) / f"replica-{index}"
-    return Replica(engine.build(actor, config, seed=seed, output_dir=output_dir), actor)
+    return EngineReplica(engine.build(actor, config, seed=seed, output_dir=output_dir), actor)
 
 
 class RayEngine(RolloutEngine):
     """``RolloutEngine`` over replicas in Ray actors.
 
     Args:
-        make: builds replica ``index`` in its actor; a ``Replica``, or what has its methods.
+        make: builds replica ``index`` in its actor; an ``EngineReplica``, or what has its methods.
         num_replicas: how many.
         num_cpus: per replica.
         num_gpus: per replica.

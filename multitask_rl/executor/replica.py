@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from multitask_rl.models.actor import Actor
 
-__all__ = ["Look", "Replica", "without_monitors"]
+__all__ = ["EngineReplica", "Look", "without_monitors"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ def without_monitors(
     return travelling, monitors
 
 
-class Replica:
+class EngineReplica:
     """An engine in a process of its own, with the copy of the actor it was built from."""
 
     def __init__(self, engine: RolloutEngine, actor: Actor) -> None:
@@ -147,7 +147,7 @@ class _Run:
         return answer
 
     def advance(self, answer: Sequence[bool] | None) -> tuple[list[list[Ended] | Look], bool]:
-        """See ``Replica``."""
+        """See ``EngineReplica``."""
         if answer is not None:
             self._answers.put(answer)
         found: list[list[Ended] | Look] = []

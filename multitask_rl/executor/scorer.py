@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from multitask_rl.config.task import TaskSpec
     from multitask_rl.scoring.pending import Pending
 
-__all__ = ["RayScorer", "Scorer"]
+__all__ = ["RayScorer", "RunScorer"]
 
 _CALLS = 4
 """Of one pool at once: its numbers can be asked for while it scores."""
@@ -32,7 +32,7 @@ _CALLS = 4
 T = TypeVar("T")
 
 
-class Scorer(Protocol):
+class RunScorer(Protocol):
     """What the trainer asks of a reward pool."""
 
     def start(self) -> None:
@@ -107,7 +107,12 @@ class RayScorer:
     """
 
     def __init__(
-        self, make: Callable[[int], Scorer], *, num_pools: int, num_cpus: float = 1.0, num_gpus: float = 0.0
+        self,
+        make: Callable[[int], RunScorer],
+        *,
+        num_pools: int,
+        num_cpus: float = 1.0,
+        num_gpus: float = 0.0,
     ) -> None:
         self._group: ActorGroup | None = ActorGroup(
             "reward pool", make, num_pools, num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=_CALLS

@@ -8,7 +8,7 @@ from typing import Any
 
 from multitask_rl.guard.paired import compare_paired
 from multitask_rl.guard.settings import SafetyGuardConfig
-from multitask_rl.guard.watch import Watch
+from multitask_rl.guard.watch import MetricWatch
 from multitask_rl.records import TaskEvaluation
 
 __all__ = ["Confirmation"]
@@ -30,7 +30,9 @@ class Confirmation:
         self._good: dict[str, list[float]] = {}
         self._fresh: dict[str, tuple[list[float], list[float]]] = {}
 
-    def remember_good(self, watches: Sequence[Watch], evaluations: Mapping[str, TaskEvaluation]) -> None:
+    def remember_good(
+        self, watches: Sequence[MetricWatch], evaluations: Mapping[str, TaskEvaluation]
+    ) -> None:
         """Keep the values per prompt of weights judged good, of every watched metric."""
         self._good = {}
         for watch in watches:
@@ -43,7 +45,7 @@ class Confirmation:
 
     def test(
         self,
-        watch: Watch,
+        watch: MetricWatch,
         evaluation: TaskEvaluation,
         statistics: Mapping[str, float],
         confirm: Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None] | None,

@@ -11,8 +11,6 @@ from multitask_rl.guard.settings import SafetyGuardConfig
 
 __all__ = ["Response"]
 
-_PLAIN_STATE = ("rollbacks", "cooldown_until", "began", "is_restored")
-
 
 class Response:
     """The ladder, the count of rollbacks and the adjustments in force."""
@@ -103,7 +101,10 @@ class Response:
         return {
             "rungs": dict(self._rungs),
             "adjustments": asdict(self.adjustments),
-            **{name: getattr(self, name) for name in _PLAIN_STATE},
+            "rollbacks": self.rollbacks,
+            "cooldown_until": self.cooldown_until,
+            "began": self.began,
+            "is_restored": self.is_restored,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], rename: Callable[[str], str]) -> None:
@@ -113,5 +114,5 @@ class Response:
         saved["weight_factors"] = {rename(task): f for task, f in saved["weight_factors"].items()}
         saved |= {role: rename(saved[role]) for role in ("victim", "culprit")}
         self.adjustments = RollbackAdjustments(**saved)
-        for name in _PLAIN_STATE:
-            setattr(self, name, state[name])
+        self.rollbacks, self.cooldown_until = state["rollbacks"], state["cooldown_until"]
+        self.began, self.is_restored = state["began"], state["is_restored"]

@@ -25,14 +25,13 @@ from multitask_rl.guard.history import StepHistory
 from multitask_rl.guard.response import Response
 from multitask_rl.guard.settings import GuardConfig, SafetyGuardConfig
 from multitask_rl.guard.target import choose_target
-from multitask_rl.guard.watch import Watch, build_watches
+from multitask_rl.guard.watch import MetricWatch, build_watches
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
 __all__ = ["SafetyGuard"]
 
 _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
-_PLAIN_STATE = ("step", "good_until", "judged_good", "fallen")
 
 
 class SafetyGuard(Guard):
@@ -214,7 +213,10 @@ class SafetyGuard(Guard):
             "response": self._response.state_dict(),
             "hacking": self._hacking.state_dict(),
             "warned": sorted(self._warned),
-            **{name: getattr(self, f"_{name}") for name in _PLAIN_STATE},
+            "step": self._step,
+            "good_until": self._good_until,
+            "judged_good": self._judged_good,
+            "fallen": self._fallen,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
@@ -245,9 +247,8 @@ class SafetyGuard(Guard):
         self._response.load_state_dict(state["response"], rename)
         self._hacking.load_state_dict(state["hacking"], names)
         self._warned = {rename(key) for key in state["warned"]}
-        for name in _PLAIN_STATE:
-            setattr(self, f"_{name}", state[name])
-        self._fallen = rename(self._fallen)
+        self._step, self._good_until = state["step"], state["good_until"]
+        self._judged_good, self._fallen = state["judged_good"], rename(state["fallen"])
 
     def _feed(self, step: int, evaluations: Mapping[str, TaskEvaluation]) -> list[Event]:
         """Give every watch its evaluation.
@@ -296,7 +297,11 @@ class SafetyGuard(Guard):
         return GuardDecision(judged_good=good)
 
     def _answer_alarm(
-        self, watch: Watch, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None
+        self,
+        watch: MetricWatch,
+        step: int,
+        evaluations: Mapping[str, TaskEvaluation],
+        confirm: Confirm | None,
     ) -> GuardDecision:
         """Confirm the alarm; then take the next rung of the ladder, or stop."""
         statistics = watch.statistics(self._settings)
@@ -361,7 +366,7 @@ class SafetyGuard(Guard):
     def _build(
         self,
         action: GuardAction,
-        watch: Watch,
+        watch: MetricWatch,
         step: int,
         text: str,
         statistics: Mapping[str, float] | None = None,

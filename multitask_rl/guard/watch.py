@@ -12,7 +12,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.guard.detector import DetectorSettings, RegressionDetector
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
 
-__all__ = ["Watch"]
+__all__ = ["MetricWatch"]
 
 _MIN_UNIT_VARIANCE = 0.02
 """Per prompt: near 0 and 1 the sample variance is itself too noisy to divide by."""
@@ -20,7 +20,7 @@ _MIN_VARIANCE = 1e-12
 
 
 @dataclass(kw_only=True, slots=True)
-class Watch:
+class MetricWatch:
     """A metric of a task with its detector. All values inside are oriented: higher is better."""
 
     task: str
@@ -130,7 +130,7 @@ def build_watches(
     tasks: Collection[str],
     directions: Mapping[str, str],
     metrics: Mapping[str, Mapping[str, bool]] | None = None,
-) -> list[Watch]:
+) -> list[MetricWatch]:
     """Return what to watch; without entries the primary metric of every task.
 
     Args:
@@ -142,14 +142,14 @@ def build_watches(
     Raises:
         ConfigError: an entry names nothing that is there, or a metric without a direction.
     """
-    watches: dict[str, Watch] = {}
+    watches: dict[str, MetricWatch] = {}
     for entry in entries or list(tasks):
         name, _, metric = entry.partition("/")
         found = [(name, metric)] if name in tasks else _having(entry, metrics or {})
         if not found:
             raise ConfigError(_unknown(entry, tasks, metrics or {}))
         for task, own in found:
-            watch = Watch(task=task, metric=own, direction=Direction(directions.get(own, "none")))
+            watch = MetricWatch(task=task, metric=own, direction=Direction(directions.get(own, "none")))
             if own and metrics is not None:
                 _check(watch, entry, metrics[task])
             watches[watch.key] = watch
@@ -162,7 +162,7 @@ def _having(name: str, metrics: Mapping[str, Mapping[str, bool]]) -> list[tuple[
     return [(task, key) for task, own in metrics.items() for key in keys if key in own]
 
 
-def _check(watch: Watch, entry: str, known: Mapping[str, bool]) -> None:
+def _check(watch: MetricWatch, entry: str, known: Mapping[str, bool]) -> None:
     """Refuse a metric that the task will not have, or that says nowhere which way is better."""
     is_component = any(watch.metric.startswith(f"{name}/") for name in known if name.startswith("reward/"))
     if watch.metric not in known and not is_component:

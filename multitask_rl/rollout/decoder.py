@@ -21,7 +21,7 @@ from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT, Bucket, RowGrid, SharedPromptCache
 from multitask_rl.rollout.prefill import prefill
 
-__all__ = ["Decoder", "PlainDecoder", "SharedDecoder", "can_decode_cached", "can_share_prompts"]
+__all__ = ["PlainDecoder", "SharedDecoder", "TokenDecoder", "can_decode_cached", "can_share_prompts"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SMALLEST_STEP = 16
 """Rows between the sizes of batches whose products are compiled for each size."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Rows that grow by a token at a time and leave."""
 
     logits: Tensor
@@ -243,7 +243,7 @@ def can_decode_cached(model: Any) -> bool:
 
 
 def _try(
-    model: Any, build: Callable[[list[list[int]]], Decoder], attention: AbstractContextManager[None]
+    model: Any, build: Callable[[list[list[int]]], TokenDecoder], attention: AbstractContextManager[None]
 ) -> str:
     """Return what is wrong with the decoder that ``build`` makes of prompts under ``attention``, or ''.
 

@@ -34,9 +34,9 @@ from multitask_rl.rollout.base import (
     look,
 )
 from multitask_rl.rollout.decoder import (
-    Decoder,
     PlainDecoder,
     SharedDecoder,
+    TokenDecoder,
     can_decode_cached,
     can_share_prompts,
 )
@@ -279,7 +279,7 @@ class HFEngine(RolloutEngine):
                 break
             state.advance(tokens)
 
-    def _decoder(self, prompts: Sequence[Sequence[int]]) -> Decoder:
+    def _decoder(self, prompts: Sequence[Sequence[int]]) -> TokenDecoder:
         if self._shares_prompts:
             return SharedDecoder(self.model, prompts, self._pad)
         return PlainDecoder(self.model, prompts, self._pad, cached=self._cached)

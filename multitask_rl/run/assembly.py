@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.executor.engine import EngineFactory, RayEngineFactory
-from multitask_rl.executor.scorer import RayScorer, Scorer
+from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.plugins import GUARDS, load_plugin
 from multitask_rl.rollout.base import RolloutEngine
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multitask_rl.models.actor import Actor
 
 __all__ = [
-    "Scorer",
+    "RunScorer",
     "build_guard",
     "build_learner",
     "build_scheduler",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-def build_scorer(plan: RunPlan) -> Scorer:
+def build_scorer(plan: RunPlan) -> RunScorer:
     """Return the reward pool, not started: in this process's workers, or in Ray actors."""
     config = plan.config
     if config.executor == "ray":

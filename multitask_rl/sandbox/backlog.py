@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Outcome, Program
 
-__all__ = ["Backlog", "Item", "ProgramFuture"]
+__all__ = ["Backlog", "ProgramFuture", "QueuedProgram"]
 
 _HANDFUL = 8
 """Most programs a worker has at hand: it need not wait for a busy trainer between two of them."""
@@ -62,7 +62,7 @@ class ProgramFuture(Future[Outcome]):
 
 
 @dataclass(slots=True, eq=False)
-class Item:
+class QueuedProgram:
     """A program on its way."""
 
     program: Program
@@ -80,7 +80,7 @@ class _Hand:
     """What one worker has; in the order in which it runs."""
 
     cancel: Callable[[int], None]
-    items: dict[int, Item] = field(default_factory=dict)
+    items: dict[int, QueuedProgram] = field(default_factory=dict)
     since: float = 0.0
     """When the first of them began, at the latest."""
 
@@ -98,7 +98,7 @@ class Backlog:
         self._lock = threading.Lock()
         self._has_room = threading.Condition(self._lock)
         self._has_work = threading.Condition(self._lock)
-        self._waiting: deque[Item] = deque()
+        self._waiting: deque[QueuedProgram] = deque()
         self._hands = [_Hand(cancel) for cancel in cancels]
         self._identities = itertools.count(1)
         self.is_closed = False
@@ -115,11 +115,11 @@ class Backlog:
             if self.is_closed:
                 raise SandboxError("the sandbox is closed")
             future = ProgramFuture(self._stop)
-            self._waiting.append(Item(program, future))
+            self._waiting.append(QueuedProgram(program, future))
             self._has_work.notify()
             return future
 
-    def take(self, worker: int) -> list[Item]:
+    def take(self, worker: int) -> list[QueuedProgram]:
         """Return programs a worker is to run next; waits when it has none at hand. Empty: nothing, or closed.
 
         A share of the queue, so that no worker is idle while another has programs waiting. When the queue is
@@ -135,7 +135,7 @@ class Backlog:
                 self._has_work.wait(_STUCK_S if others_have_spare else None)
             return []
 
-    def _from_the_stuck(self, hand: _Hand) -> list[Item]:
+    def _from_the_stuck(self, hand: _Hand) -> list[QueuedProgram]:
         if hand.items:
             return []
         now = time.monotonic()
@@ -148,12 +148,12 @@ class Backlog:
                 return self._give(hand, rest)
         return []
 
-    def _from_the_queue(self, hand: _Hand) -> list[Item]:
+    def _from_the_queue(self, hand: _Hand) -> list[QueuedProgram]:
         if any(item.is_suspect for item in hand.items.values()):
             return []
         share = max(1, len(self._waiting) // (2 * len(self._hands)))
         room = min(share, _HANDFUL - len(hand.items))
-        found: list[Item] = []
+        found: list[QueuedProgram] = []
         while self._waiting and len(found) < room:
             item = self._waiting[0]
             if item.future.cancelled():
@@ -167,7 +167,7 @@ class Backlog:
         self._has_room.notify(len(found))
         return self._give(hand, found)
 
-    def _give(self, hand: _Hand, items: list[Item]) -> list[Item]:
+    def _give(self, hand: _Hand, items: list[QueuedProgram]) -> list[QueuedProgram]:
         if not hand.items:
             hand.since = time.monotonic()
         for item in items:
@@ -176,21 +176,21 @@ class Backlog:
             hand.items[item.identity] = item
         return items
 
-    def finish(self, worker: int, identity: int) -> Item | None:
+    def finish(self, worker: int, identity: int) -> QueuedProgram | None:
         """Take a program out of a worker's hands; None when it is not there any more."""
         with self._lock:
             hand = self._hands[worker]
             hand.since = time.monotonic()
             return hand.items.pop(identity, None)
 
-    def drop(self, worker: int) -> list[Item]:
+    def drop(self, worker: int) -> list[QueuedProgram]:
         """Return, and take away, all a worker has."""
         with self._lock:
             hand = self._hands[worker]
             items, hand.items = list(hand.items.values()), {}
             return items
 
-    def put_back(self, items: list[Item]) -> None:
+    def put_back(self, items: list[QueuedProgram]) -> None:
         """Queue programs again, before all others."""
         with self._lock:
             self._waiting.extendleft(reversed(items))
@@ -207,7 +207,7 @@ class Backlog:
                         return
             self._has_room.notify()
 
-    def close(self) -> list[Item]:
+    def close(self) -> list[QueuedProgram]:
         """Refuse further programs, wake everybody; return what waited."""
         with self._lock:
             self.is_closed = True

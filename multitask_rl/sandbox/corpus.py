@@ -38,7 +38,7 @@ from multitask_rl.sandbox.host_checks import HostWatch
 from multitask_rl.sandbox.levels import LEVELS
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
-__all__ = ["Finding", "load_manifest", "main", "repeat_noise", "run_corpus"]
+__all__ = ["CorpusFinding", "load_manifest", "main", "repeat_noise", "run_corpus"]
 
 _TRIVIAL = Program(source="print(6 * 7)")
 _NOISY_CHECKS = ("host_mem_delta_mb", "host_disk_delta_mb", "wall")
@@ -56,7 +56,7 @@ _EXPRESSION_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CorpusFinding:
     """One program of the corpus after it ran."""
 
     name: str
@@ -153,7 +153,7 @@ def _expected(test: dict[str, Any]) -> str:
 
 def run_corpus(
     entries: Sequence[_Entry], *, level: str | None = None, workers: int = 1, seed: int | None = None
-) -> list[Finding]:
+) -> list[CorpusFinding]:
     """Run every program and return one finding each, in the order of ``entries``.
 
     Args:
@@ -171,7 +171,7 @@ def run_corpus(
     ordered = [sorted(unit, key=lambda i: entries[i].order) for unit in units.values()]
     if seed is not None:
         random.Random(seed).shuffle(ordered)
-    findings: dict[int, Finding] = {}
+    findings: dict[int, CorpusFinding] = {}
     waiting, lock = list(reversed(ordered)), threading.Lock()
 
     def serve(watch: HostWatch) -> None:
@@ -197,10 +197,10 @@ def _warm_up(sandbox: Sandbox) -> None:
         sandbox.run(Program(source=source))
 
 
-def _examine(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> Finding:
+def _examine(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> CorpusFinding:
     missing = [name for name in entry.requires if importlib.util.find_spec(name) is None]
     if missing:
-        return Finding(
+        return CorpusFinding(
             name=entry.raw["name"],
             verdict="",
             pass_fraction=None,
@@ -210,7 +210,7 @@ def _examine(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> Find
     return repeat_noise(lambda: _examine_once(entry, sandbox, watch))
 
 
-def repeat_noise(examine: Callable[[], Finding]) -> Finding:
+def repeat_noise(examine: Callable[[], CorpusFinding]) -> CorpusFinding:
     """Return a finding; one that other work on the machine may have caused counts when it is found again."""
     finding = examine()
     if not finding.problems or not _is_noise(finding):
@@ -223,11 +223,11 @@ def repeat_noise(examine: Callable[[], Finding]) -> Finding:
     return replace(tries[-1], note=note)
 
 
-def _is_noise(finding: Finding) -> bool:
+def _is_noise(finding: CorpusFinding) -> bool:
     return all(problem.startswith(_NOISY_CHECKS) for problem in finding.problems)
 
 
-def _examine_once(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> Finding:
+def _examine_once(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> CorpusFinding:
     expect = entry.raw["expect"]
     watched = watch.begin(sandbox, expect.get("host_checks", []))
     started, restarts = time.monotonic(), sandbox.restarts
@@ -240,7 +240,7 @@ def _examine_once(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) ->
     after = sandbox.run(_TRIVIAL)
     if after.verdict is not Verdict.completed or after.stdout != b"42\n":
         problems.append(f"next program: {after.verdict} {after.message!r}")
-    return Finding(
+    return CorpusFinding(
         name=entry.raw["name"],
         verdict=outcome.verdict.value,
         pass_fraction=outcome.pass_fraction,
@@ -303,7 +303,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = time.monotonic() - started
     out(f"{len(findings)} programs, {len(different)} differ, {len(skipped)} skipped, {seconds:.1f} s\n")
     if arguments.json_file is not None:
-        records = [{name: getattr(f, name) for name in Finding.__slots__} for f in findings]
+        records = [{name: getattr(f, name) for name in CorpusFinding.__slots__} for f in findings]
         arguments.json_file.write_text(json.dumps(records, indent=1), encoding="utf-8")
     return 1 if different else 0
 

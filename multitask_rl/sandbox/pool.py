@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.backlog import Backlog, Item
+from multitask_rl.sandbox.backlog import Backlog, QueuedProgram
 from multitask_rl.sandbox.base import Outcome, Program, Verdict
 from multitask_rl.sandbox.cgroups import delegated_cgroup
 from multitask_rl.sandbox.levels import acceptable_levels
@@ -245,7 +245,7 @@ def _recover(worker: Worker, backlog: Backlog, problem: str) -> None:
 
 
 def _fail(
-    items: list[Item], worker: Worker, problem: str, verdict: Verdict = Verdict.infrastructure_error
+    items: list[QueuedProgram], worker: Worker, problem: str, verdict: Verdict = Verdict.infrastructure_error
 ) -> None:
     for item in items:
         item.future.give(

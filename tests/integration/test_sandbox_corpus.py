@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.cli import main as command_line
-from multitask_rl.sandbox.corpus import Finding, load_manifest, main, repeat_noise, run_corpus
+from multitask_rl.sandbox.corpus import CorpusFinding, load_manifest, main, repeat_noise, run_corpus
 from multitask_rl.sandbox.host_processes import descendants
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ MUCH = "host_mem_delta_mb:200: 300 MiB"
     ],
 )
 def test_a_finding_that_others_may_have_caused_counts_when_it_is_found_again(tries, problems, note):
-    left = [Finding(name="p", verdict="", pass_fraction=0, wall_s=0, problems=tuple(t)) for t in tries]
+    left = [CorpusFinding(name="p", verdict="", pass_fraction=0, wall_s=0, problems=tuple(t)) for t in tries]
     finding = repeat_noise(lambda: left.pop(0))
     assert (finding.problems, finding.note, left) == (problems, note, [])
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .channel import Channel, ChannelClosed
+from .channel import CellChannel, ChannelClosed
 from .codec import Decoder, Encoder
 
 __all__ = ["serve"]
@@ -27,7 +27,7 @@ _MUTABLE = (list, dict, set, bytearray, deque)
 
 def serve(descriptor: int, source: bytes) -> None:
     """Load ``source`` as a module, report how that went, then answer requests until nobody asks."""
-    server = _Server(Channel(descriptor))
+    server = _Server(CellChannel(descriptor))
     try:
         module = types.ModuleType("solution")
         module.__dict__.update(__file__="solution.py", __builtins__=builtins)
@@ -47,7 +47,7 @@ def serve(descriptor: int, source: bytes) -> None:
 
 
 class _Server:
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: CellChannel) -> None:
         self._channel = channel
         self.names: dict[str, Any] = {}
         self._objects: list[Any] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .codec import MAX_MESSAGE, CodecError
 
-__all__ = ["Channel", "ChannelClosed"]
+__all__ = ["CellChannel", "ChannelClosed"]
 
 _LENGTH = struct.Struct("<I")
 _READ_AHEAD = 4096
@@ -18,7 +18,7 @@ class ChannelClosed(Exception):
     """The other side is gone."""
 
 
-class Channel:
+class CellChannel:
     """One end of a conversation. Reads with ``read``: descriptors sent along are dropped by the kernel.
 
     Args:

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 from .launch import Layout, launch
-from .trainer import JobCancelled, Trainer
+from .trainer import JobCancelled, TrainerConversation
 from .verdicts import Execution
 from .wire import LONGEST_WAIT, Exit, Mode, Spawn, pack_kill, pack_spawn, pack_variant, unpack_exit
 
-__all__ = ["Memory", "Zygote", "Zygotes", "collect"]
+__all__ = ["Memory", "ZygoteProcess", "Zygotes", "collect"]
 
 _GRACE_S = 5.0
 """How much later than a limit the zygote may report before the cell is given up."""
@@ -41,10 +41,10 @@ class Memory:
         os.close(self._descriptor)
 
 
-class Zygote:
+class ZygoteProcess:
     """One zygote and the executions it was asked for."""
 
-    def __init__(self, control: socket.socket, trainer: Trainer) -> None:
+    def __init__(self, control: socket.socket, trainer: TrainerConversation) -> None:
         self._control = control
         self._trainer = trainer
         self._poll = trainer.poll_for(control.fileno())
@@ -83,12 +83,12 @@ class Zygote:
         self._running.add(self._last)
         return self._last
 
-    def become(self, modules: list[str]) -> Zygote:
+    def become(self, modules: list[str]) -> ZygoteProcess:
         """Return another zygote that has these modules loaded."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         socket.send_fds(self._control, [pack_variant(modules)], [theirs.fileno()])
         theirs.close()
-        return Zygote(ours, self._trainer)
+        return ZygoteProcess(ours, self._trainer)
 
     def wait(self, identity: int, wall_s: float) -> Exit:
         """Return the end of an execution.
@@ -149,14 +149,16 @@ class Zygotes:
         OSError: the cell cannot be built here.
     """
 
-    def __init__(self, layout: Layout, variants: dict[str, list[str]], level: str, trainer: Trainer) -> None:
+    def __init__(
+        self, layout: Layout, variants: dict[str, list[str]], level: str, trainer: TrainerConversation
+    ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.cell_pid = launch(layout, theirs, level)
         theirs.close()
         self._variants = variants
-        self._zygotes = {"": Zygote(ours, trainer)}
+        self._zygotes = {"": ZygoteProcess(ours, trainer)}
 
-    def find(self, text: bytes) -> Zygote:
+    def find(self, text: bytes) -> ZygoteProcess:
         """Return the zygote that has the modules the text names; made when first needed."""
         name = next((name for name in self._variants if name.encode() in text), "")
         if name not in self._zygotes:

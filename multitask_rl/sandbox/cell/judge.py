@@ -20,7 +20,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
-from .channel import Channel
+from .channel import CellChannel
 from .peer import MESSAGE_LIMIT, CandidateGone, Peer, text_of
 
 __all__ = ["judge"]
@@ -44,7 +44,7 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
     def report(index: int | str, verdict: str, message: str = "") -> None:
         write(results, json.dumps([index, verdict, message[:MESSAGE_LIMIT]]).encode() + b"\n")
 
-    peer = Peer(Channel(descriptor), allow_dunder=task["allow_dunder"])
+    peer = Peer(CellChannel(descriptor), allow_dunder=task["allow_dunder"])
     try:
         verdict, message = peer.await_load()
         report("load", verdict, message)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .channel import Channel, ChannelClosed
+from .channel import CellChannel, ChannelClosed
 from .codec import CodecError, Decoder, NeedsArraysError
 
 __all__ = ["NeedsJudgeError", "judge_literals"]
@@ -32,7 +32,7 @@ class _Opaque:
     __hash__ = object.__hash__
 
 
-def judge_literals(channel: Channel, tests: list[list[Any]]) -> list[list[Any]]:
+def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[Any]]:
     """Return the lines the judge would write: the first says how loading went, then one per test.
 
     Args:
@@ -65,7 +65,7 @@ def judge_literals(channel: Channel, tests: list[list[Any]]) -> list[list[Any]]:
     return lines
 
 
-def _receive(channel: Channel, decoder: Decoder) -> Any:
+def _receive(channel: CellChannel, decoder: Decoder) -> Any:
     data = channel.receive()
     if len(data) > _MAX_ANSWER:
         raise NeedsJudgeError

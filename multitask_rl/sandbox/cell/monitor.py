@@ -15,16 +15,16 @@ import sys
 from typing import Any, NoReturn
 
 from . import linux, verdicts
-from .channel import Channel
-from .executions import Memory, Zygote, Zygotes, collect
+from .channel import CellChannel
+from .executions import Memory, ZygoteProcess, Zygotes, collect
 from .frames import pack_frame
 from .launch import Layout, confine, prefer_as_victim
 from .literals import NeedsJudgeError, judge_literals
-from .trainer import JobCancelled, Trainer
+from .trainer import JobCancelled, TrainerConversation
 from .verdicts import Execution
 from .wire import Exit, Mode
 
-__all__ = ["CellLostError", "Monitor", "main"]
+__all__ = ["CellLostError", "CellMonitor", "main"]
 
 _KEPT_OUTPUT = 1 << 16
 _MONITOR_SCORE = 500
@@ -57,7 +57,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a reward worker's limit is not the programs'
     connection = socket.socket(fileno=connection_fd)
-    trainer = Trainer(connection, cancel_fd)
+    trainer = TrainerConversation(connection, cancel_fd)
     config, _ = trainer.receive()
     if config["cpu"] is not None:
         os.sched_setaffinity(0, [config["cpu"]])
@@ -75,7 +75,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
         connection.sendall(pack_frame({"error": str(error)}))
         os._exit(1)
     trainer.answer({"pid": os.getpid(), "cell": zygotes.cell_pid}, [], at_once=True)
-    monitor = Monitor(zygotes, trainer, counts_idle=config["level"] == "namespaces")
+    monitor = CellMonitor(zygotes, trainer, counts_idle=config["level"] == "namespaces")
     try:
         while True:
             job, blobs = trainer.receive()
@@ -106,7 +106,7 @@ def _make_room_for_descriptors() -> None:
         ) from error
 
 
-class Monitor:
+class CellMonitor:
     """Runs jobs one after the other.
 
     Args:
@@ -116,7 +116,7 @@ class Monitor:
             did nothing.
     """
 
-    def __init__(self, zygotes: Zygotes, trainer: Trainer, *, counts_idle: bool) -> None:
+    def __init__(self, zygotes: Zygotes, trainer: TrainerConversation, *, counts_idle: bool) -> None:
         self._zygotes = zygotes
         self._counts_idle = counts_idle
         self._trainer = trainer
@@ -209,7 +209,7 @@ class Monitor:
         ]
 
     def _ask_judge(
-        self, job: dict[str, Any], code: int, source_bytes: int, tests_text: bytes, zygote: Zygote
+        self, job: dict[str, Any], code: int, source_bytes: int, tests_text: bytes, zygote: ZygoteProcess
     ) -> tuple[bytes, Exit, Execution]:
         """Let program and judge talk; return the judge's lines and both ends."""
         limits = job["limits"]
@@ -228,7 +228,7 @@ class Monitor:
         return lines, judge_exit, execution
 
     def _ask_literals(
-        self, job: dict[str, Any], code: int, source_bytes: int, zygote: Zygote
+        self, job: dict[str, Any], code: int, source_bytes: int, zygote: ZygoteProcess
     ) -> tuple[bytes, Execution | None]:
         """Ask the program here; return lines as the judge's, and no execution when the judge is needed."""
         limits = job["limits"]
@@ -239,7 +239,7 @@ class Monitor:
             theirs.close()
             try:
                 lines = judge_literals(
-                    Channel(ours.fileno(), self._trainer.reader(ours.fileno())), job["literals"]
+                    CellChannel(ours.fileno(), self._trainer.reader(ours.fileno())), job["literals"]
                 )
             except NeedsJudgeError:
                 zygote.end(program, limits, stdout, stderr, is_gone=False)
@@ -249,7 +249,7 @@ class Monitor:
         return b"".join(json.dumps(line).encode() + b"\n" for line in lines), execution
 
     def _execute(
-        self, limits: dict[str, Any], code: int, source_bytes: int, stdin: bytes, zygote: Zygote
+        self, limits: dict[str, Any], code: int, source_bytes: int, stdin: bytes, zygote: ZygoteProcess
     ) -> Execution:
         """Run the program once on real descriptors."""
         with Memory() as stdout, Memory() as stderr:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from .channel import Channel, ChannelClosed
+from .channel import CellChannel, ChannelClosed
 from .codec import CodecError, Decoder, Encoder
 
 __all__ = ["MESSAGE_LIMIT", "CandidateGone", "OpaqueError", "Peer", "Remote", "text_of"]
@@ -48,7 +48,7 @@ def text_of(error: BaseException) -> str:
 class Peer:
     """The conversation with the program's process."""
 
-    def __init__(self, channel: Channel, *, allow_dunder: bool) -> None:
+    def __init__(self, channel: CellChannel, *, allow_dunder: bool) -> None:
         self._channel = channel
         self.allow_dunder = allow_dunder
         self._encoder = Encoder(self._to_handle)

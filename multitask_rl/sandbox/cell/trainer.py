@@ -11,7 +11,7 @@ from typing import Any
 
 from .frames import Inbox, pack_frame
 
-__all__ = ["IDENTITY", "JobCancelled", "Trainer"]
+__all__ = ["IDENTITY", "JobCancelled", "TrainerConversation"]
 
 IDENTITY = struct.Struct("<Q")
 """A job on the cancellation channel."""
@@ -24,7 +24,7 @@ class JobCancelled(Exception):
     """Nobody wants the job any more."""
 
 
-class Trainer:
+class TrainerConversation:
     """The conversation with one thread of the trainer.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 
 from multitask_rl.sandbox import AssertsTask, Program, UnittestTask
 from multitask_rl.sandbox.cell import candidate, judge
-from multitask_rl.sandbox.cell.channel import Channel
+from multitask_rl.sandbox.cell.channel import CellChannel
 from multitask_rl.sandbox.cell.peer import CandidateGone, Peer
 from multitask_rl.sandbox.jobs import to_job
 
@@ -199,8 +199,8 @@ def test_a_failed_statement_leaves_its_changes_to_the_next():
 def test_a_forged_change_of_an_argument_ends_the_conversation(change):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        Channel(theirs.fileno()).send(json.dumps(["ok", 1, [change]]).encode())
-        peer = Peer(Channel(ours.fileno()), allow_dunder=False)
+        CellChannel(theirs.fileno()).send(json.dumps(["ok", 1, [change]]).encode())
+        peer = Peer(CellChannel(ours.fileno()), allow_dunder=False)
         with pytest.raises(CandidateGone):
             peer.ask("call", "f", [[9]], {})
 
@@ -209,8 +209,8 @@ def test_a_forged_change_of_an_argument_ends_the_conversation(change):
 def test_a_forged_handle_ends_the_conversation(handle):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        Channel(theirs.fileno()).send(json.dumps(["ok", handle, []]).encode())
-        peer = Peer(Channel(ours.fileno()), allow_dunder=False)
+        CellChannel(theirs.fileno()).send(json.dumps(["ok", handle, []]).encode())
+        peer = Peer(CellChannel(ours.fileno()), allow_dunder=False)
         with pytest.raises(CandidateGone):
             peer.ask("call", "f", [], {})
 
@@ -225,7 +225,7 @@ def test_an_array_is_no_list_though_it_holds_the_same():
 def test_a_program_that_does_not_load_reports_why():
     ours, theirs = socket.socketpair()
     candidate.serve(theirs.fileno(), b"def f(:")
-    peer = Peer(Channel(ours.fileno()), allow_dunder=False)
+    peer = Peer(CellChannel(ours.fileno()), allow_dunder=False)
     verdict, message = peer.await_load()
     assert (verdict, message[:11]) == ("compile_error", "SyntaxError")
     ours.close()

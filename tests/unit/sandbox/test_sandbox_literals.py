@@ -7,7 +7,7 @@ import pytest
 
 from multitask_rl.sandbox import AssertsTask, Program
 from multitask_rl.sandbox.cell import candidate
-from multitask_rl.sandbox.cell.channel import Channel
+from multitask_rl.sandbox.cell.channel import CellChannel
 from multitask_rl.sandbox.cell.literals import NeedsJudgeError, judge_literals
 from multitask_rl.sandbox.jobs import to_job
 
@@ -22,7 +22,7 @@ def judged(source, *asserts):
     program = threading.Thread(target=candidate.serve, args=(theirs.fileno(), source.encode()))
     program.start()
     try:
-        return [line[1] for line in judge_literals(Channel(ours.fileno()), literal_tests(*asserts))][1:]
+        return [line[1] for line in judge_literals(CellChannel(ours.fileno()), literal_tests(*asserts))][1:]
     finally:
         ours.close()
         program.join(timeout=10)

@@ -1,0 +1,63 @@
+"""Counts that keep the house easy to live in. Each may go down, none up."""
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+CORE = Path(__file__).parents[1] / "multitask_rl"
+
+SAME_NAME = {
+    "Verdict": "of a constraint, and of a program: each is public under its package",
+}
+"""Class names that may stand twice, and why."""
+
+FOREIGN = {
+    "__init__": (1, "a module named in a table of our own: lazy loading"),
+    "attention": (1, "transformers models and configurations"),
+    "cli": (
+        3,
+        "a command of our table; an exception's exit code; settings from the command line",
+    ),
+    "config": (6, "fields of settings that a table or a list of keys names"),
+    "curriculum": (2, "attributes that a user's policy lists in ``per_task``"),
+    "data": (7, "tokenizers, data sets and puzzles of other libraries; a user's task"),
+    "executor": (2, "methods and attributes of what lives in a Ray actor"),
+    "guard": (1, "one field of a record, chosen by the name of a metric"),
+    "models": (12, "transformers models, configurations and tokenizers; peft layers"),
+    "plugins": (8, "a user's object"),
+    "rollout": (16, "transformers models; objects inside vLLM"),
+    "run": (2, "the configuration of a user's algorithm"),
+    "sandbox": (21, "builtins, the interpreter, objects of a candidate program, limits by name"),
+    "scoring": (27, "a user's plugin or a value it returned; objects of other reward libraries"),
+    "step": (1, "records of a user's stage"),
+    "testing": (2, "nodes of a syntax tree; finders of the interpreter"),
+    "tracking": (2, "numbers of other libraries"),
+    "training": (23, "transformers models and configurations, torch modules, tensors of a batch by name"),
+}
+"""Room -> ``getattr`` and ``hasattr`` in it at most, and whose objects they read."""
+
+
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(CORE.rglob("*.py"))}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places = defaultdict(list)
+    for path, tree in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(CORE)))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in twice.items() if name not in SAME_NAME} == {}
+
+
+def test_our_own_objects_are_not_probed() -> None:
+    """What is ours declares what it has: the numbers count reads of what is foreign, or chosen by a name."""
+    found: Counter[str] = Counter()
+    for path, tree in trees().items():
+        room = path.relative_to(CORE).parts[0].removesuffix(".py")
+        calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
+        found[room] += sum(call.func.id in ("getattr", "hasattr") for call in calls)  # type: ignore[attr-defined]
+    allowed = {room: number for room, (number, _) in FOREIGN.items()}
+    over = {room: number for room, number in found.items() if number > allowed.get(room, 0)}
+    assert over == {}, "declare it in the class, or say in FOREIGN whose object it is"
