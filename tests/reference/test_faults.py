@@ -142,7 +142,7 @@ def bootstrap_after_the_end(patch):
 
 
 def reference_stands_still(patch):
-    patch.setattr(AveragedReference, "follow", lambda self, actor: None)
+    patch.setattr(AveragedReference, "ema_update", lambda self, actor: None)
 
 
 def rounding_is_forgotten(patch):
