@@ -18,13 +18,16 @@ import logging
 import math
 import os
 import re
+import shutil
 import socket
+import sqlite3
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,13 +100,31 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _make_database(path: Path) -> None:
-    """Make MLflow's schema aside and rename it: a kill in its seconds must not leave half of one."""
+    """Make an empty database of MLflow's schema aside and rename it: a kill must not leave half of one.
+
+    MLflow makes its schema in seconds. The first database of each MLflow version is kept in the user's cache
+    directory, and later runs copy it.
+    """
     if path.exists():
         return
     aside = path.with_name(f".making_{path.name}")
     for left in path.parent.glob(f"{aside.name}*"):
         left.unlink()
-    _client(f"sqlite:///{aside}").search_experiments(max_results=1)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multitask_rl"
+    template = cache / f"mlflow-{version('mlflow')}.db"
+    try:
+        shutil.copyfile(template, aside)
+    except OSError:
+        _client(f"sqlite:///{aside}").search_experiments(max_results=1)
+        with contextlib.closing(sqlite3.connect(aside, isolation_level=None)) as database:
+            database.execute("DELETE FROM experiments")  # the default one, whose artifacts would lie here
+        with contextlib.suppress(OSError):  # a cache that cannot be written saves no time
+            cache.mkdir(parents=True, exist_ok=True)
+            copy = template.with_name(f"{template.name}.{os.getpid()}")
+            copy.write_bytes(aside.read_bytes())
+            with copy.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            copy.replace(template)
     aside.replace(path)
 
 
@@ -180,7 +201,7 @@ class MLflowTracker:
         self._events_written_s = time.monotonic()
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
-        """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema)."""
+        """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema, then cached)."""
         self._directory.mkdir(parents=True, exist_ok=True)
         if not self._config.uri:
             _make_database(self._directory / "mlflow.db")

@@ -127,7 +127,8 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
                 return
         found = product.step()
         found.updates = [u for u in found.updates if u[0]]
-        start = copy.deepcopy(run)
+        start = copy.deepcopy(run) if tolerance.noise else run  # what noise does is computed from it
+        before = {name: w.clone() for name, w in run.weights.items()}
         try:
             result = run.step(_FromProduct(found))
         except AssertionError as error:
@@ -137,7 +138,8 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             count.too_close += 1
             return
         count.compared += 1
-        problems = [f"step {number}: {text}" for text in _compare_step(run, start, result, found, tolerance)]
+        differences = _compare_step(run, start, before, result, found, tolerance)
+        problems = [f"step {number}: {text}" for text in differences]
         yield from problems
         if problems:
             return
@@ -174,7 +176,12 @@ def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
 
 
 def _compare_step(
-    run: Run, start: Run, result: Result, found: ProductStep, tolerance: Tolerance
+    run: Run,
+    start: Run,
+    before: Mapping[str, Tensor],
+    result: Result,
+    found: ProductStep,
+    tolerance: Tolerance,
 ) -> Iterator[str]:
     if dict(found.report.quotas) != result.quotas:
         yield f"quotas {dict(found.report.quotas)}, reference {result.quotas}"
@@ -182,7 +189,7 @@ def _compare_step(
     yield from _compare_records("drawn", found.report.drawn, result.drawn)
     yield from _compare_records("kept", found.report.kept, result.kept)
     yield from _compare_samples(found, result.samples, tolerance)
-    yield from _compare_updates(start, found, result, tolerance)
+    yield from _compare_updates(start, before, found, result, tolerance)
     tiny = tolerance.tiny
     rounded = {c.sample.task for c in found.credited if _is_tiny(c.advantages, tiny)}
     rounded |= {s.task for s in result.samples if s.advantages is not None and _is_tiny(s.advantages, tiny)}
@@ -337,8 +344,10 @@ def _compare_tensor(
         yield f"{name} is {found.tolist()}, reference {expected.tolist()}"
 
 
-def _compare_updates(start: Run, found: ProductStep, result: Result, tolerance: Tolerance) -> Iterator[str]:
-    updates, before = found.updates, start.weights
+def _compare_updates(
+    start: Run, before: Mapping[str, Tensor], found: ProductStep, result: Result, tolerance: Tolerance
+) -> Iterator[str]:
+    updates = found.updates
     if len(updates) != len(result.updates):
         yield f"{len(updates)} optimizer steps, reference {len(result.updates)}"
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -185,6 +184,7 @@ class Product:
 
     def __post_init__(self) -> None:
         self.credited: list[CreditedSample] = []
+        self.past = _past(self.case)
         case, settings = self.case, self.case.settings
         config = RunConfig(
             tasks={t.name: _spec(case, t) for t in settings.tasks},
@@ -255,7 +255,7 @@ class Product:
 
         def bind_with_past(*given: Any, **more: Any) -> None:
             bind(*given, **more)
-            for number, groups in enumerate(_past(case)):
+            for number, groups in enumerate(self.past):
                 seen = {name: _stats(name, own) for name, own in groups.items()}
                 scheduler.update(seen, number - case.past_steps)
 
@@ -487,10 +487,15 @@ def _stats(task: str, groups: Sequence[Sequence[float]]) -> TaskStats:
         num_prompts=len(groups),
         num_informative=sum(max(own) > min(own) for own in groups),
         reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
-        reward_std=math.fsum(statistics.pstdev(own) for own in groups) / max(1, len(groups)),
+        reward_std=math.fsum(map(_std, groups)) / max(1, len(groups)),
         lowest=sorted(min(own) for own in groups)[:3],
         highest=sorted((max(own) for own in groups), reverse=True)[:3],
     )
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
 
 
 def _seen(groups: Sequence[Sequence[float]]) -> Seen:
@@ -584,7 +589,7 @@ def given_of(case: Case, product: Product) -> Given:
         ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},
         is_late=delay_of(case),
         engine_fails=_loses(case),
-        past=[{name: _seen(groups) for name, groups in step.items()} for step in _past(case)],
+        past=[{name: _seen(groups) for name, groups in step.items()} for step in product.past],
     )
 
 

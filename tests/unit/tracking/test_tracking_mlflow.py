@@ -163,11 +163,14 @@ def test_runs_that_a_kill_left_are_ended_or_if_they_made_no_step_deleted(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(tmp_path: Path) -> None:
-    """Killed at its n-th statement, for some n."""
+def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at its n-th statement, for some n; the next run makes the schema, the one after copies it."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for number in (45, 120):
         if (child := os.fork()) == 0:
             left = [number]
@@ -183,12 +186,26 @@ def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(tmp_path: Pat
             finally:
                 os._exit(0)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    tracker = MLflowTracker(tmp_path, TrackingConfig(), None)
-    tracker.start({})
-    tracker.log_metrics({"x": 1.0}, 1)
-    tracker.finish("finished")
-    assert _points(tmp_path, tracker.run_id, "x") == [(1, 1.0)]
-    assert not list(tmp_path.glob(".making_*"))
+    statements: list[str] = []
+    num_made = []
+
+    def note(*given: object) -> None:
+        statements.append(str(given[2]))
+
+    event.listen(Engine, "before_cursor_execute", note)
+    for directory in (tmp_path, tmp_path / "next"):
+        statements.clear()
+        tracker = MLflowTracker(directory, TrackingConfig(experiment="Default"), None)
+        tracker.start({})
+        tracker.log_metrics({"x": 1.0}, 1)
+        tracker.finish("finished")
+        assert _points(directory, tracker.run_id, "x") == [(1, 1.0)]
+        assert not list(directory.glob(".making_*"))
+        num_made.append(sum("CREATE TABLE" in text for text in statements))
+    event.remove(Engine, "before_cursor_execute", note)
+    assert num_made[0] > 20
+    assert num_made[1] == 0
+    assert len(list((tmp_path / "cache" / "multitask_rl").iterdir())) == 1
 
 
 def test_what_was_not_sent_in_time_is_counted() -> None:
