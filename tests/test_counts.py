@@ -61,3 +61,14 @@ def test_our_own_objects_are_not_probed() -> None:
     allowed = {room: number for room, (number, _) in FOREIGN.items()}
     over = {room: number for room, number in found.items() if number > allowed.get(room, 0)}
     assert over == {}, "declare it in the class, or say in FOREIGN whose object it is"
+
+
+def test_few_imports_of_our_own_stand_inside_functions() -> None:
+    """The command line loads torch, or what needs it, only for commands that use it."""
+    found = set()
+    for path, tree in trees().items():
+        for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multitask_rl"):
+                    found.add((str(path.relative_to(CORE)), node.lineno))
+    assert len(found) <= 11, sorted(found)

@@ -13,9 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.executor.replica import EngineReplica, Look, without_monitors
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.handover import save_for_engine
 from multitask_rl.rollout.base import (
     Ended,
     Generation,
@@ -28,9 +31,6 @@ from multitask_rl.training.balance import share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from multitask_rl.config.run import RolloutConfig
-    from multitask_rl.models.actor import Actor
 
 __all__ = ["EngineFactory", "RayEngine", "RayEngineFactory"]
 
@@ -56,8 +56,6 @@ class RayEngineFactory:
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RayEngine:
         """Write the actor to ``<output_dir>/ray_start`` and start the replicas from there."""
-        from multitask_rl.models.handover import save_for_engine
-
         directory = (output_dir / "ray_start").resolve()
         save_for_engine(actor, directory)
         make = partial(
@@ -89,9 +87,6 @@ def _make_replica(
     index: int,
 ) -> EngineReplica:
     from transformers import AutoModelForCausalLM
-
-    from multitask_rl.config.run import ModelConfig
-    from multitask_rl.models.actor import Actor
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", attn_implementation="sdpa")
     model.to(device).eval()

@@ -18,6 +18,7 @@ from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.executor.rounds import Dealt, Rounds
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
+from multitask_rl.scoring.pool import RewardPool
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import ScoringConfig
@@ -85,8 +86,6 @@ class RunScorer(Protocol):
 def _make_pool(
     specs: dict[str, TaskSpec], config: ScoringConfig, seed: int, devices: dict[str, str], index: int
 ) -> Rounds:
-    from multitask_rl.scoring.pool import RewardPool
-
     return Rounds(RewardPool(specs, config, seed=seed, devices=devices))
 
 

@@ -21,6 +21,7 @@ from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.compiled import compile_blocks
 from multitask_rl.models.grammar import Grammars
+from multitask_rl.models.lora import add_adapters, load_adapters, merged_state_dict
 from multitask_rl.models.rope import context_length, scale_rope
 from multitask_rl.models.vocabulary import control_ids, control_names, fill_rows, fit_weights
 
@@ -196,8 +197,6 @@ class Actor:
     def state_dict(self) -> dict[str, Tensor]:
         """Weights by name as an engine loads them: tied weights once, adapters merged."""
         if self.config.lora.rank > 0:
-            from multitask_rl.models.lora import merged_state_dict
-
             return merged_state_dict(self.model)
         tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
         state = self.model.state_dict()
@@ -213,8 +212,6 @@ class Actor:
     def load_weights(self, directory: Path) -> None:
         """Restore the weights that ``save`` wrote, in place (the optimizer keeps its references)."""
         if self.config.lora.rank > 0:
-            from multitask_rl.models.lora import load_adapters
-
             load_adapters(self.model, read_weights(directory))
         else:
             weights = fit_weights(self.model, read_weights(directory), at_least=self._own_rows)
@@ -297,8 +294,6 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
         raise ConfigError(_load_problem(name, error)) from error
     model.to(device)
     if config.lora.rank > 0:
-        from multitask_rl.models.lora import add_adapters
-
         model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -13,6 +13,7 @@ from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.plugins import GUARDS, load_plugin
 from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.rollout.snapshot import SnapshotFactory
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.alerts import AlertTracker
@@ -60,8 +61,6 @@ def engine_factory(plan: RunPlan) -> EngineFactory:
             engine=plan.engine_class, num_replicas=ray.num_engines, num_gpus=ray.gpus_per_engine
         )
     if plan.config.rollout_lag > 0 and plan.engine_class.shares_weights:
-        from multitask_rl.rollout.snapshot import SnapshotFactory
-
         return SnapshotFactory(plan.engine_class)
     return engine
 

@@ -18,6 +18,7 @@ from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.grader import Grader, Result
+from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing.builders import make_rollout
 
 __all__ = [
@@ -251,8 +252,6 @@ def _missing_columns(grader: Grader, row: Mapping[str, Any]) -> Finding:
 
 def _pool(kind: str, plugin: str, config: Mapping[str, Any] | None, rollouts: list[Rollout]) -> Finding:
     """Grade through the pool: the plugin starts in a worker, rollouts and results travel."""
-    from multitask_rl.scoring.pool import RewardPool
-
     spec = TaskSpec(name="task")
     if kind == "reward":
         spec.rewards = [RewardSpec(plugin=plugin, name="plugin", config=config or {})]
