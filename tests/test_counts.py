@@ -13,7 +13,7 @@ SAME_NAME = {
 
 FOREIGN = {
     "__init__": (1, "a module named in a table of our own: lazy loading"),
-    "attention": (1, "transformers models and configurations"),
+    "attention": (4, "transformers configurations; a mark on a torch tensor"),
     "cli": (
         3,
         "a command of our table; an exception's exit code; settings from the command line",
@@ -21,7 +21,6 @@ FOREIGN = {
     "config": (6, "fields of settings that a table or a list of keys names"),
     "curriculum": (2, "attributes that a user's policy lists in ``per_task``"),
     "data": (7, "tokenizers, data sets and puzzles of other libraries; a user's task"),
-    "executor": (2, "methods and attributes of what lives in a Ray actor"),
     "guard": (1, "one field of a record, chosen by the name of a metric"),
     "models": (12, "transformers models, configurations and tokenizers; peft layers"),
     "plugins": (8, "a user's object"),
@@ -32,7 +31,7 @@ FOREIGN = {
     "step": (1, "records of a user's stage"),
     "testing": (2, "nodes of a syntax tree; finders of the interpreter"),
     "tracking": (2, "numbers of other libraries"),
-    "training": (23, "transformers models and configurations, torch modules, tensors of a batch by name"),
+    "training": (17, "transformers models and configurations, torch modules and names"),
 }
 """Room -> ``getattr`` and ``hasattr`` in it at most, and whose objects they read."""
 

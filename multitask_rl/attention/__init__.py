@@ -1,1 +1,1 @@
-"""Attention of our own: packed blocks, shared prompts, wide rows of decoding."""
+"""Attention of our own: blocks of packed rows, shared prompts, parts of sequences, float32 on CPUs."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Peers", "check_options", "current_peers", "use_attention"]
+__all__ = ["Peers", "check_options", "current_peers", "has_windows", "use_attention"]
 
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 """Arguments of ``transformers``' attention interface that change nothing for causal attention."""
@@ -65,6 +65,14 @@ def use_attention(models: Sequence[Any], name: str, *, peers: Peers | None = Non
             _peers.pop()
         for model, own in before:
             model.set_attn_implementation(own)
+
+
+def has_windows(model: Any) -> bool:
+    """Whether some layer of ``model`` attends to fewer than all earlier tokens, as through a window."""
+    config = model.config.get_text_config()
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return bool(windowed) or kinds != {"full_attention"}
 
 
 def current_peers() -> Peers:

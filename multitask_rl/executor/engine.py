@@ -18,7 +18,6 @@ from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.executor.replica import EngineReplica, Look, without_monitors
 from multitask_rl.models.actor import Actor
-from multitask_rl.models.handover import save_for_engine
 from multitask_rl.rollout.base import (
     Ended,
     Generation,
@@ -31,6 +30,7 @@ from multitask_rl.training.balance import share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 __all__ = ["EngineFactory", "RayEngine", "RayEngineFactory"]
 
@@ -57,7 +57,7 @@ class RayEngineFactory:
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RayEngine:
         """Write the actor to ``<output_dir>/ray_start`` and start the replicas from there."""
         directory = (output_dir / "ray_start").resolve()
-        save_for_engine(actor, directory)
+        actor.save_for_engine(directory)
         make = partial(
             _make_replica,
             self.engine,

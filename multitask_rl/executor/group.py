@@ -1,7 +1,7 @@
 """Several Ray actors that each hold one object, called together (extra ``ray``).
 
-Nothing waits silently: every 30 s the log says for whom. Who died is reported, not raised: the caller knows
-what to repeat.
+Nothing waits silently: every 30 s the log names the actors that are waited for. Dead actors are reported, not
+raised: the caller knows what to repeat.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
@@ -118,7 +119,8 @@ class _Host:
             self.call(method, *arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._object, method)(*arguments)
+        """Call ``method``, whose name may have dots (``pool.score``)."""
+        return attrgetter(method)(self._object)(*arguments)
 
 
 class ActorGroup:
@@ -161,7 +163,7 @@ class ActorGroup:
         self._actors[index] = self._host.remote(self._make, index, begin)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
-        """Call ``method`` on the named actors at once; return the results and who died.
+        """Call ``method`` on the named actors at once; return the results and the indices of those that died.
 
         Raises:
             MultitaskRLError: what the method raised, with its type.
@@ -197,7 +199,7 @@ class ActorGroup:
         return self._actors[index].call.remote(method, *arguments)
 
     def first(self, calls: Mapping[Any, int]) -> tuple[Any, Any]:
-        """Wait for one of ``calls`` (references, with who was called); return it and what it returned.
+        """Wait for one of ``calls`` (reference -> index of the actor); return it and its result.
 
         Returns:
             The reference, and None in place of the result if the actor died.

@@ -21,15 +21,12 @@ _NUMBERS = itertools.count()
 
 
 class Rounds:
-    """A reward pool in its actor, with the rounds that are open; everything else is the pool's."""
+    """A reward pool in its actor, with the rounds that are open."""
 
     def __init__(self, pool: Any) -> None:
-        self._pool = pool
+        self.pool = pool
         self._lock = Lock()
         self._rounds: dict[int, tuple[Pending[Any], list[int]]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
 
     def add_to_round(
         self, number: int, kind: str, rollouts: Sequence[Rollout], places: Sequence[int]
@@ -37,7 +34,7 @@ class Rounds:
         """Begin what can be begun; calls may overtake each other, so each says which places it brings."""
         with self._lock:
             if number not in self._rounds:
-                begin = {"scoring": self._pool.begin_scoring, "judging": self._pool.begin_judging}[kind]
+                begin = {"scoring": self.pool.begin_scoring, "judging": self.pool.begin_judging}[kind]
                 self._rounds[number] = begin(), []
             pending, known = self._rounds[number]
             pending.add(rollouts)
@@ -87,7 +84,7 @@ class Dealt(Deferred[T]):
         super().add(rollouts)
         new: dict[int, list[int]] = {}
         for index, rollout in enumerate(rollouts, first):
-            # by its place in the batch, not by when it came: who judges in batches gets the same ones again
+            # by its place in the batch, not by when it came: rewards that judge in batches see the same again
             new.setdefault((rollout.prompt.position + rollout.sample) % len(self._group), []).append(index)
         for pool, own in new.items():
             self._places[pool] += own

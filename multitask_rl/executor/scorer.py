@@ -85,8 +85,12 @@ class RunScorer(Protocol):
 
 def _make_pool(
     specs: dict[str, TaskSpec], config: ScoringConfig, seed: int, devices: dict[str, str], index: int
-) -> Rounds:
-    return Rounds(RewardPool(specs, config, seed=seed, devices=devices))
+) -> RunScorer:
+    return RewardPool(specs, config, seed=seed, devices=devices)
+
+
+def _with_rounds(make: Callable[[int], RunScorer], index: int) -> Rounds:
+    return Rounds(make(index))
 
 
 class RayScorer:
@@ -114,7 +118,12 @@ class RayScorer:
         num_gpus: float = 0.0,
     ) -> None:
         self._group: ActorGroup | None = ActorGroup(
-            "reward pool", make, num_pools, num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=_CALLS
+            "reward pool",
+            partial(_with_rounds, make),
+            num_pools,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            max_concurrency=_CALLS,
         )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ray-scorer")
         self._reviving = Lock()
@@ -144,16 +153,16 @@ class RayScorer:
     def _ask(self, method: str, work: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``method`` on pools; those that died are started again and asked once more."""
         group, births = self._open(), list(self._births)
-        results, dead = group.call(method, work)
+        results, dead = group.call(f"pool.{method}", work)
         if dead:
-            begin: list[tuple[str, tuple[Any, ...]]] = [("start", ())] if method != "start" else []
-            begin += [("load_state_dict", (self._state,))] if begin and self._state else []
+            begin: list[tuple[str, tuple[Any, ...]]] = [("pool.start", ())] if method != "start" else []
+            begin += [("pool.load_state_dict", (self._state,))] if begin and self._state else []
             with self._reviving:
                 for index in dead:
                     if self._births[index] == births[index]:  # else another thread was first
                         self._births[index] += 1
                         group.replace(index, begin)
-            again, still_dead = group.call(method, {index: work[index] for index in dead})
+            again, still_dead = group.call(f"pool.{method}", {index: work[index] for index in dead})
             if still_dead:
                 raise EngineError(
                     f"reward pool {still_dead[0]} died, was started again and died again ({method})"
@@ -232,7 +241,7 @@ class RayScorer:
         Without one it is the last state known: a run that ends because its pools died is saved too.
         """
         group = self._open()
-        states, _ = group.call("state_dict", dict.fromkeys(range(len(group)), ()))
+        states, _ = group.call("pool.state_dict", dict.fromkeys(range(len(group)), ()))
         self._state = dict(states[min(states)]) if states else self._state
         return self._state
 
@@ -245,6 +254,6 @@ class RayScorer:
         """Stop the pools."""
         self._background.shutdown(wait=False, cancel_futures=True)
         if self._group is not None:
-            self._group.call("close", dict.fromkeys(range(len(self._group)), ()))
+            self._group.call("pool.close", dict.fromkeys(range(len(self._group)), ()))
             self._group.close()
             self._group = None

@@ -39,7 +39,7 @@ class Actor:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
     ) -> None:
-        # but while it learns: adapters come in training mode, with their dropout and the model's own on
+        # outside of ``learning``; PEFT returns modules in training mode
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = config
@@ -108,7 +108,7 @@ class Actor:
         """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``, adding what the vocabulary lacks.
 
         Their embedding rows start as the mean of the known (deterministic, no jump of the logits' scale),
-        also where the model has rows to spare: nobody trained those.
+        also where the model has rows to spare: those were never trained.
         """
         names = control_names(number)
         known = self.tokenizer.get_vocab()
@@ -207,6 +207,12 @@ class Actor:
     def save(self, directory: Path) -> None:
         """Write model and tokenizer as an ordinary Hugging Face directory (safetensors)."""
         self.model.save_pretrained(directory, safe_serialization=True)
+        self.tokenizer.save_pretrained(directory)
+
+    def save_for_engine(self, directory: Path) -> None:
+        """Write what an engine starts from: architecture, weights with adapters merged, tokenizer."""
+        model = self.model.get_base_model() if self.config.lora.rank > 0 else self.model
+        model.save_pretrained(directory, state_dict=self.state_dict(), safe_serialization=True)
         self.tokenizer.save_pretrained(directory)
 
     def load_weights(self, directory: Path) -> None:

@@ -130,11 +130,12 @@ class TrainingBackend(Protocol):
     samples out to learner ranks, which may also hold parts of the sequences, weights or layers. Results are
     the same up to rounding.
 
-    Methods raise ``TrainingError`` after another process that has a part in the work failed or ended.
+    Methods with a body are right for one process. All raise ``TrainingError`` after another process that has
+    a part in the work failed or ended.
     """
 
-    num_ranks: int
-    """Capability: processes that take part. With 1 ``report`` is empty and ``spread`` changes nothing."""
+    num_ranks: int = 1
+    """Capability: processes that take part."""
     runner: ModelRunner
     """The models as this process has them: whole, for engines, checkpoints and credit."""
 
@@ -162,7 +163,7 @@ class TrainingBackend(Protocol):
 
     def gather_weights(self) -> None:
         """Bring the weights of ``runner`` up to the last step, where other processes moved parts of them."""
-        ...
+        return
 
     def ema_update(self) -> None:
         """Move the reference one update towards the actor; nothing where the reference is fixed."""
@@ -174,7 +175,7 @@ class TrainingBackend(Protocol):
         ``engine`` itself where only this process can: it has weights of its own, or the other processes hold
         no whole weights.
         """
-        ...
+        return engine
 
     @property
     def optimizer_bytes(self) -> int:
@@ -203,8 +204,8 @@ class TrainingBackend(Protocol):
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
         """Return metrics (``ranks/...``) and spans (when a rank computed or waited) since the last call."""
-        ...
+        return {}, []
 
     def close(self) -> None:
         """End the other processes. Idempotent."""
-        ...
+        return

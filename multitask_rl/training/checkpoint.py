@@ -63,7 +63,7 @@ class CheckpointStore:
     Args:
         directory: of the checkpoints.
         keep: how many of the newest are kept.
-        is_writer: nobody else writes there. False: it is only looked at, and somebody may be writing.
+        is_writer: no other process writes there. False: it is only read, and another process may be writing.
     """
 
     def __init__(self, directory: Path, keep: int, *, is_writer: bool = True) -> None:

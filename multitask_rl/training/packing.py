@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def supports_packing(model: Any) -> bool:
-    """Whether ``model`` says of packed samples what it says of each alone; tried on a few tokens.
+    """Whether ``model`` gives packed samples the same logits as separate ones; tried on a few tokens.
 
     Models with another state than keys and values (Mamba), with learnt or added positions of their own (OPT,
     Bloom), or that build their mask in another way than by restarted positions do not.
@@ -50,8 +50,8 @@ def supports_packing(model: Any) -> bool:
     exact = next(model.parameters()).dtype == torch.float32
     scale = alone.abs().max().clamp(min=1e-6)
     gap, leak = float((first - alone).abs().max() / scale), float((first - second).abs().max() / scale)
-    # who stood before changes nothing: forwards of one shape, which hardly differ in rounding
+    # the samples before change nothing: forwards of one shape, which hardly differ in rounding
     if not (gap <= (1e-3 if exact else 0.1) and leak <= (1e-5 if exact else 5e-3)):
-        logger.info("samples cannot be packed: logits move by %.2g, by who stands before %.2g", gap, leak)
+        logger.info("samples cannot be packed: logits move by %.2g, by the samples before %.2g", gap, leak)
         return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,24 +29,24 @@ from multitask_rl.training.shared_prompt import supports_shared_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelRunner", "Passes", "WholePasses", "scatter"]
+__all__ = ["ModelRunner", "Passes", "scatter"]
 
 
-class Passes(Protocol):
-    """How micro-batches go through the models: in this process alone, or together with others."""
+class Passes:
+    """How micro-batches go through the models: whole, in this process. Learner ranks override methods."""
 
-    layout: str
+    layout = ""
     """The only layout of micro-batches that it takes; empty = any."""
-    in_step: bool
+    in_step = False
     """All processes make each pass together: each makes as many as the others, one per micro-batch."""
 
     def most(self, number: int) -> int:
-        """Return the largest ``number`` of any process that passes are made together with."""
-        ...
+        """Return the largest ``number`` of any process that makes its passes ``in_step``."""
+        return number
 
     def attention(self, models: Sequence[Any]) -> contextlib.AbstractContextManager[None] | None:
         """Return the context in which ``models`` have the attention they need; None = that of one process."""
-        ...
+        return None
 
     def forward(
         self,
@@ -58,34 +58,7 @@ class Passes(Protocol):
         pad_token_id: int,
         **wants: bool,
     ) -> TokenOutputs:
-        """Return what ``forward_tokens`` returns for the whole micro-batch."""
-        ...
-
-
-class WholePasses:
-    """``Passes`` of whole micro-batches through whole models in this process."""
-
-    layout = ""
-    in_step = False
-
-    def most(self, number: int) -> int:
-        """Return ``number``."""
-        return number
-
-    def attention(self, models: Sequence[Any]) -> None:
-        """Return None."""
-
-    def forward(
-        self,
-        model: Any,
-        batch: MicroBatch,
-        sampling: list[SamplingParams],
-        *,
-        mask: TokenMask | None,
-        pad_token_id: int,
-        **wants: bool,
-    ) -> TokenOutputs:
-        """Return what ``forward_tokens`` returns."""
+        """Return what ``forward_tokens`` returns for the whole micro-batch; ``pad_token_id`` is any id."""
         return forward_tokens(model, batch, sampling, mask=mask, **wants)
 
 
@@ -116,7 +89,7 @@ class ModelRunner:
         shares_prompts: bool | None = None,
         is_whole: bool = True,
     ) -> None:
-        self.passes: Passes = passes or WholePasses()
+        self.passes = passes or Passes()
         self.actor = actor
         self.critic = critic
         self.reference = reference

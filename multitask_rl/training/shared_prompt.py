@@ -28,7 +28,7 @@ from multitask_rl.attention.block import (
     keep_until_backward,
     mask_of,
 )
-from multitask_rl.attention.interface import use_attention
+from multitask_rl.attention.interface import has_windows, use_attention
 from multitask_rl.models.modes import evaluating
 
 __all__ = [
@@ -323,20 +323,17 @@ def read_shared(
 
 @torch.no_grad()
 def supports_shared_prompts(model: Any) -> bool:
-    """Whether ``model`` says the same with a shared prompt as without; tried on a few tokens.
+    """Whether ``model`` computes the same logits with a shared prompt as without; tried on a few tokens.
 
     Models with another state than keys and values (Mamba), with attention windows, or whose attention does
     not go through ``transformers``' interface do not.
     """
-    config = model.config.get_text_config()
     if getattr(model, "_is_stateful", False) or not can_attend_in_blocks(model):
         return False
     # a window is wider than the probe's few tokens, so it has to be asked for
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if windowed or kinds != {"full_attention"}:
+    if has_windows(model):
         return False
-    size = int(config.vocab_size)
+    size = int(model.config.get_text_config().vocab_size)
     # two groups whose prompts differ in length, in one block, and a sample that is alone
     prompts = [[i % size for i in row] for row in 2 * [[5, 3, 9, 4]] + 2 * [[7, 1]] + [[8, 2, 6]]]
     responses = [[i % size for i in row] for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3], [1, 7], [3, 9, 4, 5])]

@@ -26,7 +26,6 @@ from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import Count, OneOf, Settings
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 from multitask_rl.models.grammar import Grammars
-from multitask_rl.models.handover import save_for_engine
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect
 from multitask_rl.rollout.vllm.start import num_workers_elsewhere, start_vllm
@@ -124,7 +123,7 @@ class VLLMEngine(RolloutEngine):
                 "rollout.engine=hf"
             )
         directory = output_dir / "vllm_start"
-        save_for_engine(actor, directory)
+        actor.save_for_engine(directory)
         engine = cls(directory, config=config.engine_config, seed=seed, eos_token_ids=actor.eos_token_ids)
         engine.update_weights(actor.state_dict(), actor.policy_version)
         return engine

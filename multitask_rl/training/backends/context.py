@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multitask_rl.attention.context import CONTEXT, pieces_of
-from multitask_rl.attention.interface import use_attention
+from multitask_rl.attention.interface import has_windows, use_attention
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_head
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
+from multitask_rl.training.runner import Passes
 
 __all__ = ["ContextPasses", "check_model", "cut_sequences"]
 
@@ -75,8 +76,8 @@ def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int)
     return Part(batch=part, tokens=tokens, most=most, place=owner * most + place)
 
 
-class ContextPasses:
-    """``runner.Passes`` of sequences of which every rank of a context group computes a part.
+class ContextPasses(Passes):
+    """Passes of sequences of which every rank of a context group computes a part.
 
     Every rank of the group makes the same calls, with the same samples.
 
@@ -85,14 +86,9 @@ class ContextPasses:
     """
 
     layout = "bucketed"
-    in_step = False
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-
-    def most(self, number: int) -> int:
-        """Return ``number``: the group has the same samples."""
-        return number
 
     def attention(self, models: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Return the context in which ``models`` attend over the parts of all ranks of the group."""
@@ -151,11 +147,8 @@ def check_model(ranks: Ranks, model: Any, pad_token_id: int) -> None:
         ConfigError: they differ: a window, another state than keys and values (Mamba), capped scores, or
             attention that does not go through ``transformers``' interface.
     """
-    passes, config = ContextPasses(ranks), model.config.get_text_config()
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    problem = "it attends through windows" if windowed or kinds != {"full_attention"} else ""
-    size = int(config.vocab_size)
+    passes, size = ContextPasses(ranks), int(model.config.get_text_config().vocab_size)
+    problem = "it attends through windows" if has_windows(model) else ""
     prompts = [[(7 * i + 3 * row) % size for i in range(11 - row)] for row in range(2)]
     responses = [[(5 * i + row) % size for i in range(6 + row)] for row in range(2)]
     sampling = [SamplingParams()] * 2

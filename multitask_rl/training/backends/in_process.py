@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from multitask_rl.algorithms.base import LossOutput, TokenBatch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import TrainSample
-from multitask_rl.rollout.base import RolloutEngine
-from multitask_rl.training.backend import CreditedSample, Span, StepResult, StepStartOutputs, Weighted
+from multitask_rl.training.backend import (
+    CreditedSample,
+    StepResult,
+    StepStartOutputs,
+    TrainingBackend,
+    Weighted,
+)
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.forward import TokenOutputs
 from multitask_rl.training.metrics import TokenMeans
@@ -22,8 +27,8 @@ from multitask_rl.training.runner import ModelRunner, scatter
 __all__ = ["InProcess"]
 
 
-class InProcess:
-    """A ``TrainingBackend`` in this process; a learner rank has one for its part of the samples.
+class InProcess(TrainingBackend):
+    """The backend of this process; a learner rank has one for its part of the samples.
 
     Args:
         runner: the models.
@@ -31,8 +36,6 @@ class InProcess:
         config: the run.
         parameters: of the actor, that the optimizer moves; default: all that have a gradient.
     """
-
-    num_ranks = 1
 
     def __init__(
         self,
@@ -84,17 +87,10 @@ class InProcess:
                         torch.autograd.backward(loss)
             return StepResult(loss=total, norms=self.optimizer.step(factor), means=means)
 
-    def gather_weights(self) -> None:
-        """Do nothing: the weights are here."""
-
     def ema_update(self) -> None:
         """Move the reference towards the actor, where it is to move."""
         if self.runner.average is not None:
             self.runner.average.ema_update(self.runner.actor.model)
-
-    def spread(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return ``engine``."""
-        return engine
 
     @property
     def optimizer_bytes(self) -> int:
@@ -108,13 +104,6 @@ class InProcess:
     def load_optimizer(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
         """Restore the optimizer's state (see ``TrainingBackend``)."""
         self.optimizer.load_tensors(tensors, parameters)
-
-    def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
-        """Return nothing: there are no other processes."""
-        return {}, []
-
-    def close(self) -> None:
-        """Do nothing: there are no other processes."""
 
     def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
         """Return the weighted sum of the token losses of one micro-batch."""

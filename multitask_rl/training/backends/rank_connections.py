@@ -122,7 +122,7 @@ class RankConnections:
                 self._inbox.put((rank, "gone", None, time.monotonic()))
                 self.on_lost()
                 return
-            except Exception as error:  # noqa: BLE001 - unpickling can raise anything; raised by who waits
+            except Exception as error:  # noqa: BLE001 - unpickling can raise anything; ``receive`` raises it
                 text = f"its message cannot be read: {error!r}"
                 self._inbox.put((rank, "failed", (None, text), time.monotonic()))
                 self.on_lost()

@@ -23,7 +23,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.seeding import derive_seed
-from multitask_rl.training.backend import Span, StepResult, StepStartOutputs, Weighted
+from multitask_rl.training.backend import Span, StepResult, StepStartOutputs, TrainingBackend, Weighted
 from multitask_rl.training.backends.calls import RankCalls
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
@@ -42,14 +42,14 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.backends.spread import OwnStream, SpreadEngine
 from multitask_rl.training.balance import deal, share_out
-from multitask_rl.training.forward import forward_tokens
 from multitask_rl.training.metrics import TokenMeans
+from multitask_rl.training.runner import Passes
 
 __all__ = ["RankGroup"]
 
 
-class RankGroup:
-    """A ``TrainingBackend`` of several learner ranks; each computes with an ``InProcess`` of its own.
+class RankGroup(TrainingBackend):
+    """The backend of several learner ranks; each computes with an ``InProcess`` of its own.
 
     Args:
         main: of this process, with whole models; it computes rank 0's part unless the models are ``sharded``.
@@ -172,7 +172,7 @@ class RankGroup:
         gone = [i for i, t in enumerate(self._tensors) if t.data_ptr() in cut]
         for i in gone:
             self._tensors[i] = torch.empty(0)
-        traits, expected = find_traits(actor.model), probe(actor.model, forward_tokens)
+        traits, expected = find_traits(actor.model), probe(actor.model, Passes())
         # its buffers are the actor's own: what changes them changes both
         same = {id(buffer): buffer for buffer in actor.model.buffers()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
@@ -184,7 +184,7 @@ class RankGroup:
             ),
         )
         found, _ = self._calls.call(
-            Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks).forward)
+            Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks))
         )
         check_probe(actor.model, found, expected)
         self._remember()

@@ -29,7 +29,7 @@ _MEET_WITHIN = timedelta(minutes=3)
 _NUMBERS = itertools.count()
 """Of groups in this process: torch keeps their names."""
 _TIMEOUT = timedelta(hours=2)
-"""Of one collective. Who is late is said long before, by rank 0 (``rank_connections.py``)."""
+"""Of one collective. Rank 0 logs late ranks long before (``rank_connections.py``)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -196,7 +196,7 @@ class Replica:
 
     def probe(self) -> None:
         """Take part in a pass over fixed tokens."""
-        probe(self._own.runner.actor.model, ShardedPasses(self.ranks).forward)
+        probe(self._own.runner.actor.model, ShardedPasses(self.ranks))
 
     @property
     def _shards(self) -> Shards:

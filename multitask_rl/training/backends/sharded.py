@@ -28,7 +28,8 @@ from torch.distributed.fsdp import (
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.tensor import ShardSpec, cut_layers
-from multitask_rl.training.forward import TokenOutputs, forward_tokens
+from multitask_rl.training.forward import TokenOutputs
+from multitask_rl.training.runner import Passes
 
 __all__ = ["ShardedPasses", "ShardedState", "Shards", "blocks", "forward_pass", "shard_model"]
 
@@ -88,14 +89,13 @@ def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any
     return found
 
 
-class ShardedPasses:
-    """``runner.Passes`` of models of which every rank holds a part.
+class ShardedPasses(Passes):
+    """Passes through models of which every rank holds a part.
 
     Args:
         ranks: all of them.
     """
 
-    layout = ""
     in_step = True
 
     def __init__(self, ranks: Ranks) -> None:
@@ -105,14 +105,11 @@ class ShardedPasses:
         """Return the largest ``number`` of any rank."""
         return self._ranks.most(number)
 
-    def attention(self, models: Sequence[Any]) -> None:
-        """Return None: the sequences are whole."""
-
-    def forward(self, model: Any, *args: Any, pad_token_id: int = 0, **wants: Any) -> TokenOutputs:
+    def forward(self, model: Any, *args: Any, **wants: Any) -> TokenOutputs:
         """Return what ``forward_tokens`` returns."""
 
         def act() -> dict[str, Any]:
-            out = forward_tokens(model, *args, **wants)
+            out = super(ShardedPasses, self).forward(model, *args, **wants)
             return {
                 "logprobs": out.logprobs,
                 "entropy": out.entropy,

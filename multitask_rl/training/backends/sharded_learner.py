@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, 
 from multitask_rl.training.backends.tensor import check_layers
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.forward import TokenOutputs, assume_split, split_head
+from multitask_rl.training.forward import assume_split, split_head
 from multitask_rl.training.microbatch import make_microbatch
-from multitask_rl.training.runner import ModelRunner
+from multitask_rl.training.runner import ModelRunner, Passes
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
 
 
 @torch.no_grad()
-def probe(model: Any, forward: Callable[..., TokenOutputs]) -> Tensor:
+def probe(model: Any, passes: Passes) -> Tensor:
     """Return log-probabilities of fixed tokens [12]; of a sharded model every rank calls this.
 
     Args:
         model: whole or sharded.
-        forward: ``forward_tokens`` or ``ShardedPasses.forward``.
+        passes: that ``model`` takes.
 
     Raises:
         ConfigError: the model cannot be run as it is cut.
@@ -85,7 +85,8 @@ def probe(model: Any, forward: Callable[..., TokenOutputs]) -> Tensor:
     batch = batch.to(next(model.parameters()).device)
     try:
         with evaluating(model):
-            return forward(model, batch, [SamplingParams()]).logprobs.clone()
+            out = passes.forward(model, batch, [SamplingParams()], mask=None, pad_token_id=0)
+            return out.logprobs.clone()
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"device_map.actor=... sharded: {type(model).__name__} cannot be computed in parts: {error}"

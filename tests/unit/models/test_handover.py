@@ -11,7 +11,6 @@ import torch
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.models.actor import Actor
-from multitask_rl.models.handover import save_for_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -57,7 +56,7 @@ def test_a_plain_model_loads_with_the_actors_logits(tmp_path: Path, rank: int, t
 
     actor = _actor(rank, tie)
     control = actor.add_control_tokens(2)
-    save_for_engine(actor, tmp_path)
+    actor.save_for_engine(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     ids = torch.tensor([[2, 5, control[1], 3]])

@@ -13,7 +13,6 @@ from model_builders import build_tokenizer
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import load_actor
-from multitask_rl.models.handover import save_for_engine
 from multitask_rl.models.rope import context_length, scale_rope
 
 TRAINED = 32
@@ -137,7 +136,7 @@ def test_an_actor_is_loaded_scaled_and_hands_the_scaling_on(tmp_path: Path) -> N
     scaling = {"type": "yarn", "factor": 4.0}
     actor = load_actor(ModelConfig(name_or_path=name, rope_scaling=scaling))
     assert actor.max_length == 4 * TRAINED
-    save_for_engine(actor, tmp_path / "engine")
+    actor.save_for_engine(tmp_path / "engine")
     again = load_actor(ModelConfig(name_or_path=str(tmp_path / "engine")))
     assert again.max_length == 4 * TRAINED
     assert torch.equal(_frequencies(again.model), _frequencies(actor.model))
