@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ TIERS = [
     {"training.backends"},
     {"statistics"},
     {"constraints", "guard"},
-    {"step", "run", "trainer", "testing"},
+    {"step", "testing"},
+    {"run"},
+    {"trainer"},
     {"cli"},
 ]
 """Rooms, lowest first; a name covers what is below it unless a longer name does. Imports go down or stay."""
@@ -133,14 +136,13 @@ def test_the_root_holds_eight_files_at_most() -> None:
 
 
 def test_there_are_no_cycles() -> None:
+    """Imports for type checkers count."""
     graph: dict[str, set[str]] = {}
     for package in PACKAGES:
         names = {f"{package}.{m}" if m else package: p for m, p in modules(package)}
         for name, path in names.items():
             found = {
-                target
-                for target in imports(path, in_functions=False, for_types=False)
-                if target.split(".")[0] in PACKAGES
+                target for target in imports(path, in_functions=False) if target.split(".")[0] in PACKAGES
             }
             graph[name] = found - {name}
     done: set[str] = set()
@@ -154,6 +156,75 @@ def test_there_are_no_cycles() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_the_trainer_is_known_to_the_front_doors_alone() -> None:
+    known = {m for m, path in modules("multitask_rl") if "multitask_rl.trainer" in imports(path)}
+    assert {m for m in known if m and not m.startswith("cli.")} == set()
+
+
+def _assigned(node: ast.AST) -> Iterator[str]:
+    """Yield the attributes of ``self`` that are assigned in ``node``."""
+    for inner in ast.walk(node):
+        is_assigned = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+        if is_assigned and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+            yield inner.attr
+
+
+def _own_calls(node: ast.AST) -> set[str]:
+    """Return the methods of ``self`` that are called in ``node``."""
+    return {
+        inner.func.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Call)
+        and isinstance(inner.func, ast.Attribute)
+        and ast.unparse(inner.func.value) in ("self", "super()")
+    }
+
+
+def test_every_attribute_is_born_in_init_or_the_class_body() -> None:
+    """``__init__`` may leave some to methods that it calls."""
+    classes: dict[str, list[tuple[str, ast.ClassDef]]] = {}
+    for module, path in modules("multitask_rl"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append((module, node))
+
+    def line(node: ast.ClassDef) -> Iterator[ast.ClassDef]:
+        yield node
+        for base in node.bases:
+            for _, above in classes.get(ast.unparse(base).split("[")[0].rpartition(".")[2], []):
+                if above is not node:
+                    yield from line(above)
+
+    def known(node: ast.ClassDef) -> set[str]:
+        names, born = set(), {"__init__"}
+        body = [inner for own in line(node) for inner in own.body]
+        methods = [inner for inner in body if isinstance(inner, ast.FunctionDef)]
+        for _ in range(3):  # calls of calls
+            born |= {name for m in methods if m.name in born for name in _own_calls(m)}
+        for inner in body:
+            if isinstance(inner, ast.FunctionDef):
+                names |= {inner.name, *(_assigned(inner) if inner.name in born else ())}
+            elif isinstance(inner, ast.AnnAssign | ast.Assign):
+                targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        return names
+
+    wrong = [
+        f"{module}.{node.name}.{method.name}: self.{name}"
+        for found in classes.values()
+        for module, node in found
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+        for name in set(_assigned(method)) - known(node)
+    ]
+    assert sorted(wrong) == []
+
+
+def test_no_object_is_made_around_its_init() -> None:
+    wrong = [m for m, p in modules("multitask_rl") if re.search(r"(?<!super\(\))\.__new__\(", p.read_text())]
+    assert wrong == []
 
 
 def test_core_does_not_know_the_bundled_plugins() -> None:

@@ -86,7 +86,7 @@ def summarise(trainer: Trainer) -> Metrics:
         number = metrics[f"constraint/{name}/n"]
         own[count] = float(round(metrics[f"constraint/{name}/violation_rate"] * number))
         own[f"{count}_of"] = number
-    rows = trainer.runs["safe"].eval_rows
+    rows = trainer.tasks["safe"].eval_rows
     echoes = [v for v, row in zip(final["safe"].values, rows, strict=True) if not row["flagged"]]
     own["helpful_benign"] = mean(echoes)
     own["youden_j"] = 1.0 - own["violations"] / own["violations_of"]

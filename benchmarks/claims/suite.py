@@ -159,7 +159,7 @@ def step_metrics(trainer: Trainer) -> Iterator[dict[str, float]]:
 def delivered_step(trainer: Trainer) -> int | None:
     """Return the step of the checkpoint that a run stopped by its guard hands over."""
     assert trainer.guard is not None
-    entries = trainer.store.checkpoints.entries
+    entries = trainer.parts.store.checkpoints.entries
     infos = [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
     target = trainer.guard.rollback_target(infos)
     good = [info.step for info in infos if info.judged_good]

@@ -170,7 +170,8 @@ def _resume(case: Case, run: Path | None) -> None:
     resume = str(here) if len(case.files[case.mutated]) % 2 else "auto"
     store = RunStore(Path.cwd(), CheckpointConfig(resume=resume), track=False)
     try:
-        store.resume(_trainer(run))
+        trainer = _trainer(run)
+        store.resume(trainer.parts.state, trainer.progress, trainer.config, trainer.guard)
     finally:
         store.close()
 

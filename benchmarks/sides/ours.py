@@ -141,7 +141,7 @@ def main() -> None:
         trainer = build(Path(folder))
         trainer._open()
         clock = Clock()
-        clock.watch(trainer.learner, "update", "train_s")
+        clock.watch(trainer.parts.learner, "update", "train_s")
         clock.watch(trainer, "push_weights", "weights_s")
 
         def step(_: int) -> dict[str, float]:

@@ -80,7 +80,9 @@ def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
         )
         with Trainer.from_config(alone) as trainer:
             reports = [trainer.train_step() for _ in range(warm_up + steps)][warm_up:]
-            memory = memory_report(trainer.actor.model.parameters(), trainer.learner.backend.optimizer_bytes)
+            memory = memory_report(
+                trainer.actor.model.parameters(), trainer.parts.learner.backend.optimizer_bytes
+            )
             device = str(trainer.actor.device)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[warm_up:]]

@@ -250,7 +250,7 @@ def _evaluate(config: RunConfig) -> None:
             os.scandir(run).close()
     trainer = Trainer.from_config(config)
     evaluations = trainer.evaluate()
-    restored = trainer.store.restored
+    restored = trainer.parts.store.restored
     why = "checkpoint.resume=never" if resume == "never" else f"{run} has no checkpoint"
     untrained = f"the untrained model {config.model.name_or_path} ({why})"
     print(f"weights: {untrained if restored is None else f'{restored} (step {trainer.step})'}")

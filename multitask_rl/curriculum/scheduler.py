@@ -70,6 +70,8 @@ class DynamicTaskWeightScheduler:
         PluginError: no such policy, or one that cannot be loaded.
     """
 
+    _gate: UnlearnableGate
+
     def __init__(
         self,
         initial_weights: Mapping[str, float] | None = None,
@@ -95,6 +97,17 @@ class DynamicTaskWeightScheduler:
         given = build_dataclass(self.policy_class.Config, policy_config, where)
         self.policy_config = dataclasses.replace(given, metric_key=metric_key)
         self._policy: SchedulerPolicy | None = None
+        self.tasks: tuple[str, ...] = ()
+        self._floors: dict[str, float] = {}
+        self._factors: dict[str, float] = {}
+        self._calibrated_at = -1
+        self._carry: dict[str, float] = {}
+        self._tie_break: dict[str, int] = {}
+        self._reported: dict[str, float] = {}
+        self._reported_at = -_STEPS_BETWEEN_REPORTS
+        self._has_warned_missing = False
+        self._bound_events: list[Event] = []
+        self._pending: list[Event] = []
 
     def bind(
         self,
@@ -135,9 +148,9 @@ class DynamicTaskWeightScheduler:
         prior = {task: weights[task] or self._floors[task] for task in active}
         self._policy = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
         self._gate = UnlearnableGate(active)
-        self._factors: dict[str, float] = {}
+        self._factors = {}
         self._calibrated_at = -1
-        self._carry: dict[str, float] = {}
+        self._carry = {}
         self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
         self._reported = self.weights()
         self._reported_at = -_STEPS_BETWEEN_REPORTS

@@ -29,6 +29,7 @@ __all__ = [
     "collect",
     "look",
     "most_tokens",
+    "push_weights",
 ]
 
 
@@ -173,3 +174,8 @@ def look(shown: Sequence[tuple[Monitor, int, list[int]]]) -> list[int]:
 def most_tokens(request: GenerationRequest) -> int:
     """Return the tokens a request may take, its prompt counted once."""
     return len(request.prompt_ids) + len(request.seeds) * request.sampling.max_new_tokens
+
+
+def push_weights(engine: RolloutEngine, actor: Actor) -> None:
+    """Let ``engine`` sample from the weights of ``actor`` as they are."""
+    engine.update_weights({} if engine.shares_weights else actor.state_dict(), actor.policy_version)

@@ -1,41 +1,222 @@
-"""From a plan to the parts of a run: scorer, engine, scheduler and guard, each on its executor."""
+"""From a plan to the parts of a run, each on its executor, and their end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.executor.engine import EngineFactory, RayEngineFactory
 from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
+from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import GUARDS, load_plugin
-from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.rollout.snapshot import SnapshotFactory
-from multitask_rl.run.plan import RunPlan
+from multitask_rl.run.plan import RunPlan, reach_warning
+from multitask_rl.run.profiling import StepProfiler
+from multitask_rl.run.state import Progress, RunState
+from multitask_rl.run.store import RunStore
+from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.statistics.definitions import metric_names
+from multitask_rl.step.constraint_stage import sampling_stages
+from multitask_rl.step.evaluation import Evaluator
+from multitask_rl.step.experience import ExperienceSource
+from multitask_rl.step.flow import DataFlow, Stage
+from multitask_rl.step.stages import AdvantageStage
+from multitask_rl.step.task_state import TaskState, suppress_control_tokens
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.backends.build import build_backend
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
 
-if TYPE_CHECKING:
-    from multitask_rl.models.actor import Actor
-
 __all__ = [
-    "RunScorer",
+    "RunParts",
+    "bind_controllers",
     "build_guard",
-    "build_learner",
+    "build_parts",
     "build_scheduler",
     "build_scorer",
-    "build_trackers",
     "describe_overlap",
-    "engine_factory",
 ]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunParts:
+    """What an open run is made of."""
+
+    store: RunStore
+    state: RunState
+    timeline: Timeline
+    profiler: StepProfiler | None
+    engine: RolloutEngine
+    learner: Learner
+    flow: DataFlow
+    """The stages of a step, those of the user among them."""
+    advantages: AdvantageStage
+    evaluator: Evaluator
+    experience: ExperienceSource
+    trackers: Trackers
+    supervisor: Supervisor
+    closing: contextlib.ExitStack
+    """Ends every part but the trackers, the last built first."""
+
+    def close(self, status: str) -> None:
+        """End the run: trackers finish with ``status``, workers and engine stop.
+
+        Args:
+            status: ``finished``, ``stopped`` or ``failed``. Idempotent.
+        """
+        with self.closing as last:
+            last.callback(self.trackers.finish, status)
+
+
+def build_parts(
+    plan: RunPlan,
+    *,
+    actor: Actor,
+    critic: Critic,
+    tasks: Mapping[str, TaskState],
+    scheduler: DynamicTaskWeightScheduler,
+    guard: Guard | None,
+    scorer: RunScorer,
+    progress: Progress,
+    inserted: Sequence[tuple[Stage, str]],
+    track: bool,
+) -> RunParts:
+    """Build what depends on scheduler, guard and actor, and resume.
+
+    Args:
+        plan: the checked run.
+        actor: the shared actor.
+        critic: its heads are built here.
+        tasks: the tasks.
+        scheduler: bound here.
+        guard: bound here.
+        scorer: started.
+        progress: filled from the checkpoint that is found.
+        inserted: stages of the user, each with the name of the stage it follows.
+        track: the run goes on and is recorded. False: it is only looked at.
+
+    Raises:
+        ConfigError, CheckpointError, EngineError, MissingExtraError, TrainingError: a part cannot be built;
+            what was built is closed.
+    """
+    config = plan.config
+    torch.manual_seed(config.seed)
+    traits = scorer.reward_traits()
+    for name, task in tasks.items():
+        task.metrics.declare(traits.get(name, {}))
+    bind_controllers(plan, scheduler, guard, tasks)
+    with contextlib.ExitStack() as closing:
+        store = RunStore(plan.output_dir, config.checkpoint, track=track)
+        closing.callback(store.close)
+        store.restore_control_tokens(actor)
+        suppress_control_tokens(tasks, actor)
+        critic.build(actor, [n for n in plan.trained if tasks[n].algorithm.needs_critic])
+        timeline = Timeline(store.timeline if track else None)
+        engine = engine_factory(plan).build(
+            actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
+        )
+        closing.callback(engine.close)
+        runner = ModelRunner(actor, critic, config, store.reference(actor, tasks))
+        learner, credit, engine = build_learner(
+            plan, runner, {n: tasks[n].learner for n in plan.trained}, engine
+        )
+        closing.callback(learner.backend.close)
+        stages = sampling_stages(actor, engine, scorer, tasks, seed=config.seed)
+        advantages = AdvantageStage(credit, tasks)
+        flow = DataFlow([*stages, advantages])
+        for stage, after in inserted:
+            flow.insert(stage, after=after)
+        closing.callback(flow.close)
+        closing.callback(timeline.close)
+        profiler = None
+        if track and config.profile == "torch":
+            profiler = StepProfiler(plan.output_dir / "profile", actor.model.parameters(), learner)
+            closing.callback(profiler.close)
+        experience = ExperienceSource(
+            config, flow, stages, actor=actor, tasks=tasks, scheduler=scheduler, timeline=timeline
+        )
+        closing.callback(experience.close)
+        closing.callback(scorer.close)  # what the source may wait for ends
+        evaluator = Evaluator(
+            actor, engine, scorer, tasks, seed=config.seed, temperature=config.eval.temperature
+        )
+        state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
+        run_id = store.resume(state, progress, config, guard)
+        push_weights(engine, actor)
+        trackers = build_trackers(plan, guard, run_id, track=track)
+        supervisor = Supervisor(
+            config,
+            progress=progress,
+            state=state,
+            store=store,
+            trackers=trackers,
+            actor=actor,
+            engine=engine,
+            tasks=tasks,
+            scheduler=scheduler,
+            guard=guard,
+            evaluator=evaluator,
+            experience=experience,
+        )
+        if track:
+            trackers.start(store.write_config(config, plan.specs), store.resumed_at)
+            supervisor.note(store.events)
+            logger.info("%s", plan.describe())
+        return RunParts(
+            store=store,
+            state=state,
+            timeline=timeline,
+            profiler=profiler,
+            engine=engine,
+            learner=learner,
+            flow=flow,
+            advantages=advantages,
+            evaluator=evaluator,
+            experience=experience,
+            trackers=trackers,
+            supervisor=supervisor,
+            closing=closing.pop_all(),
+        )
+
+
+def bind_controllers(
+    plan: RunPlan,
+    scheduler: DynamicTaskWeightScheduler,
+    guard: Guard | None,
+    tasks: Mapping[str, TaskState],
+) -> None:
+    """Tell scheduler and guard which tasks there are; ``tasks`` may be empty as long as they are not built.
+
+    Raises:
+        ConfigError: a setting of theirs does not fit the tasks.
+    """
+    specs = plan.specs
+    scheduler.bind(
+        plan.trained,
+        targets={n: specs[n].target for n in plan.trained},
+        min_shares={n: specs[n].min_share for n in plan.trained},
+        reward_ranges={n: own for n in plan.trained if n in tasks and (own := tasks[n].metrics.reward_range)},
+        seed=plan.config.seed,
+    )
+    if guard is not None:
+        guard.bind(list(specs), {n: metric_names(spec) for n, spec in specs.items()})
+        if tasks and (warning := reach_warning(plan.config.eval.every, guard.rollback_steps)):
+            logger.warning("%s", warning)
 
 
 def build_scorer(plan: RunPlan) -> RunScorer:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from multitask_rl.training.learner import Learner
+
 __all__ = ["StepProfiler", "memory_numbers", "memory_report"]
 
 logger = logging.getLogger(__name__)
@@ -32,10 +34,14 @@ class StepProfiler:
 
     Args:
         directory: where the files go.
+        parameters: of the actor, for the memory report.
+        learner: for the same.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parameters: Iterable[nn.Parameter], learner: Learner) -> None:
         self._directory = directory
+        self._parameters = list(parameters)
+        self._learner = learner
         directory.mkdir(parents=True, exist_ok=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -61,12 +67,9 @@ class StepProfiler:
         """A training step ended."""
         self._profile.step()
 
-    def close(self, memory: dict[str, float]) -> None:
-        """Write what was traced if the run was shorter, and the memory report.
-
-        Args:
-            memory: see ``memory_report``.
-        """
+    def close(self) -> None:
+        """Write what was traced if the run was shorter, and the memory report."""
+        memory = memory_report(self._parameters, self._learner.backend.optimizer_bytes)
         self._profile.stop()
         if not self.trace.exists():
             logger.warning("profile: no trace, the run made fewer than %d steps", WARM_UP + 1)

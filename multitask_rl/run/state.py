@@ -1,44 +1,164 @@
-"""The whole state of a run as data: collected for a checkpoint, put back from one."""
+"""The whole state of a run as data: ``{name: part}``, collected for a checkpoint and put back from one."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import random
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multitask_rl.errors import CheckpointError, MultitaskRLError
+from multitask_rl.executor.scorer import RunScorer
+from multitask_rl.guard.base import Guard
+from multitask_rl.models.actor import Actor
 from multitask_rl.models.vocabulary import fit_rows, vocabulary_rows
+from multitask_rl.records import Event, TaskEvaluation
+from multitask_rl.step.task_state import TaskState
 from multitask_rl.training.checkpoint import Checkpoint
-from multitask_rl.training.critic import rename_head
+from multitask_rl.training.critic import Critic, rename_head
+from multitask_rl.training.learner import Learner
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from multitask_rl.trainer import Trainer
-
-__all__ = ["collect_state", "collect_tensors", "reading_state", "renamed_tasks", "restore"]
+__all__ = ["Progress", "RunState", "Stateful"]
 
 logger = logging.getLogger(__name__)
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Put weights, optimizer, controllers and random state of ``checkpoint`` into ``trainer``; not the guard.
+class Stateful(Protocol):
+    """A part of the run whose state is JSON data."""
 
-    Tasks that the checkpoint does not know start fresh; those it knows under ``renamed_from`` are found;
-    those that are gone are dropped.
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that moves."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str], /) -> None:
+        """Restore ``state_dict``; ``renamed`` maps former task names to the present ones."""
+        ...
+
+
+class TensorState(Protocol):
+    """A part of the run whose state is tensors."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return them by name."""
+        ...
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str], /) -> None:
+        """Restore ``tensors``; ``renamed`` maps former task names to the present ones."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far a run is, and what was found and decided on the way."""
+
+    step: int = 0
+    """Steps made."""
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
+    saved_at: int = -1
+    """Step of the last checkpoint."""
+    num_confirmations: int = 0
+    """Confirmations since the start; each samples with seeds of its own, also after a rollback."""
+    history: list[tuple[int, dict[str, TaskEvaluation]]] = field(default_factory=list)
+    """Step and evaluations; not in checkpoints."""
+    events: list[Event] = field(default_factory=list)
+    """Decisions since the process began; not in checkpoints."""
+
+
+class RunState:
+    """The parts of a run that move, by the names that a checkpoint keeps them under.
+
+    Args:
+        progress: its counters are kept.
+        actor: its weights are kept in files of their own.
+        critic: its weights.
+        learner: the optimizer's state and the averaged reference.
+        tasks: the tasks, in the order of the run.
+        scheduler: the curriculum.
+        scorer: its error budgets.
+        guard: None is kept as null.
     """
-    with reading_state(checkpoint):
-        _restore(trainer, checkpoint)
+
+    def __init__(
+        self,
+        progress: Progress,
+        actor: Actor,
+        critic: Critic,
+        learner: Learner,
+        tasks: Mapping[str, TaskState],
+        scheduler: Stateful,
+        scorer: RunScorer,
+        guard: Guard | None,
+    ) -> None:
+        self.actor = actor
+        self._tasks = tasks
+        streams = _RandomStreams()
+        self._parts: dict[str, Stateful | None] = {
+            "counters": _Counters(progress, actor, learner),
+            "tasks": _Tasks(tasks),
+            "scheduler": scheduler,
+            "scorer": _ScorerBudgets(scorer),
+            "guard": guard,
+            "random": streams,
+        }
+        self._tensors: dict[str, TensorState] = {
+            "critic": _CriticTensors(critic),
+            "optimizer": _OptimizerTensors(learner, actor, critic),
+            "reference": _ReferenceTensors(learner),
+            "random": streams,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every part that is JSON data."""
+        return {name: part.state_dict() if part is not None else None for name, part in self._parts.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of every part as ``<part>/<name>``; not the actor's weights."""
+        return {
+            f"{name}/{key}": value
+            for name, part in self._tensors.items()
+            for key, value in part.tensors().items()
+        }
+
+    def restore(self, checkpoint: Checkpoint, *, without: Collection[str] = ()) -> None:
+        """Put back what ``checkpoint`` holds, the actor's weights first.
+
+        Tasks that the checkpoint does not know start fresh; those it knows under ``renamed_from`` are found;
+        those that are gone are dropped.
+
+        Args:
+            checkpoint: read, its hashes checked.
+            without: parts that stay as they are.
+
+        Raises:
+            CheckpointError: it holds what cannot be read.
+        """
+        with _reading(checkpoint):
+            former = {t.spec.renamed_from: n for n, t in self._tasks.items() if t.spec.renamed_from}
+            # a checkpoint made since the renaming knows the present name
+            renamed = {old: new for old, new in former.items() if new not in checkpoint.state["tasks"]}
+            counters = checkpoint.state["counters"]
+            _check_counters(counters)
+            self.actor.load_weights(checkpoint.actor_dir)
+            for name, holder in self._tensors.items():
+                prefix = f"{name}/"
+                own = {
+                    k.removeprefix(prefix): v for k, v in checkpoint.tensors.items() if k.startswith(prefix)
+                }
+                holder.load_tensors(own, renamed)
+            for name, part in self._parts.items():
+                if part is not None and name not in without and checkpoint.state[name] is not None:
+                    part.load_state_dict(checkpoint.state[name], renamed)
 
 
 @contextlib.contextmanager
-def reading_state(checkpoint: Checkpoint) -> Iterator[None]:
+def _reading(checkpoint: Checkpoint) -> Iterator[None]:
     """Say of state that is not what this version writes where it is; its hashes are right, so it was edited.
 
     Every controller and plugin reads its own part, so anything may be raised that wrong types and missing
@@ -56,101 +176,28 @@ def reading_state(checkpoint: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def _restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    names = renamed_tasks(trainer, checkpoint.state)
-    _check_counters(checkpoint.state["counters"])
-    trainer.actor.load_weights(checkpoint.actor_dir)
-    state, tensors = checkpoint.state, _with_rows_of(trainer, checkpoint.tensors)
-    prefix = "critic/"
-    critic = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    trainer.critic.load_tensors(critic, renamed=names)
-    optimizer = {
-        rename_head(k.removeprefix("optimizer/"), names): v
-        for k, v in tensors.items()
-        if k.startswith("optimizer/")
-    }
-    trainer.learner.backend.load_optimizer(optimizer, _parameters(trainer))
-    if trainer.learner.backend.runner.average is not None:
-        reference = {
-            k.removeprefix("reference/"): v for k, v in tensors.items() if k.startswith("reference/")
+class _Counters:
+    """Numbers that count steps, versions and updates."""
+
+    def __init__(self, progress: Progress, actor: Actor, learner: Learner) -> None:
+        self._progress, self._actor, self._learner = progress, actor, learner
+
+    def state_dict(self) -> dict[str, int]:
+        return {
+            "step": self._progress.step,
+            "policy_version": self._actor.policy_version,
+            "evaluated_at": self._progress.evaluated_at,
+            "num_confirmations": self._progress.num_confirmations,
+            "bad_updates": self._learner.bad_updates,
         }
-        trainer.learner.backend.runner.average.load_tensors(reference)
-    saved: dict[str, Any] = state["tasks"]
-    for name, run in trainer.runs.items():
-        known = saved.get(name) or saved.get(run.spec.renamed_from)
-        if known is not None:
-            run.load_state_dict(known)
-        else:
-            logger.info("task %r is new since %s: it starts fresh", name, checkpoint.path)
-    trainer.scheduler.load_state_dict(state["scheduler"], names)
-    _restore_counters(trainer, state["counters"])
-    _restore_random(state["random"], tensors)
 
-
-def _with_rows_of(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` with as many rows of tokens as the models of ``trainer`` have now."""
-    trunk = trainer.critic.trunk
-    models = {
-        "optimizer/actor.": trainer.actor.model,
-        "optimizer/critic.trunk.": trunk,
-        "critic/trunk.": trunk,
-        "reference/": trainer.learner.backend.runner.reference,
-    }
-    rows: dict[str, int] = {}
-    for prefix, model in models.items():
-        if model is not None:
-            rows.update({f"{prefix}{name}": number for name, number in vocabulary_rows(model).items()})
-    fitted = dict(tensors)
-    for name, value in tensors.items():
-        number = rows.get(name.partition("|")[0])
-        if number is not None and value.dim():
-            fitted[name] = fit_rows(value, number, blank=name.startswith("optimizer/"))
-    return fitted
-
-
-def renamed_tasks(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, str]:
-    """Former name -> name of the tasks renamed since ``state`` was saved; it may know them by the new one."""
-    renamed = {s.renamed_from: n for n, s in trainer.plan.specs.items() if s.renamed_from}
-    return {old: new for old, new in renamed.items() if new not in state["tasks"]}
-
-
-def collect_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the state of every controller, cursor and counter as JSON data."""
-    version, internal, gauss = random.getstate()
-    kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "counters": _counters(trainer),
-        "tasks": {name: run.state_dict() for name, run in trainer.runs.items()},
-        "scheduler": trainer.scheduler.state_dict(),
-        "scorer": trainer.scorer.state_dict(),
-        "guard": trainer.guard.state_dict() if trainer.guard is not None else None,
-        "guard_class": type(trainer.guard).__name__,
-        "run_id": trainer.run_id,
-        "random": {
-            "python": [version, list(internal), gauss],
-            "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
-        },
-    }
-
-
-def _counters(trainer: Trainer) -> dict[str, int]:
-    return {
-        "step": trainer.step,
-        "policy_version": trainer.actor.policy_version,
-        "evaluated_at": trainer.supervisor.evaluated_at,
-        "num_confirmations": trainer.supervisor.num_confirmations,
-        "bad_updates": trainer.learner.bad_updates,
-    }
-
-
-def _restore_counters(trainer: Trainer, counters: Mapping[str, int]) -> None:
-    """Restore ``_counters``; the checkpoint they come from counts as saved."""
-    trainer.pipeline.clear()
-    trainer.step = trainer.supervisor.saved_at = counters["step"]
-    trainer.actor.policy_version = counters["policy_version"]
-    trainer.supervisor.evaluated_at = counters["evaluated_at"]
-    trainer.supervisor.num_confirmations = counters["num_confirmations"]
-    trainer.learner.bad_updates = counters["bad_updates"]
+    def load_state_dict(self, state: Mapping[str, Any], _renamed: Mapping[str, str], /) -> None:
+        """Restore ``state_dict``; the checkpoint they come from counts as saved."""
+        self._progress.step = self._progress.saved_at = state["step"]
+        self._progress.evaluated_at = state["evaluated_at"]
+        self._progress.num_confirmations = state["num_confirmations"]
+        self._actor.policy_version = state["policy_version"]
+        self._learner.bad_updates = state["bad_updates"]
 
 
 def _check_counters(counters: Mapping[str, Any]) -> None:
@@ -161,38 +208,135 @@ def _check_counters(counters: Mapping[str, Any]) -> None:
         raise ValueError(f"step is {counters['step']!r}")
 
 
-def collect_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return optimizer, critic, averaged reference and random state by name; not the actor's weights."""
-    names = {id(p): n for n, p in _parameters(trainer).items()}
-    tensors = {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
-    tensors.update({f"optimizer/{k}": v for k, v in trainer.learner.backend.optimizer_tensors(names).items()})
-    if trainer.learner.backend.runner.average is not None:
-        average = trainer.learner.backend.runner.average.tensors()
-        tensors.update({f"reference/{k}": v for k, v in average.items()})
-    tensors["random/torch"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        for device, value in enumerate(torch.cuda.get_rng_state_all()):
-            tensors[f"random/cuda/{device}"] = value
-    _, keys, *_ = np.random.get_state(legacy=True)
-    tensors["random/numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64))
-    return tensors
+class _Tasks:
+    def __init__(self, tasks: Mapping[str, TaskState]) -> None:
+        self._tasks = tasks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: task.state_dict() for name, task in self._tasks.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], _renamed: Mapping[str, str], /) -> None:
+        for name, task in self._tasks.items():
+            known = state.get(name) or state.get(task.spec.renamed_from)
+            if known is not None:
+                task.load_state_dict(known)
+            else:
+                logger.info("task %r is new since the checkpoint: it starts fresh", name)
 
 
-def _restore_random(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(
-        (kind, tensors["random/numpy"].numpy().astype(np.uint32), position, has_gauss, cached)
-    )
-    torch.set_rng_state(tensors["random/torch"])
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            if f"random/cuda/{i}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"random/cuda/{i}"], i)
+class _ScorerBudgets:
+    def __init__(self, scorer: RunScorer) -> None:
+        self._scorer = scorer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scorer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str], /) -> None:
+        self._scorer.load_state_dict({renamed.get(task, task): own for task, own in state.items()})
 
 
-def _parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
-    found = {f"actor.{n}": p for n, p in trainer.actor.model.named_parameters()}
-    found.update({f"critic.{n}": p for n, p in trainer.critic.named_parameters()})
-    return found
+class _RandomStreams:
+    """The global random streams of Python, NumPy and torch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        version, internal, gauss = random.getstate()
+        kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)
+        return {
+            "python": [version, list(internal), gauss],
+            "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], _renamed: Mapping[str, str], /) -> None:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        _, keys, *_ = np.random.get_state(legacy=True)  # ``load_tensors`` has put them there
+        kind, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            for device, value in enumerate(torch.cuda.get_rng_state_all()):
+                found[f"cuda/{device}"] = value
+        _, keys, *_ = np.random.get_state(legacy=True)
+        found["numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+        return found
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], _renamed: Mapping[str, str], /) -> None:
+        np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), 624, 0, 0.0))
+        torch.set_rng_state(tensors["torch"])
+        if torch.cuda.is_available():
+            for device in range(torch.cuda.device_count()):
+                if f"cuda/{device}" in tensors:
+                    torch.cuda.set_rng_state(tensors[f"cuda/{device}"], device)
+
+
+class _CriticTensors:
+    def __init__(self, critic: Critic) -> None:
+        self._critic = critic
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._critic.tensors()
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str], /) -> None:
+        self._critic.load_tensors(_fit(tensors, {"trunk.": self._critic.trunk}), renamed=renamed)
+
+
+class _OptimizerTensors:
+    """The optimizer's state, by names of parameters (``actor.``..., ``critic.``...)."""
+
+    def __init__(self, learner: Learner, actor: Actor, critic: Critic) -> None:
+        self._learner, self._actor, self._critic = learner, actor, critic
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._learner.backend.optimizer_tensors(
+            {id(p): name for name, p in self._parameters().items()}
+        )
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str], /) -> None:
+        models = {"actor.": self._actor.model, "critic.trunk.": self._critic.trunk}
+        fitted = {rename_head(name, renamed): v for name, v in _fit(tensors, models, blank=True).items()}
+        self._learner.backend.load_optimizer(fitted, self._parameters())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        found = {f"actor.{n}": p for n, p in self._actor.model.named_parameters()}
+        found.update({f"critic.{n}": p for n, p in self._critic.named_parameters()})
+        return found
+
+
+class _ReferenceTensors:
+    """The averaged reference, if the run has one."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def tensors(self) -> dict[str, Tensor]:
+        average = self._learner.backend.runner.average
+        return average.tensors() if average is not None else {}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], _renamed: Mapping[str, str], /) -> None:
+        runner = self._learner.backend.runner
+        if runner.average is not None:
+            runner.average.load_tensors(_fit(tensors, {"": runner.reference}))
+
+
+def _fit(
+    tensors: Mapping[str, Tensor], models: Mapping[str, nn.Module | None], *, blank: bool = False
+) -> dict[str, Tensor]:
+    """Return ``tensors`` with as many rows of tokens as ``models``, by prefix of their names, have now.
+
+    Args:
+        tensors: by ``<parameter name>`` or ``<parameter name>|<key>``.
+        models: prefix -> model.
+        blank: new rows are 0.
+    """
+    rows: dict[str, int] = {}
+    for prefix, model in models.items():
+        if model is not None:
+            rows.update({f"{prefix}{name}": number for name, number in vocabulary_rows(model).items()})
+    fitted = dict(tensors)
+    for name, value in tensors.items():
+        number = rows.get(name.partition("|")[0])
+        if number is not None and value.dim():
+            fitted[name] = fit_rows(value, number, blank=blank)
+    return fitted

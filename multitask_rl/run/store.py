@@ -21,7 +21,7 @@ from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.vocabulary import fit_weights
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock
-from multitask_rl.run.state import collect_state, collect_tensors, reading_state, renamed_tasks, restore
+from multitask_rl.run.state import Progress, RunState
 from multitask_rl.tracking.record_files import RECORDS, cut_records, record_lengths, set_records_aside
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
 from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
@@ -29,9 +29,9 @@ from multitask_rl.training.manifest import check_files, read_manifest, write_man
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from multitask_rl.config.task import TaskSpec
     from multitask_rl.models.actor import Actor
     from multitask_rl.step.task_state import TaskState
-    from multitask_rl.trainer import Trainer
 
 __all__ = ["RunStore"]
 
@@ -115,7 +115,7 @@ class RunStore:
             return self.checkpoints.newest()
         return self.checkpoints.load(Path(self._config.resume))
 
-    def settle_vocabulary(self, actor: Actor) -> None:
+    def restore_control_tokens(self, actor: Actor) -> None:
         """Give ``actor`` the tokens of the checkpoint found: before anything is built that has their number.
 
         Raises:
@@ -124,7 +124,7 @@ class RunStore:
         if self._found is not None:
             actor.keep_control_tokens(self._found.actor_dir)
 
-    def reference(self, actor: Actor, runs: Mapping[str, TaskState]) -> PreTrainedModel | None:
+    def reference(self, actor: Actor, tasks: Mapping[str, TaskState]) -> PreTrainedModel | None:
         """Return the frozen policy that the KL is measured against: the actor as it was at the very start.
 
         It is kept beside the checkpoints, so that a resumed run does not measure against itself. None: no
@@ -133,7 +133,7 @@ class RunStore:
         Raises:
             CheckpointError: it is damaged; KL would be measured against other weights than before.
         """
-        if all(run.spec.kl.coefficient == 0 for run in runs.values()):
+        if all(task.spec.kl.coefficient == 0 for task in tasks.values()):
             return None
         directory = self._output_dir / "reference"
         reference = actor.clone_for_reference()
@@ -148,7 +148,9 @@ class RunStore:
             _write_reference(reference, directory)
         return reference
 
-    def resume(self, trainer: Trainer) -> str | None:
+    def resume(
+        self, state: RunState, progress: Progress, config: RunConfig, guard: Guard | None
+    ) -> str | None:
         """Restore the checkpoint found, if any; return the trackers' identity, if it is of this run.
 
         If the run goes on, what it recorded after the checkpoint is cut off; else it is set aside.
@@ -157,46 +159,36 @@ class RunStore:
             ConfigError: the run was made with another model.
             CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
-        track = self._track
-        if self._found is None:
+        track, found = self._track, self._found
+        if found is None:
             if track:
                 # those that cannot be read would be the newest of the new run's, and outlive its own
                 self.checkpoints.set_aside_after(-1)
                 set_records_aside(self._output_dir)
             return None
-        changed = self._changed(trainer.config) if track else {}
-        restore(trainer, self._found)
+        changed = self._changed(config) if track else {}
+        before, now = found.state.get("guard_class", SafetyGuard.__name__), type(guard).__name__
+        is_other = guard is not None and bool(found.state["guard"]) and before != now
+        state.restore(found, without=["guard"] if is_other else [])
         if changed:
-            self.events.append(_changed_event(trainer.step, changed))
-        with reading_state(self._found):
-            names = renamed_tasks(trainer, self._found.state)
-            budgets = self._found.state["scorer"]
-            trainer.scorer.load_state_dict({names.get(task, task): own for task, own in budgets.items()})
-            if trainer.guard is not None and self._found.state["guard"]:
-                self._restore_guard(trainer, trainer.guard, self._found.state)
+            self.events.append(_changed_event(progress.step, changed))
+        if is_other:
+            reason = f"the checkpoint's guard was {before}, this run's is {now}: it starts without history"
+            self.events.append(Event(step=progress.step, source="guard", kind="warn", reason=reason))
         if track:
-            self.checkpoints.set_aside_after(trainer.step)
-        logger.info("resumed from %s at step %d", self._found.path, trainer.step)
+            self.checkpoints.set_aside_after(progress.step)
+        logger.info("resumed from %s at step %d", found.path, progress.step)
         # a run that resumes from another run's checkpoint starts records of its own
-        is_own = self._found.path.resolve().parent == self.checkpoints.directory.resolve()
-        self.restored = self._found.path
-        run_id = self._found.state["run_id"] if is_own else None
+        is_own = found.path.resolve().parent == self.checkpoints.directory.resolve()
+        self.restored = found.path
+        run_id = found.state["run_id"] if is_own else None
         if track and is_own:
-            cut_records(self._output_dir, self._found.state["records"])
-            self.resumed_at = trainer.step
+            cut_records(self._output_dir, found.state["records"])
+            self.resumed_at = progress.step
         elif track:
             set_records_aside(self._output_dir)
         self._found = None
         return None if run_id is None else str(run_id)
-
-    def _restore_guard(self, trainer: Trainer, guard: Guard, state: Mapping[str, Any]) -> None:
-        """Give ``guard`` its state back; another guard than the checkpoint's starts without history."""
-        before, now = state.get("guard_class", SafetyGuard.__name__), type(guard).__name__
-        if before == now:
-            guard.load_state_dict(state["guard"], renamed_tasks(trainer, state))
-            return
-        reason = f"the checkpoint's guard was {before}, this run's is {now}: it starts without history"
-        self.events.append(Event(step=trainer.step, source="guard", kind="warn", reason=reason))
 
     def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the keys whose values the run had otherwise, without secrets: key -> (before, now)."""
@@ -214,13 +206,18 @@ class RunStore:
             )
         return {key: (old.get(key), value) for key, value in new.items() if old.get(key, value) != value}
 
-    def save(self, trainer: Trainer, *, judged_good: bool | None, score: float | None) -> None:
+    def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> None:
         """Write a checkpoint of everything, and how far the run's records go with it."""
+        beside = {
+            "guard_class": type(guard).__name__,
+            "run_id": run_id,
+            "records": record_lengths(self._output_dir),
+        }
         self.checkpoints.save(
-            CheckpointEntry(step=trainer.step, judged_good=judged_good, score=score),
-            save_actor=trainer.actor.save,
-            tensors=collect_tensors(trainer),
-            state={**collect_state(trainer), "records": record_lengths(self._output_dir)},
+            entry,
+            save_actor=state.actor.save,
+            tensors=state.tensors(),
+            state={**state.state_dict(), **beside},
         )
 
     def read_config(self) -> dict[str, Any]:
@@ -231,7 +228,7 @@ class RunStore:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def settle_config(self, trainer: Trainer) -> dict[str, Any]:
+    def write_config(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
         """Write ``config.yaml`` (the resolved configuration, tasks included, without secrets) and return it.
 
         A run that already made its steps keeps the one it was made with.
@@ -239,17 +236,17 @@ class RunStore:
         Raises:
             TrainingError: it made them with other settings.
         """
-        if self.resumed_at is not None and trainer.step >= trainer.config.max_steps:
+        if self.resumed_at is not None and self.resumed_at >= config.max_steps:
             said = (
-                f"the run in {self._output_dir} already made its {trainer.step} steps; raise max_steps to go "
-                "on, or choose another output_dir for a new run"
+                f"the run in {self._output_dir} already made its {self.resumed_at} steps; raise max_steps to "
+                "go on, or choose another output_dir for a new run"
             )
             if self.events:
                 raise TrainingError(f"{said}. {self.events[0].reason}: nothing would be made with them")
             logger.info("%s", said)
             return self.read_config()
-        resolved = dataclasses.asdict(trainer.config)
-        resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in trainer.plan.specs.items()}
+        resolved = dataclasses.asdict(config)
+        resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
         plain: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         with disk_errors(f"config.yaml in {self._output_dir}"):

@@ -30,6 +30,9 @@ _TCP, _UDP, _ABSTRACT_STREAM, _ABSTRACT_DATAGRAM = 47831, 47832, "sbx_canary_478
 class HostWatch:
     """Baits and gauges of one corpus run."""
 
+    _victim: subprocess.Popen[bytes]
+    _thread: threading.Thread
+
     def __init__(self) -> None:
         self._known: dict[int, set[int]] = {}
         self._touched: Counter[str] = Counter()

@@ -6,13 +6,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import Failure, Rollout, Verdict
+from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.step.flow import Stage
-from multitask_rl.step.stages import RolloutStage, Scorer
+from multitask_rl.step.stages import RewardStage, RolloutStage, Scorer
 from multitask_rl.step.task_state import TaskState
 
-__all__ = ["ConstraintStage"]
+__all__ = ["ConstraintStage", "SamplingStages", "sampling_stages"]
 
 
 @dataclass(slots=True)
@@ -148,3 +150,43 @@ class ConstraintStage(Stage):
         return Rollout(
             prompt=rollout.prompt, sample=rollout.sample, attempt=rollout.attempt + 1, sampling=sampling
         )
+
+
+SamplingStages = tuple[RolloutStage, ConstraintStage, RewardStage]
+"""The built-in stages up to the rewards."""
+
+
+def sampling_stages(
+    actor: Actor,
+    engine: RolloutEngine,
+    scorer: Scorer,
+    tasks: Mapping[str, TaskState],
+    *,
+    seed: int,
+    purpose: str = "rollout",
+    group_size: int | None = None,
+    temperature: float | None = None,
+) -> SamplingStages:
+    """Return ``rollout -> constraints -> rewards``, for a step or, with other seeds, for an evaluation.
+
+    Args:
+        actor: its tokenizer decodes responses.
+        engine: samples.
+        scorer: judges and scores.
+        tasks: the tasks.
+        seed: of the run.
+        purpose: names the random streams.
+        group_size: rollouts per prompt; None = each task's own.
+        temperature: of every response; None = each task's own.
+    """
+    rollout = RolloutStage(
+        engine,
+        tasks,
+        lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=True)),
+        seed=seed,
+        scorer=scorer,
+        purpose=purpose,
+        group_size=group_size,
+        temperature=temperature,
+    )
+    return rollout, ConstraintStage(scorer, rollout, tasks), RewardStage(scorer, tasks)

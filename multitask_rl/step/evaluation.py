@@ -16,9 +16,9 @@ from multitask_rl.records import Scored, Statistic, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import served
-from multitask_rl.step.constraint_stage import ConstraintStage
+from multitask_rl.step.constraint_stage import sampling_stages
 from multitask_rl.step.flow import DataFlow
-from multitask_rl.step.stages import RewardStage, RolloutStage, Scorer
+from multitask_rl.step.stages import Scorer
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.tracking.record_files import RecordFile
 
@@ -67,32 +67,28 @@ class Evaluator:
             RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.
         """
         names = list(self._tasks if tasks is None else tasks)
-        flow = self._flow(purpose)
-        prompts = [
-            p for n in names for p in render_rows(self._tasks[n], self._tasks[n].eval_rows, self._actor)
-        ]
-        by_task: dict[str, list[Scored]] = {name: [] for name in names}
-        for scored in flow(prompts):
-            by_task[scored.rollout.task].append(scored)
-            self.tally.note([scored])
-        if must_score:
-            self.tally.check()
-        version = self._engine.policy_version
-        return {name: _evaluation(self._tasks[name], own, step, version) for name, own in by_task.items()}
-
-    def _flow(self, purpose: str) -> DataFlow:
-        rollout = RolloutStage(
+        stages = sampling_stages(
+            self._actor,
             self._engine,
+            self._scorer,
             self._tasks,
-            lambda ids: str(self._actor.tokenizer.decode(ids, skip_special_tokens=True)),
             seed=self._seed,
-            scorer=self._scorer,
             purpose=purpose,
             group_size=1,
             temperature=self._temperature,
         )
-        constraints = ConstraintStage(self._scorer, rollout, self._tasks)
-        return DataFlow([rollout, constraints, RewardStage(self._scorer, self._tasks)])
+        prompts = [
+            p for n in names for p in render_rows(self._tasks[n], self._tasks[n].eval_rows, self._actor)
+        ]
+        by_task: dict[str, list[Scored]] = {name: [] for name in names}
+        for scored in DataFlow(stages)(prompts):
+            by_task[scored.rollout.task].append(scored)
+            self.tally.note([scored])
+        self._scorer.metrics()  # the step that follows counts its own samples alone
+        if must_score:
+            self.tally.check()
+        version = self._engine.policy_version
+        return {name: _evaluation(self._tasks[name], own, step, version) for name, own in by_task.items()}
 
 
 def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:

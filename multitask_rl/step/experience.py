@@ -21,40 +21,21 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multitask_rl.config.run import RunConfig
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import Prompt, Scored
-from multitask_rl.rollout.base import RolloutEngine
-from multitask_rl.step.constraint_stage import ConstraintStage
+from multitask_rl.step.constraint_stage import SamplingStages
+from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.metrics import by_group
 from multitask_rl.step.refill import Refill
 from multitask_rl.step.reward_batch import RewardBatch
-from multitask_rl.step.stages import RewardStage, RolloutStage
-from multitask_rl.step.task_state import draw_prompts
+from multitask_rl.step.task_state import TaskState, draw_prompts
 from multitask_rl.tracking.timeline import Span, Timeline, intersect, subtract
 
-if TYPE_CHECKING:
-    from multitask_rl.trainer import Trainer
-
-__all__ = ["Experience", "Pipeline", "build_stages"]
-
-
-Stages = tuple[RolloutStage, ConstraintStage, RewardStage]
-"""The built-in nodes up to the rewards."""
-
-
-def build_stages(trainer: Trainer, engine: RolloutEngine) -> Stages:
-    """Return the nodes of ``trainer`` that make its experience with ``engine``."""
-    rollout = RolloutStage(
-        engine,
-        trainer.runs,
-        lambda ids: str(trainer.actor.tokenizer.decode(ids, skip_special_tokens=True)),
-        seed=trainer.config.seed,
-        scorer=trainer.scorer,
-    )
-    constraints = ConstraintStage(trainer.scorer, rollout, trainer.runs)
-    return rollout, constraints, RewardStage(trainer.scorer, trainer.runs)
+__all__ = ["Experience", "ExperienceSource"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,23 +65,42 @@ class _Batch:
     """Done when everything is sampled and handed to the rewards; None: it was done by the caller's thread."""
 
 
-class Pipeline:
+class ExperienceSource:
     """Makes the experience of one step after the other.
 
     Args:
-        trainer: whose flow, tasks, scheduler and actor are used.
-        stages: its three built-in stages up to the rewards.
+        config: the run.
+        flow: of a step.
+        stages: the built-in stages of ``flow`` up to the rewards.
+        actor: renders the prompts.
+        tasks: the tasks.
+        scheduler: decides on quotas.
         timeline: takes the spans.
     """
 
-    def __init__(self, trainer: Trainer, stages: Stages, timeline: Timeline) -> None:
-        self._trainer = trainer
-        self._config = config = trainer.config
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: DataFlow,
+        stages: SamplingStages,
+        *,
+        actor: Actor,
+        tasks: Mapping[str, TaskState],
+        scheduler: DynamicTaskWeightScheduler,
+        timeline: Timeline,
+    ) -> None:
+        self._config = config
+        self._flow = flow
         self._rollout, self._constraints, self._rewards = stages
+        self._actor = actor
+        self._tasks = tasks
+        self._scheduler = scheduler
         self._timeline = timeline
-        self._refill = Refill(trainer.runs, config.batch.refill_rounds, trainer.scheduler.informative_rate)
-        self._lag = trainer.config.rollout_lag
+        self._refill = Refill(tasks, config.batch.refill_rounds, scheduler.informative_rate)
+        self._lag = config.rollout_lag
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout") if self._lag > 0 else None
+        self._step = 0
+        """The step under way."""
         self._ahead: deque[_Batch] = deque()
         self._late: list[RewardBatch] = []
         self._judging: list[Span] = []
@@ -114,6 +114,7 @@ class Pipeline:
             RewardError: a task's error budget is spent.
             DataError: no prompt of a task fits.
         """
+        self._step = step
         self._judging.clear()
         self._launch(step)
         batch = self._ahead[0]
@@ -130,7 +131,7 @@ class Pipeline:
             self._rollout.engine.sleep()
         return experience
 
-    def settle(self) -> None:
+    def wait_for_sampling(self) -> None:
         """Wait until nothing is being sampled: the engine is free, all counts are final."""
         began = time.monotonic()
         if self._ahead:
@@ -143,14 +144,14 @@ class Pipeline:
         return [("rewards", span) for batch in batches for span in batch.spans().values()]
 
     def rewind(self) -> None:
-        """Put streams and scheduler back to where the prompts that nothing was learnt from were not drawn."""
+        """Undo the draws of batches that were never trained on."""
         if not self._ahead:
             return
-        trainer, before = self._trainer, self._ahead[0].before
+        before = self._ahead[0].before
         self.clear()
-        trainer.scheduler.load_state_dict({**trainer.scheduler.state_dict(), "carry": before["carry"]})
+        self._scheduler.load_state_dict({**self._scheduler.state_dict(), "carry": before["carry"]})
         for name, (cursor, num_overlong) in before["cursors"].items():
-            task = trainer.runs[name]
+            task = self._tasks[name]
             task.num_overlong = num_overlong
             if task.stream is not None:
                 task.stream.load_state_dict(cursor)
@@ -177,18 +178,18 @@ class Pipeline:
             # first, since it may fail: nobody would put the quotas back
             rewards = self._rewards.begin()
             before = self._state()
-            weights = self._trainer.scheduler.weights()
+            weights = self._scheduler.weights()
             batch = _Batch(
                 step=one,
                 experience=Experience(
                     weights=weights,
-                    quotas=self._trainer.scheduler.quotas(self._config.batch.prompts_per_step, one),
+                    quotas=self._scheduler.quotas(self._config.batch.prompts_per_step, one),
                 ),
                 before=before,
                 rewards=rewards,
             )
             self._ahead.append(batch)
-            prompts = draw_prompts(self._trainer.runs, batch.experience.quotas, self._trainer.actor)
+            prompts = draw_prompts(self._tasks, batch.experience.quotas, self._actor)
             if self._executor is None:
                 self._sample_here(prompts, batch.rewards, one)
             else:
@@ -196,10 +197,10 @@ class Pipeline:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "carry": self._trainer.scheduler.state_dict()["carry"],
+            "carry": self._scheduler.state_dict()["carry"],
             "cursors": {
                 name: (task.stream.state_dict(), task.num_overlong)
-                for name, task in self._trainer.runs.items()
+                for name, task in self._tasks.items()
                 if task.stream is not None
             },
         }
@@ -208,7 +209,7 @@ class Pipeline:
         """Pass prompts through the flow up to the rewards, and begin those as responses end."""
         try:
             note = partial(self._note_work, step)
-            for part in self._trainer.flow.stream(prompts, before="rewards", note=note):
+            for part in self._flow.stream(prompts, before="rewards", note=note):
                 rewards.add(part)
             rewards.seal()
         finally:
@@ -228,15 +229,14 @@ class Pipeline:
         """Return what is scored when the quorum is reached."""
         began = time.monotonic()
         task = rewards.wait(self._config.batch.quorum)
-        self._timeline.add("wait/rewards", (began, time.monotonic()), step=self._trainer.step, task=task)
+        self._timeline.add("wait/rewards", (began, time.monotonic()), step=self._step, task=task)
         for name, span in rewards.spans().items():
             self._timeline.add("rewards", span, step=step, task=name)
         return self._finish(rewards)
 
     def _finish(self, rewards: RewardBatch) -> list[Scored]:
         """Return the scored groups after the stages that were put between rewards and advantages."""
-        flow = self._trainer.flow
-        note = partial(self._note_work, self._trainer.step)
+        flow, note = self._flow, partial(self._note_work, self._step)
         scored = rewards.take()
         if scored:
             scored = flow(scored, start=flow.after("rewards"), before="advantages", note=note)
@@ -256,7 +256,7 @@ class Pipeline:
                 rewards = sampled.pop()
             else:
                 rewards = self._rewards.begin()
-                prompts = draw_prompts(self._trainer.runs, counts, self._trainer.actor)
+                prompts = draw_prompts(self._tasks, counts, self._actor)
                 self._sample_here(prompts, rewards, step)
             scored = self._collect(rewards, step)
             experience.drawn += scored
@@ -277,7 +277,7 @@ class Pipeline:
         entitled.update(carried + dropped)
         entitled.subtract(num_late())
         shortfall = self._refill.shortfall(experience.kept, entitled)
-        self._trainer.scheduler.settle(shortfall, sum(quotas.values()))
+        self._scheduler.settle(shortfall, sum(quotas.values()))
         self._late += late
 
     def _carry_over(self, experience: Experience) -> tuple[Counter[str], Counter[str]]:
@@ -287,7 +287,7 @@ class Pipeline:
             Groups added and given up, by task.
         """
         carried, dropped = Counter[str](), Counter[str]()
-        version, bound = self._trainer.actor.policy_version, self._config.rollout.max_staleness
+        version, bound = self._actor.policy_version, self._config.rollout.max_staleness
         for rewards in self._late:
             dropped.update(rewards.drop(lambda r: version - r.policy_version > bound))
             scored = self._finish(rewards)
@@ -307,9 +307,7 @@ class Pipeline:
         ages: dict[str, list[int]] = {}
         for scored in experience.kept:
             rollout = scored.rollout
-            ages.setdefault(rollout.task, []).append(
-                self._trainer.actor.policy_version - rollout.policy_version
-            )
+            ages.setdefault(rollout.task, []).append(self._actor.policy_version - rollout.policy_version)
         for name, own in ages.items():
             experience.metrics.setdefault(name, {})["staleness"] = sum(own) / len(own)
 
@@ -321,7 +319,7 @@ class Pipeline:
             ("wait/rollout", subtract(waited, self._judging)),
         ):
             for span in spans:
-                self._timeline.add(stage, span, step=self._trainer.step)
+                self._timeline.add(stage, span, step=self._step)
 
 
 def _next_stop(config: RunConfig, step: int) -> int:

@@ -33,6 +33,10 @@ class Scorer(Judging, Protocol):
         """Return an open round of constraints: verdicts by constraint name per rollout added."""
         ...
 
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return task -> metric -> value since the last call."""
+        ...
+
 
 @dataclass(slots=True)
 class _Call:

@@ -328,7 +328,7 @@ def test_another_runs_checkpoint_is_gone_on_from_but_not_its_records(space):
     config = replace(run_config(space, "original", 2), tasks_file=str(space / "tasks.yaml"))
     trainer = Trainer.from_config(config)
     trainer.train_step()
-    trainer.trackers._identities["elsewhere"] = "run 7"
+    trainer.parts.trackers._identities["elsewhere"] = "run 7"
     trainer.train()
     rate = replace(config.optimizer, learning_rate=2e-3)
     with Trainer.from_config(replace(config, max_steps=3, optimizer=rate)) as own:

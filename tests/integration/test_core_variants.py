@@ -19,7 +19,6 @@ from multitask_rl.config.run import (
     SchedulerConfig,
 )
 from multitask_rl.errors import ConfigError, EngineError, RewardError
-from multitask_rl.run.state import restore
 from multitask_rl.trainer import Trainer
 from run_builders import (
     TASKS,
@@ -167,17 +166,17 @@ def test_adapters_are_the_same_in_every_run_and_alone_are_trained(tmp_path):
 def test_every_lagrangian_constraint_of_a_task_has_a_multiplier_of_its_own(tmp_path):
     write_run(tmp_path, CONSTRAINTS)
     trainer = train(run_config(tmp_path, "out", 3))
-    multipliers = trainer.runs["digit"].multipliers
+    multipliers = trainer.tasks["digit"].multipliers
     assert list(multipliers) == ["has_no_digit", "is_short"]
     found = numbers(tmp_path / "out")
     for name, multiplier in multipliers.items():
         assert found[f"task/digit/multiplier/{name}"] > 0
         assert 0 < found[f"task/digit/cost/{name}"] <= 1
-        learner = trainer.runs["digit"].learner
+        learner = trainer.tasks["digit"].learner
         assert learner.multipliers[name] == multiplier.value
     assert multipliers["is_short"].value > 0.5, "it started at its initial_value and its cost is too high"
     assert multipliers["is_short"].value != multipliers["has_no_digit"].value
-    assert not trainer.runs["copy"].multipliers
+    assert not trainer.tasks["copy"].multipliers
 
 
 def test_a_tasks_scale_and_shift_of_rewards_change_no_weight(tmp_path):
@@ -216,7 +215,7 @@ def test_one_task_trains_bitwise_as_alone_beside_tasks_that_get_no_prompts(tmp_p
     zero = "  zero: {type: grpo, dataset: digit.jsonl, rewards: [rewards.py:is_short], weight: 0}\n"
     (tmp_path / "tasks.yaml").write_text(ONE.replace("copy: {", "copy: {weight: 1, ") + zero)
     with_zero = train(run_config(tmp_path, "zero", 3, **config))
-    assert with_zero.runs["zero"].stream.draw == 0
+    assert with_zero.tasks["zero"].stream.draw == 0
     assert weights_hash(with_zero) == weights_hash(alone)
 
 
@@ -229,7 +228,7 @@ def test_going_back_and_changing_nothing_replays_the_same_trajectory(tmp_path):
     held_out = {name: e.metrics["reward_mean"].mean for name, e in trainer.history[-1][1].items()}
     resumed = Trainer.from_config(config)
     resumed._open()
-    restore(resumed, resumed.store.checkpoints.load(resumed.store.checkpoints.path(2)))
+    resumed.parts.state.restore(resumed.parts.store.checkpoints.load(resumed.parts.store.checkpoints.path(2)))
     resumed.push_weights()
     for _ in range(2):
         resumed.train_step()
@@ -284,7 +283,7 @@ def test_an_error_while_scoring_loses_no_step_and_the_resumed_run_is_the_uninter
     trainer.scorer.begin_scoring = fail_late
     with pytest.raises(RewardError):
         trainer.train()
-    assert trainer.store.checkpoints.newest().state["counters"]["step"] == 3
+    assert trainer.parts.store.checkpoints.newest().state["counters"]["step"] == 3
     assert weights_hash(train(run_config(tmp_path, "out", 4, **rare))) == weights_hash(whole)
 
 

@@ -123,7 +123,9 @@ def test_a_failure_draws_again_what_was_in_flight(tmp_path):
     resumed = Trainer.from_config(config)
     resumed._open()
     assert resumed.step == 2
-    assert resumed.runs["copy"].stream.draw == 2 * 4, "what the third step and the next had drawn is not lost"
+    assert resumed.tasks["copy"].stream.draw == 2 * 4, (
+        "what the third step and the next had drawn is not lost"
+    )
     resumed.train()
     draws = {(r["step"], r["draw"]) for r in records(tmp_path / "out")}
     assert sorted(d for s, d in draws) == list(range(6 * 4))
@@ -154,7 +156,7 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
     def open_again(scored: Scored) -> Scored:
         if trainer.step == 2 and not gate.exists():
             gate.touch()
-            for late in trainer.pipeline._late:
+            for late in trainer.parts.experience._late:
                 late.wait()
         return scored
 

@@ -10,7 +10,6 @@ import torch
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
-from multitask_rl.run.state import restore
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.reference import AveragedReference
 from run_builders import build_actor, lines, run_config, train, weights_hash, write_run
@@ -59,7 +58,7 @@ def test_decay_1_is_the_fixed_reference_bitwise(directory) -> None:
 def test_decay_0_is_the_current_policy_so_the_kl_is_0(directory) -> None:
     trainer = train(config(directory, "zero", 4, 0.0))
     assert kls(directory / "zero") == pytest.approx([0.0] * 4, abs=1e-5)
-    reference = dict(trainer.learner.backend.runner.reference.named_parameters())
+    reference = dict(trainer.parts.learner.backend.runner.reference.named_parameters())
     assert all(torch.equal(reference[n], p) for n, p in trainer.actor.model.named_parameters())
 
 
@@ -69,10 +68,10 @@ def test_the_reference_is_part_of_checkpoints_and_rollbacks(directory) -> None:
     resumed = train(config(directory, "parts", 6, 0.7))
     assert weights_hash(resumed) == weights_hash(whole)
     assert lines(directory / "parts", "rollouts.jsonl") == lines(directory / "whole", "rollouts.jsonl")
-    now = {n: t.clone() for n, t in whole.learner.backend.runner.average.tensors().items()}
-    checkpoint = whole.store.checkpoints.load(whole.store.checkpoints.path(4))
-    restore(whole, checkpoint)
-    model = dict(whole.learner.backend.runner.reference.named_parameters())
+    now = {n: t.clone() for n, t in whole.parts.learner.backend.runner.average.tensors().items()}
+    checkpoint = whole.parts.store.checkpoints.load(whole.parts.store.checkpoints.path(4))
+    whole.parts.state.restore(checkpoint)
+    model = dict(whole.parts.learner.backend.runner.reference.named_parameters())
     for name, value in now.items():
         assert torch.equal(model[name], checkpoint.tensors[f"reference/{name}"])
         if name.endswith("mlp.up_proj.weight"):

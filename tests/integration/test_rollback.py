@@ -61,10 +61,10 @@ def test_a_planted_regression_is_taken_back_for_good(learnt):
 
     def plant(trainer):
         if trainer.step == 40 and not draws:
-            draws.append(trainer.runs["copy"].stream.draw)
+            draws.append(trainer.tasks["copy"].stream.draw)
             damage(trainer)
         elif draws and len(draws) == 1 and any(e.kind == "rolled_back" for e in trainer.events):
-            draws.append(trainer.runs["copy"].stream.draw)
+            draws.append(trainer.tasks["copy"].stream.draw)
             shutil.copytree(directory / "planted", directory / "killed")
 
     trainer = go_on(directory, "planted", 56, plant)
@@ -72,14 +72,16 @@ def test_a_planted_regression_is_taken_back_for_good(learnt):
     assert len(draws) == 2, "the regression was planted and taken back"
     assert trainer.step == 56
     assert sum(values) / len(values) >= 0.95 * before
-    assert trainer.runs["copy"].stream.draw > draws[1] > draws[0], "the data of the window are not seen again"
+    assert trainer.tasks["copy"].stream.draw > draws[1] > draws[0], (
+        "the data of the window are not seen again"
+    )
     with Trainer.from_config(run_config(directory, "killed", 60, **SETTINGS)) as resumed:
         resumed._open()
         assert resumed.step < 42
-        assert resumed.store.checkpoints.entries[resumed.step].judged_good
+        assert resumed.parts.store.checkpoints.entries[resumed.step].judged_good
         assert resumed.guard.metrics()["guard/rollbacks"] == 1
         assert resumed.guard.lr_factor(resumed.step) == 0.5
-        assert resumed.runs["copy"].stream.draw > draws[0]
+        assert resumed.tasks["copy"].stream.draw > draws[0]
 
 
 def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(learnt, caplog):
@@ -102,7 +104,7 @@ def test_checkpoints_that_are_gone_or_damaged_are_done_without(learnt, how_many)
     def plant(trainer):
         if trainer.step == 40 and not good:
             damage(trainer)
-            checkpoints = trainer.store.checkpoints
+            checkpoints = trainer.parts.store.checkpoints
             good.extend(s for s, e in sorted(checkpoints.entries.items()) if e.judged_good)
             shutil.rmtree(checkpoints.path(good[-1]))
             for step in good[-2:-1] if how_many == "the newest" else good[:-1]:
@@ -131,5 +133,5 @@ def test_evaluations_that_miss_the_checkpoints_still_leave_the_guard_a_target(tm
     }
     with Trainer.from_config(run_config(tmp_path, "run", 5, **settings)) as trainer:
         trainer.train()
-        good = [step for step, entry in trainer.store.checkpoints.entries.items() if entry.judged_good]
+        good = [step for step, entry in trainer.parts.store.checkpoints.entries.items() if entry.judged_good]
     assert good == [0, 4, 5]

@@ -7,6 +7,8 @@ import pytest
 from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.step.constraint_stage import sampling_stages
+from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.task_state import render_rows
 from multitask_rl.trainer import Trainer
 from run_builders import lines, run_config, train, weights_hash, write_run
@@ -114,7 +116,7 @@ def test_a_flagged_response_is_trained_on_and_not_sampled_again(finished):
     rows = rollouts(directory / "streaming")
     assert {row["attempt"] for row in rows} == {0}
     assert not any(row["rejected"] for row in rows)
-    assert all(m.value > 0 for m in trainer.runs["held"].multipliers.values())
+    assert all(m.value > 0 for m in trainer.tasks["held"].multipliers.values())
     metrics = [json.loads(x) for x in (directory / "streaming" / "metrics.jsonl").read_text().splitlines()]
     numbers = {k: v for row in metrics for k, v in row.items()}
     assert 0 < numbers["task/held/flagged_rate"] <= 1
@@ -185,11 +187,14 @@ def greedy_attempts(directory, *settings):
     trainer = Trainer.from_config(
         config(directory, "out", 1, eval=EvalConfig(num_prompts=12, temperature=0.0))
     )
-    trainer._open(track=False)
+    parts = trainer._open(track=False)
     try:
-        flow = trainer._evaluator._flow("evaluation")
-        run = trainer.runs["held"]
-        scored = flow(render_rows(run, run.eval_rows, trainer.actor))
+        shape = {"purpose": "evaluation", "group_size": 1, "temperature": 0.0}
+        stages = sampling_stages(
+            trainer.actor, parts.engine, trainer.scorer, trainer.tasks, seed=trainer.config.seed, **shape
+        )
+        task = trainer.tasks["held"]
+        scored = DataFlow(stages)(render_rows(task, task.eval_rows, trainer.actor))
     finally:
         trainer._close("finished")
     assert all(s.rollout.rejected for s in scored)

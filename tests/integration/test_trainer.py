@@ -23,7 +23,6 @@ from multitask_rl.errors import CheckpointError, ConfigError, DataError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.vocabulary import control_ids
 from multitask_rl.records import Scored
-from multitask_rl.run.state import restore
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.flow import FunctionStage
 from multitask_rl.trainer import Trainer
@@ -166,8 +165,8 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(finished, tmp_path)
     second = Trainer.from_config(run_config(tmp_path, "out", 4))
     second._open()
     assert second.step == 2
-    assert second.runs["echo"].stream.draw == first.runs["copy"].stream.draw > 0
-    assert second.runs["fresh"].stream.draw == 0
+    assert second.tasks["echo"].stream.draw == first.tasks["copy"].stream.draw > 0
+    assert second.tasks["fresh"].stream.draw == 0
     budgets = second.scorer.state_dict()
     assert budgets["echo"] == first.scorer.state_dict()["copy"]
     assert [name for name in ("echo", "fresh") if budgets[name]["recent"]] == ["echo"]
@@ -217,22 +216,22 @@ def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
     first.train()
     second = build(after, 2)
     second._open()
-    checkpoint = second.store.checkpoints.load(second.store.checkpoints.path(1))
+    checkpoint = second.parts.store.checkpoints.load(second.parts.store.checkpoints.path(1))
     old, new = first.actor.model.get_input_embeddings(), second.actor.model.get_input_embeddings()
     num_before = old.weight.shape[0]
     ids = [control_ids(trainer.actor.tokenizer) for trainer in (first, second)]
     assert len(ids[1]) == max(before, after)
     assert ids[0].items() <= ids[1].items()
-    never = {run.sampling.suppressed_ids for run in second.runs.values()}
+    never = {run.sampling.suppressed_ids for run in second.tasks.values()}
     assert never == {tuple(sorted(ids[1].values()))}, "also where no task uses them any more"
     assert new.weight.shape[0] == len(second.actor.tokenizer)
 
     def check(number):
         """The first ``number`` rows are the checkpoint's."""
-        state = second.learner.backend.optimizer._adamw.state[new.weight]
+        state = second.parts.learner.backend.optimizer._adamw.state[new.weight]
         saved = checkpoint.tensors["optimizer/actor.model.embed_tokens.weight|exp_avg"]
         critic = second.critic.trunk.get_input_embeddings().weight
-        reference = second.learner.backend.runner.reference.get_input_embeddings().weight
+        reference = second.parts.learner.backend.runner.reference.get_input_embeddings().weight
         assert torch.equal(new.weight[:number], old.weight)
         assert torch.equal(state["exp_avg"][:number], saved)
         assert torch.equal(critic[:number], first.critic.trunk.get_input_embeddings().weight)
@@ -244,7 +243,7 @@ def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
     check(num_before)
     second.train_step()
     assert not torch.equal(new.weight[:num_before], old.weight)
-    restore(second, checkpoint)  # a rollback takes the same road
+    second.parts.state.restore(checkpoint)  # a rollback takes the same road
     check(num_before)
     second.close()
 
@@ -330,7 +329,7 @@ def test_an_interrupt_loses_no_step_and_no_verdict(finished, monkeypatch, during
     assert resumed.step == 4
     resumed.train()
     assert weights_hash(resumed) == weights_hash(whole)
-    entries, expected = resumed.store.checkpoints.entries, whole.store.checkpoints.entries
+    entries, expected = resumed.parts.store.checkpoints.entries, whole.parts.store.checkpoints.entries
     assert (entries[4].judged_good, entries[4].score) == (True, expected[4].score)
     assert records_of(directory / during) == records_of(directory / "whole")
 
@@ -358,7 +357,7 @@ def test_the_best_checkpoint_is_the_lowest_where_lower_is_better(tmp_path):
     for step, evaluations in trainer.history:
         values = evaluations["copy"].values
         expected = pytest.approx(-sum(values) / len(values))
-        assert trainer.store.checkpoints.entries[step].score == expected
+        assert trainer.parts.store.checkpoints.entries[step].score == expected
 
 
 @pytest.mark.parametrize(
@@ -386,7 +385,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
     rows = [{"id": i, "prompt": "a" * (5 if i % 2 else 300), "reference": "a"} for i in range(60)]
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     trainer = train(run_config(tmp_path, "out", 1))
-    assert trainer.runs["copy"].num_overlong > 0
+    assert trainer.tasks["copy"].num_overlong > 0
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r | {"prompt": "a" * 300}) + "\n" for r in rows))
     with pytest.raises(DataError, match="longer than"):
         train(run_config(tmp_path, "out2", 1))
@@ -422,7 +421,7 @@ def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished
     rng = random.Random(0)
     with Trainer.from_config(run_config(directory, "edited", 6)) as trainer:
         trainer._open()
-        whole = trainer.store.checkpoints.load(directory / "whole/checkpoints/step_00000006")
+        whole = trainer.parts.store.checkpoints.load(directory / "whole/checkpoints/step_00000006")
         refused = 0
         for _ in range(150):
             state = copy.deepcopy(whole.state)
@@ -436,7 +435,7 @@ def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished
             else:
                 node[key] = wrong
             try:
-                restore(trainer, replace(whole, state=state))
+                trainer.parts.state.restore(replace(whole, state=state))
             except CheckpointError as error:
                 refused += 1
                 assert re.search("does not hold what this version|is unreadable", str(error))  # noqa: PT017

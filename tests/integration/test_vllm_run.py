@@ -63,7 +63,7 @@ def rows_of(file):
 def test_four_tasks_train_with_vllm_and_the_engine_follows_the_actor(tmp_path, actor_dir):
     write_run(tmp_path, TASKS)
     trainer = run_with_vllm(tmp_path, actor_dir, 3, 4)
-    assert isinstance(trainer._engine, VLLMEngine)
+    assert isinstance(trainer.parts.engine, VLLMEngine)
     steps = [row for row in rows_of(tmp_path / "out" / "metrics.jsonl") if "train/learning_rate" in row]
     assert len(steps) == 3
     # were the engine one update behind, the gap at this learning rate would be a hundred times larger

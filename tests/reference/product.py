@@ -284,7 +284,7 @@ class Product:
         return {name: p.detach().double().clone() for name, p in self.named().items()}
 
     def evaluate(self) -> None:
-        self.trainer.supervisor.inspect()
+        self.trainer.parts.supervisor.inspect()
 
     def step(self) -> ProductStep:
         self.credited.clear()
@@ -308,9 +308,9 @@ class Product:
             },
             held={t.name for t in self.case.settings.tasks if metrics.get(f"task/{t.name}/held")},
             multipliers={
-                n: {c: m.value for c, m in r.multipliers.items()} for n, r in self.trainer.runs.items()
+                n: {c: m.value for c, m in r.multipliers.items()} for n, r in self.trainer.tasks.items()
             },
-            betas={n: r.kl.coefficient for n, r in self.trainer.runs.items()},
+            betas={n: r.kl.coefficient for n, r in self.trainer.tasks.items()},
         )
 
     def close(self) -> None:
@@ -536,7 +536,7 @@ def given_of(case: Case, product: Product) -> Given:
     def held_out(
         task: str, draw: int, index: int, attempt: int, version: int, control: Sequence[int]
     ) -> Attempt:
-        number = int(product.trainer.runs[task].eval_rows[draw]["id"])
+        number = int(product.trainer.tasks[task].eval_rows[draw]["id"])
         prompt = [*control, *world.prompt_ids(case.seed, task, number)]
         return attempt_of(case.settings[task], prompt, "evaluation", draw, index, attempt, version)
 
@@ -583,7 +583,7 @@ def given_of(case: Case, product: Product) -> Given:
         replay=replay,
         sampler=sample,
         held_out_sampler=held_out,
-        held_out={n: len(run.eval_rows) for n, run in product.trainer.runs.items()},
+        held_out={n: len(run.eval_rows) for n, run in product.trainer.tasks.items()},
         answer=answer,
         shuffle=shuffle,
         ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},

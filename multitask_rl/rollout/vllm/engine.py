@@ -16,19 +16,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.config.schema.ranges import Count, OneOf, Settings
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect
-from multitask_rl.rollout.vllm.start import num_workers_elsewhere, start_vllm
+from multitask_rl.rollout.vllm.start import VLLMConfig, num_workers_elsewhere, start_vllm
 from multitask_rl.rollout.vllm.stream import Decoding, eager_on_cpu
 from multitask_rl.rollout.vllm.weights import WeightLoader
 
@@ -56,28 +55,7 @@ class VLLMEngine(RolloutEngine):
     can_watch = True
     can_admit = True
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Settings):
-        """Keys of ``rollout.engine_config``."""
-
-        max_num_seqs: Count = 256
-        """Sequences decoded at once."""
-        max_model_len: int = 0
-        """Prompt and response tokens at most; 0 = what the model's positions cover."""
-        tensor_parallel_size: int = 1
-        """Devices (CPU: processes) one copy of the model is split over; divides its attention heads."""
-        gpu_memory_utilization: float = 0.4
-        """Share of the device for vLLM; the trainer needs the rest."""
-        kv_cache_memory_bytes: int = 0
-        """Size of the key-value cache; 0 = from ``gpu_memory_utilization`` (on a CPU: 256 MiB)."""
-        enforce_eager: bool = False
-        """No CUDA graphs and no compilation: starts faster, runs slower. Always so on a CPU."""
-        dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
-        """``auto`` (as the model was saved, float32 too), ``float32`` or ``bfloat16``; float16 loses the
-        tails of the distribution."""
-        sleep_level: Annotated[int, OneOf(0, 1, 2)] = 0
-        """What the engine gives back while the actor learns on the same device (CUDA): 0 = nothing, 1 = the
-        key-value cache, weights go to host memory, 2 = both are given up, the next update brings weights."""
+    Config = VLLMConfig
 
     def __init__(
         self,

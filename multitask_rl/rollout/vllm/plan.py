@@ -111,6 +111,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._packed: dict[int, tuple[Any, Tensor | None]] = {}
         self._is_packing = False
         self._obstacle = ""
+        self._methods: dict[int, Any] = {}
 
     def __enter__(self) -> _Recorder:
         self._methods = {

@@ -10,16 +10,15 @@ import os
 import random
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 
+from multitask_rl.config.schema.ranges import Count, OneOf, Settings
 from multitask_rl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from multitask_rl.rollout.vllm.engine import VLLMEngine
-
-__all__ = ["close_sockets_with", "num_workers_elsewhere", "start_vllm"]
+__all__ = ["VLLMConfig", "close_sockets_with", "num_workers_elsewhere", "start_vllm"]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in process: weights by reference, start in 3 s instead of 16
@@ -32,13 +31,37 @@ _ENVIRONMENT = {
 _CPU_CACHE_BYTES = 256 * 2**20
 
 
-def num_workers_elsewhere(config: VLLMEngine.Config) -> int:
+@dataclass(kw_only=True, slots=True)
+class VLLMConfig(Settings):
+    """Keys of ``rollout.engine_config``."""
+
+    max_num_seqs: Count = 256
+    """Sequences decoded at once."""
+    max_model_len: int = 0
+    """Prompt and response tokens at most; 0 = what the model's positions cover."""
+    tensor_parallel_size: int = 1
+    """Devices (CPU: processes) one copy of the model is split over; divides its attention heads."""
+    gpu_memory_utilization: float = 0.4
+    """Share of the device for vLLM; the trainer needs the rest."""
+    kv_cache_memory_bytes: int = 0
+    """Size of the key-value cache; 0 = from ``gpu_memory_utilization`` (on a CPU: 256 MiB)."""
+    enforce_eager: bool = False
+    """No CUDA graphs and no compilation: starts faster, runs slower. Always so on a CPU."""
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+    """``auto`` (as the model was saved, float32 too), ``float32`` or ``bfloat16``; float16 loses the
+    tails of the distribution."""
+    sleep_level: Annotated[int, OneOf(0, 1, 2)] = 0
+    """What the engine gives back while the actor learns on the same device (CUDA): 0 = nothing, 1 = the
+    key-value cache, weights go to host memory, 2 = both are given up, the next update brings weights."""
+
+
+def num_workers_elsewhere(config: VLLMConfig) -> int:
     """Return how many workers of a started engine are processes of their own; 0 = its only one is here."""
     in_process = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     return 0 if in_process and config.tensor_parallel_size == 1 else config.tensor_parallel_size
 
 
-def start_vllm(model_dir: str, config: VLLMEngine.Config, seed: int) -> Any:
+def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
     """Return the ``LLM``; the process's random streams are as they were."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

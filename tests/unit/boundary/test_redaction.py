@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -63,8 +62,7 @@ def record(run: Path) -> tuple[RunConfig, RunStore]:
     tasks = {"a": {"dataset": "x/y", "rewards": [{"plugin": "math_answer", "config": {}}]}}
     run.mkdir()
     store = RunStore(run, CheckpointConfig(), track=False)
-    trainer = SimpleNamespace(config=config, plan=SimpleNamespace(specs=parse_tasks({"tasks": tasks})))
-    assert "sesame" not in str(store.settle_config(trainer))
+    assert "sesame" not in str(store.write_config(config, parse_tasks({"tasks": tasks})))
     return config, store
 
 
