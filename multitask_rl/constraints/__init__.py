@@ -1,1 +1,1 @@
-"""A constraint besides its plugin: judging while sampling, the multiplier, whether it is satisfied."""
+"""Constraints: judging while sampling, the Lagrange multiplier, the test whether a limit holds."""

@@ -1,8 +1,8 @@
-"""The Lagrange multiplier of a task's constraint: how much a unit of cost weighs against a unit of reward.
+"""The Lagrange multiplier of a task's constraint: the weight of a unit of cost against a unit of reward.
 
 ``max J_R  s.t.  J_C <= limit`` becomes ``A = (A_R - lambda * A_C) / (1 + lambda)``: advantages are combined,
-not rewards. Inside a group normalised by its own standard deviation ``r - lambda * c`` reaches the update
-only through the sign of ``1 - lambda``, a switch instead of a dial.
+not rewards. If ``r - lambda * c`` were divided by its own standard deviation in the group, lambda would act
+only through the sign of ``1 - lambda``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from multitask_rl.records import Event
 __all__ = ["LagrangeMultiplier", "MultiplierSpec"]
 
 _LOG_FLOOR = 0.01
-"""``log``: below it lambda counts as 0; where it starts unless told otherwise."""
+"""``log``: lambda at or below this counts as 0; also the default start."""
 _REPORTED_LOG_RATIO = math.log(1.2)
 
 
 @dataclass(kw_only=True, slots=True)
 class MultiplierSpec(Settings):
-    """How the Lagrange multiplier lambda of a constraint is steered."""
+    """Controller of a constraint's Lagrange multiplier lambda."""
 
     mode: Annotated[str, OneOf("pid", "log")] = "pid"
     """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
     setpoint: PositiveFraction = 0.6
-    """Part of the limit the controller aims at. It holds the mean at its aim, so the upper
-    confidence bound that is tested against the limit lies above it."""
+    """Part of the limit that is the controller's aim for the mean cost. It is below 1 because the upper
+    confidence bound, which is tested against the limit, lies above the mean."""
     smoothing: PositiveFraction = 0.2
     """Gain of the moving average of the cost."""
     initial_value: NotNegative = 0.0
@@ -43,7 +43,7 @@ class MultiplierSpec(Settings):
     integral: NotNegative = 0.05
     """``pid``: factor of the summed excess, per step."""
     derivative: NotNegative = 2.0
-    """``pid``: factor of the rise of the smoothed cost; a fall is not answered."""
+    """``pid``: factor of the rise of the smoothed cost; a fall has no effect."""
     log_rate: Positive = 0.5
     """``log``: change of log lambda per unit of excess and step."""
 
@@ -67,8 +67,8 @@ class LagrangeMultiplier:
     - ``log``: ``log lambda <- clip(log lambda + rate * e)``. Source: Dai et al., "Safe RLHF"
       (arXiv:2310.12773), section 3.2.
 
-    Costs of 0 from the start keep lambda at exactly 0: the run is the unconstrained one. A limit of 0 can
-    only be approached: lambda never falls.
+    If all costs are 0, lambda stays exactly 0 and the run equals the unconstrained run. With a limit of 0,
+    the excess is never negative.
 
     Args:
         limit: allowed mean cost, in [0, 1].
@@ -91,11 +91,11 @@ class LagrangeMultiplier:
         return self._value
 
     def update(self, mean_cost: float, step: int) -> list[Event]:
-        """Learn from one step; ``value`` is the new lambda. Larger changes are returned as events.
+        """Update lambda (``value``) from the costs of ``step``; return an event for a large change.
 
         Args:
-            mean_cost: mean cost of the step's rollouts, in [0, 1]; NaN (none was judged) changes nothing.
-            step: the step it is of.
+            mean_cost: mean cost of the step's rollouts, in [0, 1]; NaN (no rollout was judged) has no effect.
+            step: step of the costs.
         """
         if not math.isfinite(mean_cost):
             return []
@@ -129,7 +129,7 @@ class LagrangeMultiplier:
             f"{self.config.setpoint * self.limit:.3f}"
         )
         if at_bound:
-            reason += "; it is at its bound, the limit may be out of reach"
+            reason += "; this is its upper bound, so the limit may be out of reach"
         data = {"from": old, "to": new, "cost_average": self._average, "limit": self.limit}
         kind = "alarm" if at_bound else "multiplier"
         return [Event(step=step, source="multiplier", kind=kind, reason=reason, data=data)]

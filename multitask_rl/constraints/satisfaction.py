@@ -1,6 +1,6 @@
-"""Whether a constraint is satisfied: by the upper end of a one-sided interval, never by the mean alone.
+"""Test whether a constraint is satisfied: the upper confidence bound of its violation rate meets the limit.
 
-A rate of 0 in few prompts proves little: with no violation in n prompts the bound is about 3 / n.
+The mean alone proves little: with no violation in n prompts the bound is still about 3 / n.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from multitask_rl.statistics.intervals import rate_upper_bound
 __all__ = ["constraint_metrics", "constraint_warnings", "smallest_number"]
 
 PREFIX = "constraint/"
-"""Of the metrics' names: ``constraint/<name>/violation_rate`` and so on."""
+"""Prefix of metric names, such as ``constraint/<name>/violation_rate``."""
 
 
 def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, Statistic]:
-    """Return what the held-out responses say of every constraint with a limit.
+    """Return the statistics of every constraint with a limit, from held-out responses.
 
-    Per constraint ``constraint/<name>/...``: ``violation_rate`` of first attempts, so that refusing and
-    sampling again hides nothing, its ``upper_bound`` (one-sided, 95 %, Clopper-Pearson), ``satisfied`` (1 if
-    the bound is at most the limit, else 0), ``limit`` and ``n``, the responses it concerns; of mode
-    ``reject`` also ``served_violation_rate``. Without a response that it concerns there is no rate and
-    nothing is satisfied.
+    Names are ``constraint/<name>/...``:
+
+    - ``violation_rate``: rate over first attempts, so that resampling after a rejection hides nothing.
+      Missing if the constraint applies to no response.
+    - ``upper_bound``: its one-sided 95 % Clopper-Pearson bound; 1 if the constraint applies to no response.
+    - ``satisfied``: 1 if ``upper_bound`` is at most the limit, else 0.
+    - ``limit``.
+    - ``n``: responses that the constraint applies to.
+    - ``served_violation_rate``: rate over last attempts; for mode ``reject`` only.
 
     Args:
         spec: the task.
-        scored: all attempts.
+        scored: all attempts of every slot.
     """
     numbers: dict[str, Statistic] = {}
     for constraint in spec.constraints:
@@ -56,7 +60,7 @@ def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, St
 
 
 def smallest_number(limit: float) -> float:
-    """Return how many responses without a violation it takes to prove ``limit``; infinite for 0.
+    """Return the number of responses without a violation that proves ``limit``; infinite for 0.
 
     >>> smallest_number(0.05), smallest_number(0.01)
     (59, 299)
@@ -69,11 +73,11 @@ def smallest_number(limit: float) -> float:
 def constraint_warnings(
     spec: TaskSpec, traits: Mapping[str, PluginTraits], num_prompts: int | None
 ) -> list[str]:
-    """Return what is allowed but will disappoint: limits nothing can prove, safety without its counterpart.
+    """Return warnings: limits that the evaluation is too small to prove, constraints without counterpart.
 
     Args:
         spec: the task.
-        traits: of the constraints' plugins, by the constraint's name.
+        traits: traits of the constraints' plugins, by constraint name.
         num_prompts: held-out prompts of an evaluation; None = not known.
     """
     warnings = []

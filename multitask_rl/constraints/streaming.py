@@ -1,9 +1,8 @@
-"""Streaming constraints: partial responses are judged while they are generated; the first violation ends one.
+"""Streaming constraints: partial responses are judged during generation; a violation ends the response.
 
-What is generated after a violation costs time and earns nothing, so it never comes to be. The kept tokens
-were sampled from the policy as ever: their log-probabilities are its own, and the truncated response counts
-with the cost of the look that ended it. It is not sampled again (that would hide the violation from the
-policy), unless the constraint's mode is ``reject``.
+Tokens after a violation would cost time and earn nothing. The kept tokens are ordinary samples of the policy
+with its log-probabilities, and the cost of the truncated response is the cost that ended it. The response is
+sampled again only in mode ``reject``: resampling would hide the violation from the policy.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ __all__ = ["StreamJudge", "streams"]
 
 
 class Judging(Protocol):
-    """What is needed of the reward pool."""
+    """The part of the reward pool that ``StreamJudge`` uses."""
 
     def judge(
         self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
     ) -> list[dict[str, Verdict | Failure]]:
-        """Return the verdicts of each rollout, of the constraints named in ``only`` (default: all)."""
+        """Return each rollout's verdicts on the constraints named in ``only`` (default: all)."""
         ...
 
 
 def streams(spec: TaskSpec) -> bool:
-    """Whether a constraint of the task looks at partial responses."""
+    """Whether a constraint of the task judges partial responses."""
     return any(c.stream_every for c in spec.constraints)
 
 
 class StreamJudge:
     """The monitor (``rollout.base``) of one call to an engine.
 
-    A look at which the constraint fails, or has nothing to object to, changes nothing: the whole response is
-    judged once more, like any other.
+    A check that finds no violation, or that fails, has no effect: the complete response is judged again, like
+    any other.
 
     Args:
-        scorer: asked about the partial responses, all that are due at once.
-        text: from a slot and token ids to the text a judge reads.
+        scorer: judges the partial responses, all that are due in one call.
+        text: maps a slot and token ids to the text that the constraint reads.
     """
 
     def __init__(self, scorer: Judging, text: Callable[[Rollout, Sequence[int]], str]) -> None:
@@ -51,10 +50,10 @@ class StreamJudge:
         self._text = text
         self._slots: dict[int, tuple[Rollout, TaskSpec]] = {}
         self.verdicts: dict[int, dict[str, Verdict | Failure]] = {}
-        """Of the responses that were ended, by seed: what ended them."""
+        """By seed of an ended response: the verdicts that ended it."""
 
     def watch(self, seed: int, slot: Rollout, spec: TaskSpec) -> Watch | None:
-        """Look after the response with ``seed``; None if no constraint of its task streams."""
+        """Watch the response with ``seed``; None if its task has no streaming constraint."""
         intervals = [c.stream_every for c in spec.constraints if c.stream_every]
         if not intervals:
             return None

@@ -1,4 +1,4 @@
-"""A bandit over tasks, paid in learning progress, that never stops trying the others."""
+"""A bandit over tasks: its gain is learning progress, and it keeps exploring all tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Bandit", "BanditConfig"]
 
 _MIN_SCALE = 1e-3
 _NOISE = 2.0
-"""Standard errors of a level that a gain of 1 is at least."""
+"""A gain of 1 is a change of at least this many standard errors of a level."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,20 +25,20 @@ class BanditConfig(SchedulerPolicyConfig):
     rate: Positive = 0.1
     """Step size eta on the log-weights."""
     share: Annotated[float, Range("[0, 1)")] = 0.01
-    """Part of the mass given back to the prior each step: how fast an old verdict is forgotten."""
+    """Part of the mass returned to the prior each step; larger forgets faster."""
     exploration: Fraction = 0.1
-    """Part of the prompts given by the prior."""
+    """Part of the prompts allotted by the prior."""
 
 
 class Bandit(SchedulerPolicy):
     """Exponential weights with sharing (Exp3.S) on the change of each task's level.
 
     ``v_k <- v_k * exp(eta * g_k)`` for sampled tasks, then ``v <- (1 - share) * v / sum(v) + share * prior``;
-    ``w = (1 - exploration) * v / sum(v) + exploration * prior``. The gain ``g_k`` is the step's change of the
-    smoothed level per unit of the largest seen lately, or of two standard errors of a level where those are
-    more, in [-1, 1]. Every task is sampled in (nearly) every step, so gains are observed for all and are not
-    divided by the probability of a draw. Progress is a small difference of noisy numbers: this policy needs
-    many prompts per step or many steps.
+    ``w = (1 - exploration) * v / sum(v) + exploration * prior``. The gain ``g_k`` in [-1, 1] is the step's
+    change of the smoothed level, divided by the largest recent change of any task or by two standard errors
+    of a level, whichever is larger. Nearly every step samples every task, so gains are not divided by the
+    probability of a draw. Progress is a small difference of noisy numbers: this policy needs many prompts per
+    step or many steps.
 
     Source: Auer et al., "The nonstochastic multiarmed bandit problem", SIAM J. Comput. 32, 2002, section 8;
     as a curriculum: Graves et al. (arXiv:1704.03003), with their reward rescaling by recent extremes.
@@ -51,7 +51,7 @@ class Bandit(SchedulerPolicy):
     def _start(self) -> None:
         self.log_values = {task: math.log(self.prior[task]) for task in self.tasks}
         self.scale = dict.fromkeys(self.tasks, _MIN_SCALE)
-        """Largest change of each task's level lately: decays by a hundredth per step."""
+        """Largest recent change of each task's level; decays by 1 % per step."""
 
     def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
         for task, signal in signals.items():

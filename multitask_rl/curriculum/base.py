@@ -1,7 +1,7 @@
-"""What a scheduler policy is: statistics of each step in, a weight per task out, with its reasons.
+"""Base of scheduler policies: statistics of each step in; a weight and a reason per task out.
 
-A policy knows nothing of floors, quotas, frozen tasks or logs; ``scheduler.py`` owns those. State that
-belongs to a task lives in dictionaries by task name, so that a resumed run may add, drop and rename tasks.
+``scheduler.py`` owns floors, quotas, frozen tasks and logs. State of a task is kept in dictionaries by task
+name, so that a resumed run may add, drop and rename tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multitask_rl.records import TaskStats
 __all__ = ["SchedulerPolicy", "SchedulerPolicyConfig", "softmax"]
 
 _NOISE = 2.0
-"""Standard errors that a difference between tasks has to exceed before it counts."""
+"""A difference between tasks counts only beyond this many standard errors."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,14 +27,14 @@ class SchedulerPolicyConfig(Settings):
     """Settings that every policy has; a policy's ``Config`` extends it."""
 
     metric_key: str = field(default=REWARD_SCORE, metadata={"derived": True})
-    """``scheduler.metric_key``, turned such that higher is better where it has a direction."""
+    """``scheduler.metric_key``; a metric with a direction is turned so that higher is better."""
     smoothing: PositiveFraction = 0.1
     """Gain of the moving averages per step."""
     prompts_averaged: Count = 1
-    """Prompts of a task, at least, over which its averages reach: a step with few of them counts for less."""
+    """Fewest prompts that a task's averages span: a step with few prompts gets a smaller gain."""
     prior_prompts: Natural = 100
-    """Prompts that the given weights count as: after as many prompts of a task, its share goes half of the
-    way from its weight to what the policy asks for."""
+    """Evidence of the initial weights, in prompts: after this many prompts of a task, its share has moved
+    half of the way from its initial weight to the policy's preference."""
 
 
 class SchedulerPolicy:
@@ -46,15 +46,14 @@ class SchedulerPolicy:
     Args:
         config: an instance of the policy's ``Config``.
         tasks: names, at least one; the order has no influence.
-        initial_weights: prior importance per task, > 0; what ``weights`` returns before any statistics, and
-            what shares are in proportion to at equal evidence.
+        initial_weights: prior weight per task, > 0; without statistics, ``weights`` returns it normalised.
         targets: level in [0, 1] at which a task counts as learnt (missing = 1).
-        reward_ranges: ``(low, high)`` of a task's reward where it is known (see ``signal.py``).
+        reward_ranges: known ``(low, high)`` of a task's reward (see ``signal.py``).
     """
 
     Config: ClassVar[type[SchedulerPolicyConfig]] = SchedulerPolicyConfig
     adaptive: ClassVar[bool] = True
-    """Weights follow the statistics; only then is a task that cannot be learnt held at its floor."""
+    """Weights follow the statistics. Only adaptive policies let the gate hold a task at its floor."""
     per_task: ClassVar[tuple[str, ...]] = ()
     """Attributes ``dict[str, float]`` that are part of the state."""
 
@@ -70,16 +69,16 @@ class SchedulerPolicy:
         self.tasks = tuple(tasks)
         self.prior = normalise({task: initial_weights[task] for task in tasks})
         self.targets = {task: targets.get(task, 1.0) for task in tasks}
-        # they are of the reward: another metric has a scale of its own
+        # the ranges are of the reward; another metric has its own scale
         self.ranges = dict(reward_ranges or {}) if config.metric_key == REWARD_SCORE else {}
         self.traces = {task: TaskTrace() for task in tasks}
         self._start()
 
     def _start(self) -> None:
-        """Create own state; tasks, targets and prior are known."""
+        """Create the policy's own state; ``tasks``, ``targets`` and ``prior`` are set."""
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> None:
-        """Learn from one step. Tasks without prompts or without a finite value keep what they had."""
+        """Update from the statistics of one step. A task without prompts or finite value stays as it is."""
         signals: dict[str, TaskSignal] = {}
         for task in self.tasks:
             if task in stats:
@@ -96,24 +95,23 @@ class SchedulerPolicy:
             self._learn(signals, step)
 
     def calibrate(self, held_out: Mapping[str, float], errors: Mapping[str, float] | None = None) -> None:
-        """Correct the levels by the mean rewards on held-out prompts, if rewards are what is watched."""
+        """Correct the levels by mean held-out rewards; no effect when ``metric_key`` is another metric."""
         if self.config.metric_key == REWARD_SCORE:
             for task in self.tasks:
                 if task in held_out:
                     self.traces[task].calibrate(held_out[task], (errors or {}).get(task, 0.0))
 
     def weights(self) -> dict[str, float]:
-        """Return the share per task, sum 1: from the prior towards the preferences, as far as is known.
+        """Return the share per task, sum 1: the prior, moved towards the preferences by the certainty.
 
         ``share_k = prior_k + c_k (r_k - prior_k)`` with ``r`` the normalised preferences and the certainty
-        ``c_k = n_k / (n_k + prior_prompts)`` after ``n_k`` prompts of the task. Where what tasks are to gain
-        and what others are to give differ, the larger side is scaled down, so that no share is ever further
-        from its prior than that.
+        ``c_k = n_k / (n_k + prior_prompts)`` after ``n_k`` prompts of the task. Gains and losses must
+        balance: the larger of the two sums is scaled down to the smaller.
         """
         seen = [task for task in self.tasks if self.traces[task].steps]
         preferences = self._preferences()
         total = math.fsum(preferences[task] for task in seen)
-        if not total > 0.0:  # nothing seen, or nothing left to prefer (every task at its target)
+        if not total > 0.0:  # no task seen yet, or every task at its target
             return dict(self.prior)
         mass = math.fsum(self.prior[task] for task in seen)
         moves = {t: self.certainty(t) * (mass * preferences[t] / total - self.prior[t]) for t in seen}
@@ -127,20 +125,20 @@ class SchedulerPolicy:
         return normalise({task: self.prior[task] + moves.get(task, 0.0) for task in self.tasks})
 
     def certainty(self, task: str) -> float:
-        """Return how far a share may go from the prior to the preference, in [0, 1]: by the prompts seen."""
+        """Return the part of the way from prior to preference that the prompts seen justify, in [0, 1]."""
         prompts = self.traces[task].prompts
         return prompts / (prompts + self.config.prior_prompts) if prompts else 0.0
 
     def clear(self, values: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
-        """Return ``values`` with what noise may explain of their differences taken off.
+        """Return ``values`` shrunk towards their mean by the differences that noise may explain.
 
         ``v_k -> m + (v_k - m) * max(0, 1 - (2 e_k / (v_k - m))^2)``, with ``m`` the mean weighted by
         prior and certainty and ``e_k`` the standard error of ``v_k - m``: values within two standard errors
         of the mean become the mean, at four they keep three quarters of their distance.
 
         Args:
-            values: a number per task, of tasks that were seen.
-            errors: their standard errors.
+            values: a number per task with statistics.
+            errors: standard errors of ``values``.
         """
         q = normalise({task: self.prior[task] * self.certainty(task) for task in values})
         mean = math.fsum(q[task] * value for task, value in values.items())
@@ -155,7 +153,7 @@ class SchedulerPolicy:
         return cleared
 
     def reasons(self) -> dict[str, str]:
-        """Return why each task's weight is what it is, a few words with numbers."""
+        """Return the reason for each task's weight: a few words with numbers."""
         return {
             task: f"level {self.level(task):.2f} +- {self.level_error(task):.2f} of target "
             f"{self.targets[task]:.2f} after {self.traces[task].prompts} prompts, "
@@ -180,7 +178,7 @@ class SchedulerPolicy:
         return max(0.0, self.targets[task] - self.level(task))
 
     def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
-        """Update own state; levels and informative shares are already up to date."""
+        """Update the policy's own state; levels and informative shares are already up to date."""
 
     def _preferences(self) -> dict[str, float]:
         """Return a number >= 0 per task, in proportion to the prior at equal evidence; see ``weights``."""
@@ -194,10 +192,10 @@ class SchedulerPolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``state_dict``; tasks it does not know stay fresh, tasks that are gone are dropped.
+        """Restore ``state_dict``. Tasks missing in it start fresh; state of tasks that are gone is dropped.
 
         Args:
-            state: what ``state_dict`` returned, perhaps of a run with other tasks.
+            state: result of ``state_dict``, perhaps of a run with other tasks.
             renamed: old name -> new name.
         """
         names = renamed or {}

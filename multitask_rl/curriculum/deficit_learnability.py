@@ -1,7 +1,7 @@
-"""Prompts go where there is something left to learn and something to learn it from. The default policy.
+"""The default policy: prompts go to tasks far below their target whose groups give a gradient.
 
-A task far below its target deserves rollouts, but only in so far as they give a gradient: a task whose
-groups are all failures (or all successes) would take the budget and return nothing.
+Without the second condition, a task whose groups all fail (or all succeed) would take the budget and give no
+gradient.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ class DeficitLearnabilityConfig(SchedulerPolicyConfig):
     """Settings of ``deficit_learnability``."""
 
     prompts_averaged: Count = 100
-    """A level's standard error is then about 0.03 in every task: a task with few prompts is not taken for the
-    worst by chance."""
+    """Fewest prompts that a task's averages span. At 100 the standard error of a level is about 0.03 in every
+    task, so that a task with few prompts does not look worst by chance."""
     sharpness: Positive = 8.0
-    """Exponent of the whole score: 1 shares in proportion to it, larger goes to the highest score."""
+    """Exponent of the score: 1 = shares in proportion to the score; larger favours the highest score."""
     min_informative: PositiveFraction = 0.02
-    """Least share of informative groups counted, so that a hard task is not forgotten."""
+    """Lower bound of the share of informative groups, so that a hard task keeps a weight."""
     enough_informative: PositiveFraction = 0.25
-    """Share of informative groups from which on a task counts as learnable like any other."""
+    """Share of informative groups at which a task counts as fully learnable."""
 
 
 class DeficitLearnability(SchedulerPolicy):
-    """Weigh each task by its distance to the target times what its groups can teach.
+    """Weigh each task by its distance to the target times its learnability.
 
     ``s_k = (target_k - J_k)^+ * sqrt(min(1, max(nz_k, min_informative) / enough_informative))``, cleared of
     noise (``SchedulerPolicy.clear``), ``r = prior * s^a / sum(prior * s^a)``, with ``J_k`` the smoothed level
-    in [0, 1], ``nz_k`` the smoothed share of groups with a gradient and ``a`` the sharpness. All tasks at
-    their targets: the prior.
+    in [0, 1], ``nz_k`` the smoothed share of groups with a gradient and ``a`` the sharpness. If all tasks are
+    at their targets, the weights are the prior.
 
-    Learnability holds back tasks that are hopeless so far. Among tasks that do learn it must not decide: one
-    has few informative groups while it is hard and again when most of its prompts are solved.
-    In proportion (a = 1) the tasks nearly learnt keep a third of what is free between them; what is free does
-    more for the worst task and no less for the mean where the score is highest (``benchmarks/multitask.py
-    scheduler``). The floor keeps the others from being forgotten.
+    Learnability holds back tasks that do not learn yet. It must not rank tasks that do learn: a task has few
+    informative groups while it is hard, and again when most of its prompts are solved.
+
+    At a = 1 the nearly learnt tasks keep a third of the prompts above the floors. Giving those prompts to the
+    highest score helps the worst task and costs the mean nothing (``benchmarks/multitask.py scheduler``).
 
     Source: own. The deficit is the minimax signal of MT-GRPO (arXiv:2602.05547) without its collapse onto one
     task; the square root of the informative share is the learnability of SEC (arXiv:2505.14970), as the
@@ -69,7 +69,7 @@ class DeficitLearnability(SchedulerPolicy):
         return {t: self.prior[t] * (cleared.get(t, 0.0) / top) ** sharpness for t in self.tasks}
 
     def _learnability(self, task: str) -> tuple[float, float]:
-        """Return what the task's groups can teach, in (0, 1], and its standard error."""
+        """Return the task's learnability in (0, 1] and its standard error."""
         informative = max(self.informative(task), self.config.min_informative)
         if informative >= self.config.enough_informative:
             return 1.0, 0.0

@@ -5,8 +5,8 @@ the expected variance is ``p (1 - p)``, zero for prompts that are always or neve
 
     share_i = floor * n_i / n + (1 - floor) * n_i L_i / sum_j n_j L_j
 
-``n_i`` prompts are in pool ``i``, ``L_i`` is the mean variance of the rewards within its groups. Shares count
-the prompts, so pools that teach equally give uniform draws, and a small pool is not asked over and over.
+``n_i`` prompts are in pool ``i``, ``L_i`` is the mean variance of the rewards within its groups. The factor
+``n_i`` makes draws uniform over prompts when all pools have equal ``L_i``.
 
 Sources: learnability ``p (1 - p)``: Rutherford et al., "No Regrets" (arXiv:2408.15099), Eq. 2; Foster et al.,
 "Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272).
@@ -23,22 +23,22 @@ from multitask_rl.curriculum.shown_range import ShownRange
 __all__ = ["PoolEstimate", "RewardRange", "pool_shares"]
 
 MAX_LEARNABILITY = 0.25
-"""p (1 - p) at p = 0.5: what a pool counts with until it was measured (optimism finds what can be learnt)."""
+"""p (1 - p) at p = 0.5: the optimistic learnability of a pool before it is measured."""
 
 _PRIOR_GROUPS = 4
-"""Groups that the optimistic start weighs as many as."""
+"""Weight of the optimistic start, in groups."""
 _GAIN = 0.05
 """Weight of the newest group once warmed up: a memory of about 20 groups."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RewardRange:
-    """The scale on which rewards are pass rates: [0, 1], or what was shown where rewards lie outside it."""
+    """The scale that turns rewards into pass rates: [0, 1], or the observed range if it goes beyond."""
 
     shown: ShownRange = field(default_factory=ShownRange)
 
     def observe(self, groups: Iterable[Sequence[float]]) -> None:
-        """Add the rewards of further groups, at least one each."""
+        """Add the rewards of further groups, at least one reward per group."""
         ends = [(min(rewards), max(rewards)) for rewards in groups]
         self.shown.widen([low for low, _ in ends], [high for _, high in ends])
 
@@ -59,18 +59,18 @@ class RewardRange:
         return high - low
 
     def clip(self, rewards: Sequence[float]) -> list[float]:
-        """Return ``rewards`` with those outside of the range at its ends."""
+        """Return ``rewards`` clipped to the range."""
         low, high = self.ends
         return [min(high, max(low, reward)) for reward in rewards]
 
     def place(self, reward: float) -> float:
-        """Return where ``reward`` lies in the range, in [0, 1]."""
+        """Return the position of ``reward`` in the range, in [0, 1]."""
         return min(1.0, max(0.0, (reward - self.ends[0]) / self.width))
 
 
 @dataclass(kw_only=True, slots=True)
 class PoolEstimate:
-    """What the groups drawn from one pool earned, in the reward's own unit; all fields are state."""
+    """Reward statistics of the groups drawn from one pool, in the reward's own unit; all fields are state."""
 
     groups: int = 0
     mean: float = 0.0
@@ -78,7 +78,7 @@ class PoolEstimate:
     variance: float = 0.0
     """Moving average of the unbiased variance of the rewards within groups."""
     spreads: int = 0
-    """Groups of two or more, which have a variance."""
+    """Number of groups with two or more rewards, which have a variance."""
 
     def observe(self, rewards: Sequence[float]) -> None:
         """Add the rewards of one group, at least one."""
@@ -95,9 +95,9 @@ class PoolEstimate:
         return scale.place(self.mean) if self.groups else math.nan
 
     def learnability(self, scale: RewardRange) -> float:
-        """Return the pool's learnability, mixed with the optimistic start while its groups are few.
+        """Return the mean within-group variance, mixed with the optimistic start while groups are few.
 
-        Groups of one rollout have no variance: there it is ``p (1 - p)`` of the pool's pass rate.
+        Groups of one rollout have no variance: ``p (1 - p)`` of the pool's pass rate replaces it.
         """
         if self.spreads:
             measured = self.variance / scale.width**2

@@ -1,7 +1,7 @@
-"""The gate that stops a task which gives no gradient from absorbing the budget, and says so.
+"""The gate: holds a task that gives no gradient at its floor, and reports it.
 
-RL cannot start a task that is never solved: all rollouts of a group fail alike, no advantage, no update. A
-policy that chases the worst task would give it everything.
+RL cannot start on a task that is never solved: all rollouts of a group fail alike, so every advantage is 0. A
+policy that favours the worst task would give such a task the whole budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["UnlearnableGate"]
 
 _MIN_INFORMATIVE = 0.02
 _RELEASE_INFORMATIVE = 0.05
-"""Above the threshold of the gate, so that a task does not flutter."""
+"""Above ``_MIN_INFORMATIVE``, so that a task does not flip between held and released."""
 _STEPS = 200
 _LEARNT = 0.9
 """Part of the target above which groups without variance mean "solved", not "hopeless"."""
@@ -25,8 +25,8 @@ _LEARNT = 0.9
 class UnlearnableGate:
     """Hold a task at its floor after 200 steps in which under 2 % of its groups gave a gradient.
 
-    A held task keeps its floor (at least ``probe_share``), so that it is released, with an event, once more
-    than 5 % of its groups give a gradient again.
+    A held task keeps its floor, at least ``probe_share``. It is released, with an event, when more than 5 %
+    of its groups give a gradient again.
     """
 
     def __init__(self, tasks: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class UnlearnableGate:
         self.held: set[str] = set()
         """Tasks held at their floor."""
         self.probe_share = min(_MIN_INFORMATIVE, 0.4 / len(tasks))
-        """Least share of a held task: what it takes to notice that it has become learnable."""
+        """Least share of a held task: enough to notice that it has become learnable."""
 
     def update(self, policy: SchedulerPolicy, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
         """Count the step and return an alarm or a release for each task that changes state."""

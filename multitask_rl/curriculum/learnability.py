@@ -1,4 +1,4 @@
-"""Prompts go where rewards differ within a group: the tasks of middling difficulty teach most per rollout."""
+"""Prompts go to tasks whose rewards differ within a group: medium difficulty teaches most per rollout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LearnabilityConfig(SchedulerPolicyConfig):
     smoothing: PositiveFraction = 0.2
     """Gain of the moving averages per step."""
     temperature: Positive = 0.1
-    """Of the softmax over values in [0, 0.5]; smaller = greedier."""
+    """Temperature of the softmax over values in [0, 0.5]; smaller = greedier."""
 
 
 class Learnability(SchedulerPolicy):
@@ -26,8 +26,7 @@ class Learnability(SchedulerPolicy):
 
     ``r_k = prior_k * exp(Q_k / temperature)``, normalised; ``Q_k`` is the moving average of the standard
     deviation within groups on the scale of levels, ``sqrt(p (1 - p))`` for a 0/1 reward, cleared of noise
-    (``SchedulerPolicy.clear``). It does not know which task matters: tasks near 0 get their floor however far
-    behind they are.
+    (``SchedulerPolicy.clear``). It ignores targets: a task whose level is near 0 gets only its floor.
 
     Source: SEC (arXiv:2505.14970), Algorithm 1, and DUMP (arXiv:2504.09710); both use the mean absolute
     advantage, which is constant for every mixed group once divided by the group's standard deviation, so the

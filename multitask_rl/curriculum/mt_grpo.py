@@ -1,4 +1,4 @@
-"""The worst task is the objective; a task that improves counts as better off than it is."""
+"""MT-GRPO: weight moves to the task with the lowest sum of level and recent improvement."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class MTGRPOConfig(SchedulerPolicyConfig):
     rate: Positive = 1.0
     """Step size beta on the logits."""
     level_weight: NotNegative = 0.5
-    """lambda: how much the level counts beside the improvement; larger = closer to the worst task alone."""
+    """lambda: weight of the level beside the improvement; larger = closer to training the worst task only."""
 
 
 class MTGRPO(SchedulerPolicy):
     """Move the logits against each task's level and improvement.
 
     ``s_k = I_k + lambda * J_k``, ``z = softmax(xi)``, ``xi_k <- xi_k - beta * z_k * (s_k - sum_j z_j s_j)``:
-    gradient descent on the mixture's expected score, so that mass flows to the task with the lowest. ``J_k``
-    is the smoothed level cleared of noise (``SchedulerPolicy.clear``), ``I_k`` its change over the step (0
-    for a task not sampled). Tasks beyond their target are not counted as better than it.
+    gradient descent on the mixture's expected score, so that weight flows to the task with the lowest score.
+    ``J_k`` is the smoothed level, at most the target, cleared of noise (``SchedulerPolicy.clear``). ``I_k``
+    is the change of the smoothed level over the step (0 for a task not sampled).
 
     Source: "Multi-Task GRPO" (arXiv:2602.05547), Subroutine 1, with the change of the level as improvement
-    (their GRPO loss is 0 both for tasks that always fail and that never do) and a plain step instead of Adam.
+    (the GRPO loss is 0 both for tasks that always fail and tasks that never fail) and a plain step, not Adam.
     """
 
     Config: ClassVar[type[SchedulerPolicyConfig]] = MTGRPOConfig

@@ -1,10 +1,9 @@
 """Weights move only when a task has stopped improving for ``patience`` steps.
 
-The reference describes this rule in two ways that disagree: "no improvement for ``patience`` steps lowers the
-weight" and "lower what learns too fast, give gradient to the laggards". A hard task that is stuck shows no
-improvement either, and the literal rule takes its share away. Here a plateau lowers the weight of a task
-that has *reached* its target and raises that of one that has not; one that gives no gradient at all is
-reported by the scheduler's gate instead of being fed.
+The requirement states the rule in two ways that disagree: "no improvement for ``patience`` steps lowers the
+weight" and "lower what learns too fast, give gradient to the laggards". The first rule also takes the share
+of a hard task that is stuck. Here a plateau lowers the weight of a task at its target and raises the weight
+of a task below its target. The scheduler's gate holds tasks that give no gradient.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ class PatienceConfig(SchedulerPolicyConfig):
     min_delta: NotNegative = 0.01
     """Rise of the smoothed level above its best that counts as improvement."""
     factor: Annotated[float, Range("(0, 1)")] = 0.7
-    """A plateau multiplies the weight by this (at the target) or divides it (below)."""
+    """A plateau at the target multiplies the weight by this; a plateau below the target divides it."""
     max_change: Annotated[float, Range("(1, inf)")] = 10.0
     """Bound of a weight relative to its initial value, both ways."""
     literal: bool = False
-    """Lower the weight at every plateau, wherever the level is: the reference's sentence to the letter.
-    Kept as a negative control; it starves hard tasks."""
+    """Lower the weight at every plateau, at any level. A negative control: it starves hard tasks."""
 
 
 class Patience(SchedulerPolicy):
@@ -50,7 +48,7 @@ class Patience(SchedulerPolicy):
         self.best = dict.fromkeys(self.tasks, -1.0)
         """Best smoothed level so far."""
         self.waited = dict.fromkeys(self.tasks, 0.0)
-        """Steps since the best rose, or since the last change of the weight."""
+        """Steps since the best level rose or the weight last changed."""
 
     def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
         for task in signals:

@@ -1,8 +1,7 @@
 """From shares to whole prompts: the largest-remainder method, with the remainders carried to the next step.
 
-A weight acts through how many prompts a task gets. One step cannot give a task 0.8 of a prompt, so what a
-task is owed is carried over; its realised share then follows the target over the steps to within one or two
-prompts, not only on average. Pure functions: the caller keeps the carry.
+A step cannot give a task 0.8 of a prompt, so the remainder is carried to the next step. The prompts a task
+got so far are then within one or two of its exact share. Pure functions: the caller keeps the carry.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def normalise(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def raise_to_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
-    """Raise what lies below its floor to it and scale the rest down; what is given stays as given if it can.
+    """Raise shares below their floor to the floor and scale the others down.
 
     Args:
         probs: shares, sum 1.
@@ -52,8 +51,8 @@ def apportion(
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Split ``total`` prompts by ``shares`` and by what earlier steps still owe.
 
-    The entitlement of a task is ``share * total + carry``; everybody gets its whole part (never below 0),
-    the prompts left over go to the largest remainders.
+    A task is entitled to ``share * total + carry`` prompts. It gets the integer part, at least 0; the
+    remaining prompts go to the tasks with the largest remainders.
 
     Args:
         shares: share per task, sum 1; a task with share 0 gets nothing and is owed nothing.
@@ -73,7 +72,7 @@ def apportion(
     active = [task for task, share in shares.items() if share > 0.0]
     if total and not active:
         raise ValueError(f"no task has a share above 0, so {total} prompts cannot be split")
-    # What is owed to or by a task that is out of the step now (frozen, removed) is spread over the others.
+    # The carry of a task that gets no prompts now (frozen, removed) is spread over the others.
     lost = math.fsum(carry.get(task, 0.0) for task in active)
     owed = {task: shares[task] * (total - lost) + carry.get(task, 0.0) for task in active}
     counts = dict.fromkeys(shares, 0)
@@ -83,7 +82,7 @@ def apportion(
         short = sum(counts.values()) < total
         candidates = active if short else [task for task in active if counts[task] > 0]
         sign = -1.0 if short else 1.0
-        # Rounded: remainders that are equal on paper differ in the last bit, and would decide the tie.
+        # Rounded: rounding errors must not decide between remainders that are mathematically equal.
         task = min(candidates, key=lambda t: (sign * round(owed[t] - counts[t], 9), tie_break.get(t, 0), t))
         counts[task] += 1 if short else -1
     return counts, {task: owed[task] - counts[task] for task in active}

@@ -1,7 +1,7 @@
-"""DynamicTaskWeightScheduler: the task weights of a run, and the prompts they turn into.
+"""DynamicTaskWeightScheduler: the task weights of a run, and the prompts per step that follow from them.
 
-statistics -> policy (what is worth learning now) -> gate (what cannot be learnt) -> guard's factors ->
-floors -> shares -> exact quotas. The policy is a plugin; everything after it is the same for all policies.
+statistics -> policy (preferences) -> gate (holds unlearnable tasks) -> guard's factors -> floors -> shares ->
+exact quotas. The policy is a plugin; the later stages are the same for all policies.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["DynamicTaskWeightScheduler", "SchedulerConfig"]
 
 _DEFAULT_MIN_WEIGHT = 0.1
 _MAX_DEFAULT_FLOORS = 0.2
-"""The default floor leaves at least this share of the step to the policy's choice: 1 - 0.2."""
+"""Largest sum of default floors: the policy distributes at least 1 - 0.2 of the step."""
 _MIN_REPORTED_CHANGE = 0.05
 _STEPS_BETWEEN_REPORTS = 10
 
 
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig(Settings):
-    """Who decides the tasks' weights."""
+    """The scheduler of task weights."""
 
     policy: str = "deficit_learnability"
     """Entry point of ``multitask_rl.schedulers``."""
@@ -51,16 +51,16 @@ _DEFAULTS = SchedulerConfig()
 
 
 class DynamicTaskWeightScheduler:
-    """Decide how much of each step every task gets.
+    """Decides the share of every task in each step.
 
     ``bind`` once, then per step ``quotas`` (before sampling) and ``update`` (after scoring).
 
     Args:
-        initial_weights: weight per task, >= 0, normalised; a task that is missing gets the mean of those
-            given. 0 takes a task out of the training unless it has a ``min_share``. None = equal weights.
+        initial_weights: weight per task, >= 0, normalised; a missing task gets the mean of the given weights.
+            A task with weight 0 and no ``min_share`` is not trained. None = equal weights.
         metric_key: see ``SchedulerConfig``.
-        patience: steps without improvement that make a plateau; short for the policy's key. None = the
-            policy's default. A policy that does not use it says so among the first events.
+        patience: steps without improvement that make a plateau; same as ``patience`` in ``policy_config``.
+            None = the policy's default. An event warns if the policy does not use it.
         min_weight: see ``SchedulerConfig``.
         policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
         policy_config: further keys of the policy's ``Config``.
@@ -118,17 +118,17 @@ class DynamicTaskWeightScheduler:
         reward_ranges: Mapping[str, tuple[float, float]] | None = None,
         seed: int = 0,
     ) -> None:
-        """Learn which tasks there are; called once by the trainer before the first step.
+        """Set the tasks; the trainer calls this once, before the first step.
 
-        The weights this settles on are reported as an event by the first ``update``.
+        The first ``update`` reports the initial weights as an event.
 
         Args:
             tasks: names of the tasks that are trained.
             targets: level in [0, 1] at which a task counts as learnt; missing = 1.
             min_shares: floor of a task's share; missing or None = ``min_weight``.
-            reward_ranges: ``(low, high)`` of a task's reward where its plugins declare it; without one, the
-                scale is estimated from the rewards the run shows, and an event says so.
-            seed: the run's seed; decides only which of two equal remainders comes first.
+            reward_ranges: declared ``(low, high)`` of a task's reward. Without it the scale is estimated from
+                the observed rewards, and an event reports it.
+            seed: the run's seed; it only breaks ties between equal remainders.
 
         Raises:
             ConfigError: unknown or duplicate task, no task with a weight, floors that add up to more than 1.
@@ -144,7 +144,7 @@ class DynamicTaskWeightScheduler:
         if not active:
             raise ConfigError("every task has weight 0; give at least one task a weight above 0")
         self._floors = self._complete_floors(active, given)
-        # A task of weight 0 that is kept alive by its min_share still needs a prior above 0.
+        # A task of weight 0 with a min_share still needs a prior above 0.
         prior = {task: weights[task] or self._floors[task] for task in active}
         self._policy = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
         self._gate = UnlearnableGate(active)
@@ -163,11 +163,11 @@ class DynamicTaskWeightScheduler:
         self._pending = list(self._bound_events)
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
-        """Learn from the step's statistics and return what was decided, at most one event of each kind.
+        """Update from the statistics of ``step`` and return events.
 
         Args:
-            stats: statistics of the tasks that had prompts; others keep what they had.
-            step: the step the statistics are of.
+            stats: statistics of the tasks that had prompts; the state of other tasks does not change.
+            step: step of the statistics.
         """
         policy = self._bound()
         policy.update(stats, step)
@@ -181,11 +181,11 @@ class DynamicTaskWeightScheduler:
     def calibrate(
         self, held_out: Mapping[str, float], step: int, errors: Mapping[str, float] | None = None
     ) -> None:
-        """Correct the levels the policy sees by an evaluation; see ``signal.py``.
+        """Correct the policy's levels by an evaluation; see ``signal.py``.
 
         Args:
             held_out: mean reward on held-out prompts by task, on the scale of the training reward.
-            step: the step it was made at. The same one again, after a resume, changes nothing.
+            step: step of the evaluation. The same step again, after a resume, has no effect.
             errors: standard errors of those means; missing = 0.
         """
         if step > self._calibrated_at:
@@ -197,7 +197,7 @@ class DynamicTaskWeightScheduler:
         policy = self._bound()
         shares = policy.weights()
         floors = dict(self._floors)
-        if len(self._gate.held) == len(policy.tasks):  # what one would lose, none can use
+        if len(self._gate.held) == len(policy.tasks):  # no task could use the freed shares
             shares = dict(policy.prior)
         elif policy.adaptive:
             for task in self._gate.held:
@@ -211,11 +211,11 @@ class DynamicTaskWeightScheduler:
         return {task: shares.get(task, 0.0) for task in self.tasks}
 
     def set_factors(self, factors: Mapping[str, float]) -> None:
-        """Multiply the policy's shares from now on, as the guard asks; replaces earlier factors.
+        """Multiply the policy's shares by the guard's factors from now on; replaces earlier factors.
 
         Args:
-            factors: per task, >= 0; missing = 1, a task that is not trained is ignored. 0 freezes the task:
-                no prompts, whatever its floor. If it would freeze every task, the factors are left out.
+            factors: per task, >= 0; missing = 1; a task that is not trained is ignored. 0 freezes the task:
+                it gets no prompts, even with a floor. Factors that would freeze every task are ignored.
         """
         policy = self._bound()
         frozen = {task for task, factor in factors.items() if factor <= 0.0}
@@ -225,19 +225,19 @@ class DynamicTaskWeightScheduler:
     def quotas(self, num_prompts: int, step: int) -> dict[str, int]:
         """Return how many prompts each task gets at ``step``: exact, sum ``num_prompts``.
 
-        What rounding takes from a task is given back in later steps, so each call advances the state.
+        Later steps compensate for rounding, so each call advances the state.
         """
         counts, self._carry = apportion(self.weights(), num_prompts, self._carry, self._tie_break)
         return counts
 
     def settle(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
-        """Owe each task the groups it was short of: later quotas give them back, at the others' expense.
+        """Carry each task's missing groups over to later quotas, at the expense of the other tasks.
 
-        Refilling cannot always find a task's quota of groups with a gradient; without this its share of the
-        training would stay below its weight for good. A task is owed one step's worth at most.
+        Refilling cannot always find as many groups with a gradient as the quota. Without this the task's
+        share of the training would stay below its weight. At most one step's quota is carried.
 
         Args:
-            shortfall: groups that ``quotas`` granted and that gave no gradient, by task.
+            shortfall: by task, prompts of the quota whose groups gave no gradient.
             num_prompts: prompts of the step.
         """
         shares = self.weights()
@@ -281,17 +281,17 @@ class DynamicTaskWeightScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``state_dict`` after ``bind``; a run may have added, removed or renamed tasks since.
+        """Restore ``state_dict`` after ``bind``; tasks may have been added, removed or renamed since.
 
-        What belongs to a task that is gone is dropped, a new task starts fresh. The state of another
-        policy is left out, with a warning among the next events.
+        State of a removed task is dropped; a new task starts fresh. State of another policy is ignored, and
+        the next ``update`` returns a warning.
 
         Args:
-            state: what ``state_dict`` returned.
+            state: result of ``state_dict``.
             renamed: old name -> new name.
         """
         policy, names = self._bound(), dict(renamed or {})
-        # what the run has told already of this configuration
+        # events that the run has already reported
         self._pending = [event for event in self._pending if event.reason not in state["said"]]
         if state["policy"] == self.policy_name:
             policy.load_state_dict(state["policy_state"], names)
@@ -314,7 +314,7 @@ class DynamicTaskWeightScheduler:
         return self._policy
 
     def _complete_weights(self) -> tuple[dict[str, float], list[str]]:
-        """Return a weight for every task, sum 1, and the names that were filled in."""
+        """Return a weight for every task, sum 1, and the tasks without a given weight."""
         given = self.initial_weights
         filled = [task for task in self.tasks if task not in given]
         mean = math.fsum(given.values()) / len(given) if given else 1.0
@@ -343,7 +343,7 @@ class DynamicTaskWeightScheduler:
         shares = self.weights()
         reason = f"initial shares {_format(shares)} by policy {self.policy_name}"
         if filled:
-            reason += f"; no weight was given for {', '.join(filled)}: the mean of those given"
+            reason += f"; no weight given for {', '.join(filled)}: each gets the mean of the given weights"
         data = {
             "given": dict(self.initial_weights),
             "filled": list(filled),
@@ -368,8 +368,8 @@ class DynamicTaskWeightScheduler:
             return []
         reason = (
             f"the rewards of {', '.join(unknown)} declare no range: the scheduler estimates the scale of "
-            "their levels from the rewards that responses earn; declare low and high (with_traits or "
-            "PluginTraits) so that levels can be compared between tasks from the start"
+            "their levels from observed rewards; declare low and high (with_traits or PluginTraits) so that "
+            "levels of different tasks are comparable from the start"
         )
         return [Event(step=0, source="scheduler", kind="warn", reason=reason, data={"tasks": unknown})]
 

@@ -1,4 +1,4 @@
-"""The range that rewards have shown, where none is declared."""
+"""The observed range of a task's rewards, used where none is declared."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["ShownRange"]
 
 @dataclass(kw_only=True, slots=True)
 class ShownRange:
-    """Ends that several groups have reached, so that an outlier or two do not set the scale; all is state."""
+    """Range whose ends ``NUM_EXTREMES`` groups have reached, so that one outlier does not set the scale."""
 
     lowest: list[float] = field(default_factory=list)
-    """The smallest rewards of a group, of ``NUM_EXTREMES`` groups, ascending."""
+    """The ``NUM_EXTREMES`` smallest of the groups' lowest rewards, ascending."""
     highest: list[float] = field(default_factory=list)
-    """The largest, descending."""
+    """The ``NUM_EXTREMES`` largest of the groups' highest rewards, descending."""
 
     def widen(self, lowest: Iterable[float], highest: Iterable[float]) -> None:
-        """Add the smallest and the largest rewards of further groups."""
+        """Add the lowest and the highest reward of each further group."""
         self.lowest = sorted([*self.lowest, *lowest])[:NUM_EXTREMES]
         self.highest = sorted([*self.highest, *highest], reverse=True)[:NUM_EXTREMES]
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Return ``low < high``; None before several groups have shown two rewards."""
+        """Return ``low < high``; None until enough groups have shown different rewards."""
         if self.lowest and self.lowest[-1] < self.highest[-1]:
             return self.lowest[-1], self.highest[-1]
         return None

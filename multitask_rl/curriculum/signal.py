@@ -1,12 +1,12 @@
-"""What a step's statistics say about a task, smoothed and on one scale for all tasks.
+"""Level, spread and progress of a task from its step statistics, smoothed and on one scale for all tasks.
 
-Weights compare tasks, so their levels must be comparable. A level is the place of the mean reward within the
-reward's range: the range that is declared (``reward_ranges``), else the range that responses have *shown*.
-An end of the shown range is the third most extreme reward of a group, so that one or two outliers do not
-set the scale. It is an estimate, and the scheduler says so. Targets are levels.
+Weights compare tasks, so levels must be comparable. A level in [0, 1] is the position of the mean reward
+within the reward's range: the declared range (``reward_ranges``), else the observed range. An end of the
+observed range is the third most extreme reward of a group, so that one or two outliers do not set the scale.
+Targets are levels.
 
-Training prompts come again and are learnt by heart, the sooner the more prompts a task gets: by its training
-reward, the task that is pushed most looks better than it is. Evaluations correct the level by the difference.
+Training prompts repeat and are memorised, sooner in tasks with more prompts, so the training reward
+overstates the level. Evaluations correct the level by the difference between held-out and training reward.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ REWARD_SCORE = "reward_score"
 """The ``metric_key`` that means the training reward."""
 
 _SPREAD = 2.0
-"""Standard deviations around the mean that stand for the rewards where only mean and deviation are given."""
+"""Without single rewards, mean -+ this many standard deviations stand for the extremes."""
 _OFFSET_GAIN = 0.3
-"""Of an evaluation: a single one of 256 prompts has a standard error of 0.03."""
+"""Gain of an evaluation; one evaluation of 256 prompts has a standard error of 0.03."""
 _VARIANCE_GAIN = 0.02
 _PRIOR_STEPS = 4
-"""Steps that the largest possible variance counts as, beside the variance that was measured."""
+"""Weight, in steps, of the largest possible variance beside the measured variance."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Average:
-    """A moving average over a task's prompts that knows its standard error; all fields are state."""
+    """A moving average over a task's prompts, with its standard error; all fields are state."""
 
     value: float = 0.0
     weight: float = 0.0
     """Variance of the average, in units of the variance of one prompt."""
     variance: float = 0.0
-    """Variance of one prompt, by the differences between steps."""
+    """Variance of one prompt, estimated from differences between steps."""
     steps: int = 0
     last: float = 0.0
     """Mean of the newest step."""
@@ -61,8 +61,8 @@ class Average:
         """Return the standard error of ``value``.
 
         Args:
-            width: of the range that prompts' values lie in; ``width^2 / 4`` is the largest variance possible,
-                which counts as the measured one of four steps.
+            width: width of the range of the values; the largest possible variance, ``width^2 / 4``, is mixed
+                in with the weight of four steps.
         """
         measured = min(max(0, self.steps - 1), 1.0 / _VARIANCE_GAIN)
         total = measured * self.variance + _PRIOR_STEPS * 0.25 * width * width
@@ -71,7 +71,7 @@ class Average:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSignal:
-    """What one step added about one task."""
+    """The statistics of one task in one step."""
 
     level: float
     """This step's value on the scale of levels, unsmoothed."""
@@ -93,19 +93,19 @@ class TaskTrace:
     prompts: int = 0
     """Prompts of those steps."""
     raw: Average = field(default_factory=Average)
-    """The watched value; the scale is applied when read, so that a wider range moves old and new alike."""
+    """The watched value, unscaled: the scale is applied on reading, so a wider range rescales old values."""
     within: Average = field(default_factory=Average)
     """The standard deviation of the reward within groups, in the reward's unit."""
     with_gradient: Average = field(default_factory=Average)
     """The share of groups with a gradient."""
     offset: float = 0.0
-    """Held-out value less the training's, smoothed; below 0 when prompts were learnt by heart."""
+    """Held-out value minus training value, smoothed; below 0 when prompts were memorised."""
     offset_variance: float = 0.0
-    """Its variance, of the held-out prompts alone."""
+    """Variance of ``offset`` from the held-out prompts alone."""
     evaluations: int = 0
-    """Held-out values that made it."""
+    """Number of held-out values in ``offset``."""
     shown: ShownRange = field(default_factory=ShownRange)
-    """Of the rewards; empty when another metric is watched."""
+    """Observed range of the rewards; empty when another metric is watched."""
 
     def observe(
         self,
@@ -116,10 +116,10 @@ class TaskTrace:
         known_range: tuple[float, float] | None,
         prompts_averaged: int = 1,
     ) -> TaskSignal | None:
-        """Add one step and return what it said; None when it says nothing (no prompts, no finite value).
+        """Add one step and return its signal; None without prompts or without a finite value.
 
         The gain of the moving averages is ``min(smoothing, n / prompts_averaged)`` for a step with ``n``
-        prompts of the task; a plain mean over the prompts at first.
+        prompts of the task, at least ``n`` over all prompts so far (so a plain mean at first).
         """
         watches_reward = metric_key == REWARD_SCORE
         value = stats.reward_mean + stats.shift if watches_reward else _oriented(stats, metric_key)
@@ -148,7 +148,7 @@ class TaskTrace:
         )
 
     def calibrate(self, held_out: float, error: float = 0.0) -> None:
-        """Note what the held-out prompts say at this time, and its standard error; before a step nothing."""
+        """Add a held-out value and its standard error; no effect before the first step."""
         if self.steps and math.isfinite(held_out):
             self.evaluations += 1
             gain = max(_OFFSET_GAIN, 1.0 / self.evaluations)
@@ -161,7 +161,7 @@ class TaskTrace:
         return _place(self.raw.value + self.offset, *self._scale(known_range))
 
     def level_error(self, known_range: tuple[float, float] | None) -> float:
-        """Return the standard error of ``level``: of the training prompts and of the evaluations."""
+        """Return the standard error of ``level``, from training prompts and evaluations."""
         low, high = self._scale(known_range)
         return math.hypot(self.raw.error(high - low), math.sqrt(self.offset_variance)) / (high - low)
 
@@ -187,7 +187,7 @@ class TaskTrace:
             return known_range
         if (ends := self.shown.ends) is not None:
             return ends
-        # means of a metric, or rewards that have not differed yet
+        # another metric, or rewards that have not differed yet
         return min(0.0, self.raw.value), max(1.0, self.raw.value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class TaskTrace:
 
 
 def _oriented(stats: TaskStats, metric: str) -> float:
-    """Return a metric turned such that higher is better (``1 - x`` of a bad rate); NaN if there is none."""
+    """Return a metric turned so that higher is better (``1 - x`` of a bad rate); NaN if it is missing."""
     value, statistic = stats.metrics.get(metric, math.nan), stats.statistics.get(metric)
     if statistic is None or statistic.direction is not Direction.lower:
         return value

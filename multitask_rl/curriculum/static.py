@@ -1,4 +1,4 @@
-"""The initial weights, kept: what a person chose or tuned."""
+"""Fixed weights: the initial weights for the whole run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Static"]
 
 
 class Static(SchedulerPolicy):
-    """Keep the initial weights for the whole run; only what is below its floor is raised to it."""
+    """Keep the initial weights for the whole run; a share below its floor is raised to the floor."""
 
     adaptive: ClassVar[bool] = False
 
@@ -19,5 +19,5 @@ class Static(SchedulerPolicy):
         return dict(self.prior)
 
     def reasons(self) -> dict[str, str]:
-        """Return the same words for every task."""
+        """Return the same reason for every task."""
         return dict.fromkeys(self.tasks, "initial weight, kept")

@@ -1,4 +1,4 @@
-"""Lower what learns fast, give its share to the laggards: the other sentence of the reference."""
+"""Lower the weight of tasks that learn fast and raise the weight of tasks that lag behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StragglerConfig(SchedulerPolicyConfig):
 
 
 class Straggler(SchedulerPolicy):
-    """Weigh each task by the part of its way that is still ahead, relative to the others.
+    """Weigh each task by the remaining part of its distance to the target.
 
     ``r_k = (target_k - J_k)^+ / (target_k - J_k at the start)``,
     ``w_k = prior_k * r_k^exponent``, normalised, ``r`` cleared of noise (``SchedulerPolicy.clear``); the
@@ -62,13 +62,13 @@ class Straggler(SchedulerPolicy):
         return {t: self.prior[t] * cleared.get(t, 0.0) ** self.config.exponent for t in self.tasks}
 
     def _error(self, task: str, remaining: float) -> float:
-        """Return the standard error of a part of the way: of the level now and of the one at the start."""
+        """Return the standard error of the remaining part, from the level now and the level at the start."""
         start = self.start_deficit[task]
         return self.level_error(task) * math.hypot(1.0, remaining) / start if remaining else 0.0
 
     def reasons(self) -> dict[str, str]:
-        """Return how much of each task's way is left."""
+        """Return the remaining part per task."""
         return {
-            task: f"{self._remaining(task):.0%} of the way to target {self.targets[task]:.2f} is left"
+            task: f"{self._remaining(task):.0%} of the distance to target {self.targets[task]:.2f} remains"
             for task in self.tasks
         }

@@ -1,4 +1,4 @@
-"""Equal weights, whatever happens: the baseline every other policy has to beat."""
+"""Equal weights for the whole run: the baseline that every other policy has to beat."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Uniform(SchedulerPolicy):
         return {task: 1.0 / len(self.tasks) for task in self.tasks}
 
     def reasons(self) -> dict[str, str]:
-        """Return the same words for every task."""
+        """Return the same reason for every task."""
         return dict.fromkeys(self.tasks, "equal shares")

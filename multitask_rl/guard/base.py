@@ -1,7 +1,7 @@
-"""What a guard is: it sees every step and every held-out evaluation, and says whether the run may go on.
+"""Base of guards: a guard reads every step and every held-out evaluation and decides whether the run goes on.
 
-The trainer carries out what a guard decides: it restores the checkpoint, multiplies learning rate and task
-shares by the guard's factors, and ends the run on ``stop``. Subclass ``Guard``, override ``observe``, and
+The trainer carries out the decision: it restores the checkpoint, multiplies learning rate and task shares by
+the guard's factors, and ends the run on ``stop``. To write one, subclass ``Guard``, override ``observe``, and
 name the class in ``guard.plugin``.
 """
 
@@ -20,8 +20,8 @@ from multitask_rl.records import Event, TaskEvaluation, TaskStats
 __all__ = ["Confirm", "Guard"]
 
 Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None]
-"""``confirm(task)`` evaluates the current weights and those last judged good afresh, same prompts and seeds
-for both and new ones at every call; returns ``(current, reference)``, None where no good weights are kept."""
+"""``confirm(task)`` evaluates the current weights and the weights last judged good, on the same prompts and
+seeds, which are new at every call. It returns ``(current, reference)``; None if no good weights are kept."""
 
 _OF_SAFETY_GUARD = ("monitor_metrics", "threshold_delta", "absolute", "max_rollbacks")
 
@@ -29,16 +29,16 @@ _OF_SAFETY_GUARD = ("monitor_metrics", "threshold_delta", "absolute", "max_rollb
 class Guard:
     """Base of all guards: built as ``Cls(Cls.Config(**guard_config))``, or ``Cls()`` without a ``Config``.
 
-    The trainer calls ``bind``, then ``record_step`` after every step, ``observe`` after every evaluation,
-    then ``rollback_target`` and ``rolled_back`` where the decision was ``rollback``. A rollback does not
-    restore the guard: what it has counted stays.
+    The trainer calls ``bind``, then ``record_step`` after every step and ``observe`` after every evaluation.
+    If the decision is ``rollback``, it calls ``rollback_target`` and ``rolled_back``. A rollback does not
+    restore the guard's state.
     """
 
     rollback_steps: int = 100
-    """``guard.rollback_steps``: steps that a rollback may lose. While weights are judged good, the run saves
-    them at least every half of it."""
+    """``guard.rollback_steps``: most steps that a rollback may lose. The run saves weights that are judged
+    good at least every ``rollback_steps / 2`` steps."""
     webhook: str = ""
-    """``http(s)://`` address that every alert is posted to as JSON; empty = none."""
+    """``http(s)://`` address for alerts, posted as JSON; empty = none."""
 
     @classmethod
     def build(cls, config: GuardConfig) -> Guard:
@@ -60,18 +60,18 @@ class Guard:
         return guard
 
     def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
-        """Learn which tasks are evaluated, and start afresh: when the guard is added, and again at the start.
+        """Set the evaluated tasks and reset the state; called when the guard is added and at the run's start.
 
         Args:
-            tasks: their names.
-            metrics: by task, the metrics that its evaluations can have and whether each has a direction.
+            tasks: names of the evaluated tasks.
+            metrics: by task, the possible metrics of its evaluations and whether each has a direction.
 
         Raises:
-            ConfigError: a setting names what is not there.
+            ConfigError: a setting names an unknown task or metric.
         """
 
     def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:
-        """Note the statistics of the step that was made from the weights of ``step``, by task."""
+        """Record the statistics, by task, of the step that started from the weights of ``step``."""
 
     def observe(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None = None
@@ -79,27 +79,23 @@ class Guard:
         """Judge the weights of ``step`` by their held-out evaluation.
 
         Args:
-            step: step of the weights evaluated.
-            evaluations: by task.
-            confirm: fresh paired evaluation on demand (see ``Confirm``).
+            step: step of the evaluated weights.
+            evaluations: evaluation of each task.
+            confirm: makes a new paired evaluation (see ``Confirm``).
         """
         raise NotImplementedError
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        """Return the checkpoint to restore. Default: the newest that was judged good; None = there is none.
+        """Return the checkpoint to restore; None = go on from the current weights.
 
-        Asked again without a checkpoint that turns out to be damaged. The answer None lets the run go on from
-        the weights as they are.
+        Default: the newest checkpoint that was judged good. If the checkpoint is damaged, the trainer calls
+        this again without it.
         """
         good = [checkpoint for checkpoint in checkpoints if checkpoint.judged_good]
         return max(good, key=lambda checkpoint: checkpoint.step, default=None)
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
-        """Take note that the run goes on from ``target``, its next step being numbered from ``step``.
-
-        Returns:
-            What to log of it.
-        """
+        """Record that the run goes on from ``target`` and counts on from ``step``; return events to log."""
         reason = f"rolled back to the checkpoint of step {target.step}"
         return [Event(step=step, source="guard", kind="rolled_back", reason=reason, data={"to": target.step})]
 
@@ -108,7 +104,7 @@ class Guard:
         return 1.0
 
     def weight_factors(self) -> dict[str, float]:
-        """Return the factors on the scheduler's shares in force; missing = 1, 0 = no prompts of the task."""
+        """Return the current factors on the scheduler's shares; missing = 1, 0 = no prompts of the task."""
         return {}
 
     def metrics(self) -> dict[str, float]:
@@ -123,6 +119,6 @@ class Guard:
         """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh.
 
         Args:
-            state: what ``state_dict`` returned.
-            renamed: old name -> new name of tasks renamed since.
+            state: result of ``state_dict``.
+            renamed: old name -> new name of renamed tasks.
         """

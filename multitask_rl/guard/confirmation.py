@@ -1,4 +1,4 @@
-"""The second opinion: is what the screen saw there on the same prompts, against weights known to be good?"""
+"""Confirmation of an alarm: a paired test of the current weights against weights that were judged good."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from multitask_rl.records import TaskEvaluation
 __all__ = ["Confirmation"]
 
 _OVERWHELMING = 2.0
-"""Times the limit: evidence that needs no agreement of the stored evaluations."""
+"""Evidence above this multiple of the limit needs no agreement of the stored evaluations."""
 
 
 class Confirmation:
-    """Paired tests of an alarmed metric; remembers the evaluation of the weights last judged good.
+    """Paired tests of an alarmed metric; keeps the evaluation of the weights last judged good.
 
-    A fresh evaluation (new prompts or seeds, both weights) is independent of the screen, so that a false
-    alarm has to be drawn twice. While an alarm lasts, fresh evaluations are pooled, which finds in two or
-    three of them what one is too small for.
+    A fresh evaluation uses new prompts or seeds for both weights. It is independent of the detector, so a
+    false alarm must happen twice by chance. During an alarm fresh evaluations are pooled, so that two or
+    three of them find a fall that one is too small to show.
     """
 
     def __init__(self, config: SafetyGuardConfig) -> None:
@@ -40,7 +40,7 @@ class Confirmation:
                 self._good[watch.key] = list(found.values)
 
     def forget_fresh(self) -> None:
-        """The alarm is over; a later one starts with evaluations of its own."""
+        """Drop the pooled fresh evaluations when an alarm is over."""
         self._fresh = {}
 
     def test(
@@ -52,7 +52,7 @@ class Confirmation:
     ) -> tuple[bool, dict[str, float]]:
         """Return whether the fall is confirmed, and the numbers of the test.
 
-        Without values per prompt to compare (no weights were judged good) the screen alone decides.
+        Without values per prompt to compare (no weights were judged good yet) the detector alone decides.
         """
         stored = watch.find(evaluation)
         if not self._config.confirm or stored is None:

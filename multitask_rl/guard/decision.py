@@ -1,4 +1,4 @@
-"""What the guard says, and what it needs to know of checkpoints to say it."""
+"""Records of the guard: decision, adjustments after a rollback, checkpoint to choose from."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["CheckpointInfo", "GuardAction", "GuardDecision", "RollbackAdjustment
 
 
 class GuardAction(StrEnum):
-    """What the trainer is to do, from the mildest to the hardest."""
+    """Action for the trainer, from mildest to hardest."""
 
     keep = "keep"
-    """Nothing is wrong."""
+    """No sign of a regression: go on."""
     warn = "warn"
-    """Something may be; nothing changes."""
+    """A possible regression: log it and go on."""
     reweight = "reweight"
     """Go on from these weights with the guard's ``weight_factors``."""
     freeze = "freeze"
-    """As ``reweight``, with the task held to be the cause at factor 0."""
+    """As ``reweight``, with factor 0 for the task that is the likely cause."""
     rollback = "rollback"
     """Restore ``Guard.rollback_target`` and go on with the adjustments."""
     stop = "stop"
@@ -33,21 +33,21 @@ class CheckpointInfo:
     """One checkpoint on disk."""
 
     step: int
-    """Optimizer steps of the run when it was written."""
+    """Optimizer steps of the run at the time of writing."""
     judged_good: bool | None = None
     """``GuardDecision.judged_good`` of the evaluation of exactly these weights; None = not evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollbackAdjustments:
-    """What changes after a rollback, so that the same failure is not replayed.
+    """Changes after a rollback, so that the same failure does not repeat. The defaults change nothing.
 
     PaLM restarted about 100 steps before a spike and skipped 200 to 500 batches; the same batches from
-    another state did not spike (arXiv:2204.02311, section 5.1). The defaults change nothing.
+    another state did not spike (arXiv:2204.02311, section 5.1).
     """
 
     skip_data: bool = False
-    """Leave the data cursors where the run was instead of restoring them: the window is not seen again."""
+    """Do not restore the data cursors: the run does not see the data since the checkpoint again."""
     lr_factor: float = 1.0
     """Factor on the learning rate, in (0, 1]."""
     lr_hold_steps: int = 0
@@ -59,7 +59,7 @@ class RollbackAdjustments:
     victim: str = ""
     """The task that regressed."""
     culprit: str = ""
-    """The task whose updates are held to be the cause; empty = none to name."""
+    """The task whose updates are the likely cause; empty = unknown."""
 
     def lr_factor_after(self, steps: int) -> float:
         """Return the factor on the learning rate ``steps`` steps after the rollback.
@@ -81,8 +81,7 @@ class GuardDecision:
 
     action: GuardAction = GuardAction.keep
     judged_good: bool = False
-    """The weights evaluated are as good as the run has shown, in every watched metric: a rollback may
-    return to them."""
+    """The evaluated weights have not regressed in any watched metric: a rollback may return to them."""
     task: str = ""
     """The task that regressed, for every action but ``keep``."""
     metric: str = ""
@@ -92,6 +91,6 @@ class GuardDecision:
     statistics: Mapping[str, float] = field(default_factory=dict)
     """``value``, ``reference``, ``drop``, ``cusum``, ``cusum_limit``, ``z``..., JSON-able."""
     adjustments: RollbackAdjustments = field(default_factory=RollbackAdjustments)
-    """What to change; in force from now on through ``lr_factor`` and ``weight_factors`` of the guard."""
+    """Changes from now on; the guard's ``lr_factor`` and ``weight_factors`` apply them."""
     events: list[Event] = field(default_factory=list)
-    """Everything decided, for the log."""
+    """Events to log."""

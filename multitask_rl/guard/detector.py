@@ -1,10 +1,12 @@
-"""The screen of the guard: one metric over time, and the evidence that it has fallen.
+"""The guard's detector: one metric over time, and the evidence that it has fallen.
 
-Two parts. The *reference* is a level the run has demonstrated: the running maximum of a lower confidence
-bound of the moving average. (The best value seen is not: the maximum of N noisy values lies about
-sigma * sqrt(2 ln N) above the level, and a 15 % rule against it fires in every clean run.) The *CUSUM* sums
-how far evaluations fall short of the reference beyond half the drop that matters; noise cancels, a real
-drop adds up.
+It has two parts:
+
+- The *reference* is a level the run has demonstrated: the running maximum of a lower confidence bound of the
+  moving average. The best observed value would not do: the maximum of N noisy values lies about
+  sigma * sqrt(2 ln N) above the level, so a 15 % rule against it fires in every clean run.
+- The *CUSUM* sums the shortfalls of evaluations below the reference, less half the relevant drop each. Noise
+  cancels; a real drop adds up.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ __all__ = ["DetectorSettings", "RegressionDetector"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetectorSettings:
-    """How a metric is watched."""
+    """Settings of ``RegressionDetector``."""
 
     drop: float
-    """The fall that matters, > 0: a fraction of the reference, or in the metric's unit (``absolute``)."""
+    """The relevant drop, > 0: a fraction of the reference, or in the metric's unit (``absolute``)."""
     absolute: bool = False
     limit: float = 5.0
     """h: alarm when the CUSUM exceeds it, standard errors."""
@@ -33,13 +35,13 @@ class DetectorSettings:
     smoothing: float = 0.1
     """Gain of the moving average under the reference."""
     error_rate: float = 0.05
-    """Chance that the lower bound of a moving average lies above the true level, and that an evaluation at
-    that level is not judged good; over all metrics watched together."""
+    """Over all watched metrics together: probability that the lower bound of a moving average exceeds the
+    true level, and that an evaluation at that level is not judged good."""
     warmup: int = 4
     """Evaluations before the ratchet starts and an alarm is possible: the bound of few evaluations is wide
     and its running maximum would settle above the true level."""
     min_slack: float = 1.0
-    """Least k: a fall of less than two standard errors cannot be told from noise at this sample size."""
+    """Lower bound of k. At 1, a fall below two standard errors counts as noise."""
 
     @property
     def confidence_z(self) -> float:
@@ -71,17 +73,17 @@ class RegressionDetector:
     variance: float = 0.0
     """Moving average of the squared standard error."""
     scale: float = 0.0
-    """Moving average of what a relative drop is a fraction of, besides the reference (0 = only that)."""
+    """Moving average of ``scale`` of ``observe``; 0 = a relative drop is a fraction of the reference."""
     reference: float | None = None
-    """The demonstrated level, before the newest evaluation is counted; None before the second one."""
+    """The demonstrated level, without the newest evaluation; None before the second evaluation."""
     bound: float = -math.inf
     """Running maximum of the lower confidence bound, the newest evaluation included."""
     cusum: float = 0.0
     slack: float = 0.0
     """k of the newest evaluation."""
     good_step: int = -1
-    """Last step at which the CUSUM was 0 and the value not below its moving average: a fall began after it,
-    if there is one. (The CUSUM alone dates it too late: a fall of less than k leaves it at 0.)"""
+    """Last step at which the CUSUM was 0 and the value not below its moving average: the latest possible step
+    before a fall. The CUSUM alone dates a fall too late: a fall of less than k leaves it at 0."""
 
     def observe(
         self, value: float, error: float, step: int, settings: DetectorSettings, *, scale: float = 0.0
@@ -91,9 +93,9 @@ class RegressionDetector:
         Args:
             value: mean over the prompts, higher is better.
             error: its standard error, > 0.
-            step: step of the weights that were evaluated.
-            settings: how the metric is watched.
-            scale: least level that a relative drop refers to (for metrics whose zero means nothing).
+            step: step of the evaluated weights.
+            settings: the detector's settings.
+            scale: smallest level that a relative drop refers to (for metrics without a natural zero).
         """
         self.reference = self.bound if self.count else None
         self.count += 1
@@ -119,27 +121,27 @@ class RegressionDetector:
             self.good_step = step
 
     def relevant_drop(self, settings: DetectorSettings) -> float:
-        """Return the fall that matters, in the metric's unit."""
+        """Return the relevant drop in the metric's unit."""
         if settings.absolute:
             return settings.drop
         return settings.drop * max(abs(self.reference or 0.0), self.scale)
 
     def limit(self, settings: DetectorSettings) -> float:
-        """Return h for the number of metrics watched together.
+        """Return h for the number of watched metrics.
 
         The mean time between false alarms of a CUSUM grows as ``exp(2 k h)`` (Siegmund, "Sequential
-        Analysis", 1985), so one false alarm over M metrics costs ``ln(M) / (2 k)`` more.
+        Analysis", 1985). Adding ``ln(M) / (2 k)`` gives M metrics together the false alarms of one.
         """
         return settings.limit + math.log(settings.num_metrics) / (2.0 * max(self.slack, settings.min_slack))
 
     def alarms(self, settings: DetectorSettings) -> bool:
-        """Whether the evidence of a fall is beyond the limit."""
+        """Whether the evidence of a fall exceeds the limit."""
         return self.count > settings.warmup and self.cusum > self.limit(settings)
 
     def is_good(self, settings: DetectorSettings) -> bool:
-        """Whether the newest value is compatible with the reference and nothing is adding up.
+        """Whether the newest value is compatible with the reference and the CUSUM is at most half its limit.
 
-        At a constant level about 95 % of the evaluations are good in all metrics watched together.
+        At a constant level about 95 % of the evaluations are good in all watched metrics.
         """
         if self.reference is None:
             return self.count > 0

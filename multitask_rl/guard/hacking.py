@@ -1,9 +1,8 @@
-"""Signs that the training signal has come apart from the ability: hacking, collapse, drift, starvation.
+"""Signs that reward and ability diverge: hacking, KL over budget, entropy collapse, length drift, starvation.
 
-A reward can be raised without the ability it stands for. What shows it is the training reward going up while
-the held-out metric goes down; what announces it is a policy that runs far from its reference, loses its
-entropy, or changes the length of its responses. None of it proves anything: hacking moves the task's share,
-the rest warns.
+Reward hacking shows as a rising training reward with a falling held-out metric. Early signs are a large KL to
+the reference, a loss of entropy, or a change of response length. None of them is a proof: on hacking the
+guard lowers the task's share; the other signs only warn.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from multitask_rl.records import Event
 __all__ = ["HackingMonitor", "Observation", "fall_while_rising", "kendall_score"]
 
 _WINDOW = 8
-"""Evaluations a trend is read from."""
+"""Number of evaluations in a trend."""
 _MIN_KENDALL = 16
-"""Of at most 28; reached by chance in 3 % of windows without a trend."""
+"""Least Mann-Kendall statistic of a trend (largest: 28); chance reaches it in 3 % of windows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,7 @@ class Observation:
 
 
 class HackingMonitor:
-    """Reads the last evaluations of every task for hacking, KL budget, entropy collapse and length drift."""
+    """Looks for the signs above in the last ``_WINDOW`` evaluations of every task."""
 
     def __init__(self, config: SafetyGuardConfig) -> None:
         self._config = config
@@ -55,10 +54,10 @@ class HackingMonitor:
         self._raised: set[str] = set()
 
     def observe(self, task: str, point: Observation, step: int) -> list[Event]:
-        """Add an evaluation of ``task``; return each sign once, when it appears.
+        """Add an evaluation of ``task``; return each sign as an event once, when it appears.
 
-        Kinds: ``hacking``, ``starved`` (no sample of a task that was trained reached training for two
-        evaluations), ``warn`` for the others.
+        Kinds: ``hacking``; ``starved`` (a task that was trained before had no training sample for two
+        evaluations); ``warn`` for the other signs.
         """
         points = self._points.setdefault(task, deque(maxlen=_WINDOW))
         points.append(point)
@@ -112,17 +111,17 @@ class HackingMonitor:
         return f"responses went from {start.length:.1f} to {point.length:.1f} tokens"
 
     def _starved(self, start: Observation, points: Sequence[Observation]) -> str:
-        """A held-out level falls long after its task has left training, or not at all."""
+        # needed as its own sign: the held-out level falls late, or not at all, when training samples stop
         last = [p.prompts for p in points][-2:]
         if not (start.prompts > 0.0 and len(last) == 2 and last == [0.0, 0.0]):
             return ""
         return (
-            "no sample of it reached training since the evaluation before the last, although it was trained "
-            "before: its data, its share or its rewards are gone"
+            "no training sample in the last two evaluation intervals, although the task was trained before: "
+            "check its data, its share and its rewards"
         )
 
     def forget(self) -> None:
-        """The run was taken back: start trends afresh."""
+        """Restart trends, after a rollback."""
         self._points.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,10 +144,10 @@ class HackingMonitor:
 
 
 def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
-    """Return how far the held-out metric fell while the training reward rose, and the standard error of it.
+    """Return the fall of the held-out metric while the training reward rose, and its standard error.
 
-    From the first two to the last two of the newest eight evaluations; (0, 0) where there are fewer, or the
-    reward shows no upward trend over them.
+    It compares the means of the first two and the last two of ``_WINDOW`` evaluations. It is (0, 0) with
+    fewer evaluations or without an upward trend of the reward.
     """
     rewards = [p.train_reward for p in points]
     if len(points) < _WINDOW or not all(map(math.isfinite, rewards)):
@@ -171,7 +170,7 @@ def kendall_score(values: Sequence[float]) -> int:
 
 
 def _first_known(start: Observation, point: Observation) -> Observation:
-    """Return ``start`` with what was not known yet taken from ``point``."""
+    """Return ``start`` with its unknown values taken from ``point``."""
     now = asdict(point)
     return Observation(**{k: v if math.isfinite(v) else now[k] for k, v in asdict(start).items()})
 

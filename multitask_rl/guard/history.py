@@ -1,4 +1,4 @@
-"""What the last training steps did per task: who updated the actor, and where the training rewards went."""
+"""Statistics of the last training steps per task: groups with a gradient, rewards, length, entropy, KL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepHistory:
         self._entries: dict[str, deque[_Entry]] = {}
 
     def record(self, step: int, stats: Mapping[str, TaskStats]) -> None:
-        """Add the step made from the weights of ``step``."""
+        """Add the step that started from the weights of ``step``."""
         for task, seen in stats.items():
             entry = _Entry(
                 step=step,
@@ -52,12 +52,11 @@ class StepHistory:
             self._entries.setdefault(task, deque(maxlen=self._max_steps)).append(entry)
 
     def find_culprit(self, victim: str, since: int) -> str:
-        """Return the task held to have caused the fall of ``victim`` in the steps from ``since`` on.
+        """Return the likely cause of the fall of ``victim`` in the steps from ``since`` on; empty = unknown.
 
-        If the victim's own training reward rose meanwhile, it was trained *into* the fall (its reward is
-        hacked, flipped or corrupt) and is its own culprit. Else it is the task that gave the most groups
-        with a gradient, the victim left out unless it was alone. An attribution, not a proof: it costs the
-        named task half of its share until the victim has recovered. Empty: no step was recorded.
+        It is the victim itself if its training reward rose meanwhile: its reward is then hacked, flipped or
+        corrupt. Otherwise it is the other task with the most groups with a gradient, or the victim if no
+        other task had any. This is an attribution, not a proof.
         """
         if self._is_rising(victim, since):
             return victim
@@ -71,7 +70,7 @@ class StepHistory:
         return max(others, key=lambda task: (others[task], task)) if others else ""
 
     def _is_rising(self, task: str, since: int) -> bool:
-        """Whether the last third of the task's rewards lies above the first by two standard errors."""
+        """Whether the last third of the rewards lies above the first third by two standard errors."""
         rewards = [
             e.reward for e in self._entries.get(task, ()) if e.step > since and math.isfinite(e.reward)
         ]
@@ -83,7 +82,7 @@ class StepHistory:
         return fmean(last) - fmean(first) > _RISING_Z * error
 
     def mean_since(self, task: str, name: str, since: int) -> float:
-        """Return the mean from ``since`` on, NaN if unknown.
+        """Return the mean of ``name`` over the steps from ``since`` on; NaN if unknown.
 
         ``name`` is ``reward``, ``length``, ``entropy``, ``kl`` or ``prompts`` (per step).
         """
@@ -92,13 +91,13 @@ class StepHistory:
         return fmean(values) if values else math.nan
 
     def rewind(self, step: int) -> None:
-        """Forget what happened after the weights of ``step``: it is undone."""
+        """Drop the steps after the weights of ``step``: a rollback has undone them."""
         for task, entries in self._entries.items():
             kept = (entry for entry in entries if entry.step < step)
             self._entries[task] = deque(kept, maxlen=self._max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able (what was not finite is None)."""
+        """Return the state, JSON-able (a value that is not finite is None)."""
         return {
             task: [{k: v if math.isfinite(v) else None for k, v in asdict(e).items()} for e in entries]
             for task, entries in self._entries.items()

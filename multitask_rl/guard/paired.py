@@ -1,7 +1,7 @@
-"""Is the current policy really worse than the reference on the same prompts? A one-sided paired test.
+"""One-sided paired test: is the current policy worse than the reference on the same prompts?
 
-Evaluations use the same prompts and sampling seeds every time, so most of the noise is common to both and
-leaves their difference: a paired test sees drops that two independent means cannot.
+All evaluations use the same prompts and sampling seeds, so most of the noise cancels in the difference. A
+paired test therefore finds drops that a comparison of independent means misses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from multitask_rl.statistics.intervals import sign_test, student_tails, summaris
 __all__ = ["PairedTest", "compare_paired"]
 
 _MAX_Z = 8.0
-"""The largest z reported: beyond it the tail probability leaves the doubles."""
+"""Largest reported z: beyond it the tail probability is below double precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +25,11 @@ class PairedTest:
     """Result of one comparison."""
 
     drop: float
-    """Mean of reference minus current, in the direction in which the metric is better."""
+    """Mean of reference minus current, oriented: > 0 = the current policy is worse."""
     z: float
     """Standard normal quantile of the one-sided test of "no drop"; large = worse than the reference."""
     num_prompts: int
-    """Prompts that both could score."""
+    """Prompts with a value on both sides."""
 
 
 def compare_paired(
@@ -39,8 +39,8 @@ def compare_paired(
 
     For values of 0 and 1 this is McNemar's exact test: given ``b + c`` prompts that changed, the ``b`` that
     got worse are Binomial(b + c, 1/2) without a drop. Otherwise it is Student's test of the mean difference.
-    Prompts that either side has no value of (NaN) are left out. Sequences of different lengths, or with so
-    few pairs that they leave out more than half of a side, are compared as independent samples.
+    Prompts with NaN on at least one side are left out. Sequences are compared as independent samples if
+    their lengths differ or the pairs cover less than half of the smaller side.
 
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
     Psychometrika 12, 1947.
@@ -86,7 +86,7 @@ def _mcnemar_z(*, worse: int, better: int) -> float:
 
 
 def _student_z(mean: float, error: float, degrees: int) -> float:
-    """Return the normal quantile that is as improbable as this mean with this estimated error."""
+    """Return the normal quantile with the tail probability of Student's t = ``mean / error``."""
     if not error > 0.0:
         return math.copysign(_MAX_Z, mean) if mean else 0.0
     tail = student_tails(mean / error, degrees) / 2

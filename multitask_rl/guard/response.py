@@ -1,4 +1,4 @@
-"""What the guard does about a fall: the rung of the ladder, what changes, for how long, how often."""
+"""The guard's response to a confirmed fall: action, adjustments, their duration, count of rollbacks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Response:
         self.rollbacks: list[int] = []
         """Steps of the rollbacks within the window."""
         self.cooldown_until = -1
-        """First step at which evidence adds up again."""
+        """First step at which evidence accumulates again."""
         self.began = 0
         """Step from which the adjustments count."""
         self.is_restored = False
-        """The adjustments followed a rollback that took place: the run goes on from good weights."""
+        """The adjustments follow a completed rollback: the run goes on from good weights."""
         self.adjustments = RollbackAdjustments()
-        """In force."""
+        """The current adjustments."""
 
     def choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
-        """Return what a confirmed fall of the watched metric ``key`` calls for.
+        """Return the action on a confirmed fall of the watched metric ``key``.
 
-        One rung further each time while its task has not recovered; a fall of twice the threshold goes to
-        the last rung. A rollback beyond ``max_rollbacks`` in the window becomes a stop; ``resume_at`` counts
-        those that took place.
+        Each call takes the next rung of the ladder until the task recovers. A fall of twice the threshold
+        takes the last rung. A rollback beyond ``max_rollbacks`` completed rollbacks in the window becomes a
+        stop.
         """
         ladder = self._config.ladder
         rung = self._rungs.get(key, 0)
@@ -50,13 +50,13 @@ class Response:
         return action
 
     def adjust(self, action: GuardAction, *, victim: str, culprit: str, step: int) -> None:
-        """Put into force what changes from here on; a rollback also starts the cooldown."""
+        """Set the adjustments from ``step`` on; a rollback also starts the cooldown."""
         config = self._config
         is_rollback = action is GuardAction.rollback
         times = len(self.rollbacks) + 1 if is_rollback else 1
         factors = {victim: config.victim_factor}
         if culprit:
-            # a task trained into its own fall would only fall again, more slowly, on half of its share
+            # a task that causes its own fall would fall again, more slowly, with half of its share
             is_frozen = action is GuardAction.freeze or (is_rollback and culprit == victim)
             factors[culprit] = 0.0 if is_frozen else config.culprit_factor**times
         self.adjustments = RollbackAdjustments(
@@ -74,16 +74,16 @@ class Response:
             self.cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
 
     def resume_at(self, step: int) -> None:
-        """Count the rollback, and adjustments and cooldown from ``step``, where the run goes on."""
+        """Count the completed rollback; adjustments and cooldown now start at ``step``."""
         self.rollbacks.append(self.began)
         self.cooldown_until += step - self.began
         self.began = step
         self.is_restored = True
 
     def lift(self, step: int) -> str:
-        """End the adjustments if their time is over; return the victim that has recovered, or nothing.
+        """End the adjustments after the cooldown and return the recovered victim; empty = nothing to end.
 
-        To be called when every watched metric is good.
+        Call it when every watched metric is good.
         """
         victim = self.adjustments.victim
         if not victim or step <= self.began or step < self.cooldown_until:
@@ -93,7 +93,7 @@ class Response:
         return victim
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor on the learning rate in force at ``step``."""
+        """Return the factor on the learning rate at ``step``."""
         return self.adjustments.lr_factor_after(step - self.began)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which of the judged-good checkpoints a rollback returns to."""
+"""Choice of the checkpoint that a rollback restores."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ __all__ = ["choose_target"]
 def choose_target(
     good: Sequence[CheckpointInfo], seen: Sequence[tuple[int, float, float]], *, fell_after: int
 ) -> CheckpointInfo | None:
-    """Return the newest checkpoint from before the fall at which the fallen metric still was at its height.
+    """Return the newest candidate at which the fallen metric was still near its best level; None = none.
 
-    "Judged good" bounds the level from below only: an evaluation on the way down may pass by itself. A
-    checkpoint's level is therefore the mean of its evaluation and the ones next to it, and it has to be
-    within a standard error of the best such level among the candidates. One that is not a standard error
-    above the present value is no candidate: the run has learnt more since than it has lost.
+    An evaluation during the fall may still be judged good. A checkpoint's level is therefore the mean of its
+    evaluation and the evaluations before and after it. The level must be within one standard error of the
+    best candidate's level, and more than one standard error above the current value.
 
     Args:
-        good: candidates, judged good and in reach.
-        seen: (step, value, standard error) of the fallen metric at every evaluation, the present one last;
+        good: candidates: judged good and at most ``rollback_steps`` back.
+        seen: (step, value, standard error) of the fallen metric at every evaluation, the current one last;
             higher is better.
-        fell_after: step after which the fall began, as far as the screen can tell; candidates up to it are
+        fell_after: the detector's estimate of the step after which the fall began; candidates up to it are
             preferred.
 
     >>> infos = [CheckpointInfo(step=step, judged_good=True) for step in (10, 20, 30)]

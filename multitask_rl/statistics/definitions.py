@@ -1,7 +1,7 @@
-"""What the numbers of a task mean: population, value, direction and range of each, in training as held out.
+"""Definitions of a task's metrics: population, value, direction and range, in training and evaluation.
 
-docs/definitions.md says the same in a table. A *slot* is a response that a user would have seen: its record
-is the last attempt. Where that was refused too, nothing was served, and the slot has the *refused value*.
+docs/definitions.md has them as a table. A *slot* is one place for a response; its record is the last attempt,
+the one a user would see. A slot whose last attempt was rejected has the *refused value*.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["REWARD", "TaskMetrics", "metric_names", "served"]
 REWARD = "reward_mean"
 """Name of the reward's statistic."""
 ENOUGH_EARNED = 64
-"""Scored responses from which on their best reward says what the task pays."""
+"""Scored responses after which their best reward stands for the best of the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Kind:
 
     @property
     def worst(self) -> float:
-        """The bad end of the range; not finite where none is declared."""
+        """The bad end of the range; not finite without a declared range."""
         return {1: self.low, -1: self.high, 0: math.nan}[self.direction.sign]
 
 
@@ -53,13 +53,14 @@ _BAD_RATE = _Kind(Direction.lower, 0.0, 1.0)
 _GOOD_RATE = _Kind(Direction.higher, 0.0, 1.0)
 _PLAIN = _Kind(Direction.none)
 _Column = tuple[_Kind, Sequence[Scored], Sequence[float]]
-"""Of a metric: what it is, its records, the value of each (NaN = not in the population)."""
+"""A metric's kind, its records, and the value of each record (NaN = not in the population)."""
 
 
 def metric_names(spec: TaskSpec) -> dict[str, bool]:
-    """Return the metrics that evaluations of a task can have; whether each says which way is better.
+    """Return the metrics of a task's evaluations, and whether each has a direction.
 
-    Components of rewards, ``reward/<name>/<component>``, come beside them: what a plugin returns decides.
+    Components of rewards, ``reward/<name>/<component>``, are not included: they depend on the plugin's
+    results.
     """
     found = {REWARD: True, "length": False, "truncated_rate": True, "failure_rate": True}
     found |= {f"reward/{r.name or r.plugin}": True for r in spec.rewards}
@@ -83,7 +84,7 @@ class TaskMetrics:
 
     Args:
         spec: the task.
-        algorithm: says what a refused response earns where it is trained on.
+        algorithm: its ``outcome`` is the reward of a rejected response, if it trains on rejected responses.
     """
 
     def __init__(self, spec: TaskSpec, algorithm: Algorithm) -> None:
@@ -95,18 +96,18 @@ class TaskMetrics:
         self._told: set[str] = set()
 
     def declare(self, traits: Mapping[str, PluginTraits]) -> None:
-        """Take in what the task's rewards declare, by name: ranges and directions."""
+        """Set the traits of the task's rewards, by name: ranges and directions."""
         self._traits = traits
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
-        """Declared range of the reward, penalties included; None where a weighted reward declares none."""
+        """Declared range of the reward, penalties included; None if a weighted reward declares no range."""
         kind = self._kind("reward")
         return (kind.low, kind.high) if math.isfinite(kind.high - kind.low) else None
 
     @property
     def primary_direction(self) -> Direction:
-        """Direction of the primary metric: as the task says, else as its reward declares."""
+        """Direction of the primary metric: the task's setting, else the declaration of its reward."""
         stated = self._spec.higher_is_better
         if stated is None:
             declared = self._kind(self._spec.primary_metric).direction
@@ -117,12 +118,12 @@ class TaskMetrics:
         """Return the primary metric over the slots of held-out records, with its values per prompt."""
         name, final = self._spec.primary_metric, served(scored)
         kind = replace(self._kind(name), direction=self.primary_direction)
-        # a resumed run may have another primary metric, or another direction of it
+        # a resumed run may have another primary metric, or another direction
         key = f"primary/{name}/{kind.direction.value}"
         return _summary(kind, final, self._over_slots(name, kind, final, key=key), _groups(final))
 
     def num_failed(self, scored: Sequence[Scored]) -> int:
-        """Return how many slots lack the primary metric because they, or the reward it is of, failed."""
+        """Return how many slots have no primary metric because the slot or the metric's reward failed."""
         plugin = self._spec.primary_metric.partition("/")[0]
         return sum(
             _has_failed(s) or (not s.rollout.rejected and isinstance(s.breakdown.get(plugin), Failure))
@@ -130,11 +131,11 @@ class TaskMetrics:
         )
 
     def describe(self, scored: Sequence[Scored], *, held_out: bool = False) -> dict[str, Statistic]:
-        """Return every statistic that records of a step or an evaluation have, by name.
+        """Return every statistic of a step or an evaluation, by name.
 
         Args:
             scored: all attempts of every slot.
-            held_out: they are an evaluation: values per prompt are kept.
+            held_out: whether they are an evaluation; values per prompt are then kept.
         """
         final = served(scored)
         ends = [s for s in final if not _has_failed(s)]
@@ -147,7 +148,7 @@ class TaskMetrics:
         numbers["truncated_rate"] = _BAD_RATE, ends, [s.rollout.is_truncated for s in ends]
         numbers["failure_rate"] = _BAD_RATE, final, [_has_failed(s) for s in final]
         bound = [s for s in ends if s.rollout.sampling.grammar]
-        # the end token is allowed after a sentence only
+        # the grammar allows the end token only after a complete sentence
         sentences = [s.rollout.finish_reason == "stop" for s in bound]
         numbers["grammar/accepted_rate"] = _GOOD_RATE, bound, sentences
         numbers.update(_of_constraints([s for s in scored if not _has_failed(s)], ends))
@@ -156,7 +157,7 @@ class TaskMetrics:
         return {name: statistic for name, statistic in found.items() if statistic.n}
 
     def slot_rewards(self, scored: Sequence[Scored]) -> dict[str, list[float]]:
-        """Return the rewards of the slots of every group, by group; failed slots are left out."""
+        """Return the slots' rewards by group, without failed slots."""
         final = served(scored)
         found: dict[str, list[float]] = {}
         values = self._over_slots("reward", self._kind("reward"), final, key="reward")
@@ -219,9 +220,10 @@ class TaskMetrics:
         ]
 
     def unearned(self, scored: Sequence[Scored]) -> list[str]:
-        """Return the settings that pay more than any scored response has earned, each once.
+        """Return a warning, once each, for settings that reward an unscored response above all scored ones.
 
-        They are what a refused response gets (where it is trained on), and one that passes a reward's limits.
+        Such settings are the reward of a rejected response that is trained on, and the reward of a response
+        beyond a reward's limits.
         """
         task = f"tasks.{self._spec.name}"
         paid: dict[str, float] = {}
@@ -255,7 +257,7 @@ class TaskMetrics:
 
 
 def served(scored: Sequence[Scored]) -> list[Scored]:
-    """Return the last attempt of every slot, in order: what a user would have seen."""
+    """Return the last attempt of every slot, in order: the responses that a user would see."""
     last: dict[tuple[str, int], Scored] = {}
     for s in scored:
         last[(s.rollout.group_id, s.rollout.sample)] = s
@@ -266,9 +268,9 @@ def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) ->
     """Return the rate at which a constraint is violated, with values per prompt.
 
     Args:
-        constraint: its name.
+        constraint: name of the constraint.
         scored: all attempts of every slot.
-        of_served: last attempts, what a user sees; else first ones, what the actor itself does.
+        of_served: over last attempts, which a user sees; else over first attempts, the actor's own behaviour.
     """
     final = served(scored)
     own = final if of_served else [s for s in scored if s.rollout.attempt == 0]
@@ -283,7 +285,7 @@ def _of_constraints(scored: Sequence[Scored], ends: Sequence[Scored]) -> dict[st
         "cost": (_BAD_RATE, judged, [s.cost if s.concerned else math.nan for s in judged]),
         "flagged_rate": (_BAD_RATE, judged, [s.rollout.finish_reason == FLAGGED for s in judged]),
         "rejection_rate": (_BAD_RATE, judged, [s.rollout.rejected for s in judged]),
-        # before the constraint intervened: what the actor itself does
+        # before the constraint intervenes: the actor's own behaviour
         "violation_rate": (_BAD_RATE, first, [_violates(s) for s in first]),
         "served_violation_rate": (_BAD_RATE, ends, [_violates(s) for s in ends]),
     }
@@ -298,7 +300,7 @@ def _has_failed(scored: Scored) -> bool:
 
 
 def _value(name: str, scored: Scored) -> float:
-    """Return what a served record says of ``reward``, a reward or a ``<reward>/<component>``."""
+    """Return a record's value of ``reward``, of a reward by name, or of a ``<reward>/<component>``."""
     if _has_failed(scored):
         return math.nan
     if name == "reward":
@@ -311,7 +313,7 @@ def _value(name: str, scored: Scored) -> float:
 
 
 def _overruns(name: str, scored: Scored) -> bool:
-    """Whether a response has no ``<reward>/<component>`` because it passes the limits of the reward."""
+    """Whether a response has no ``<reward>/<component>`` because it exceeds the reward's limits."""
     plugin, _, component = name.partition("/")
     result = scored.breakdown.get(plugin)
     parts = result.components if isinstance(result, Score) else {}

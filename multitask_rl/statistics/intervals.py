@@ -36,9 +36,9 @@ class Difference:
     """Lower end of the 95 % interval of ``delta``; NaN with fewer than two values, or without variance."""
     high: float
     p_value: float
-    """Two-sided, of no difference; NaN where no outcome of so few values could be below 5 %."""
+    """Two-sided p-value of "no difference"; NaN if no outcome of so few values could be below 5 %."""
     n: int
-    """Prompts behind it (pairs, or the smaller side)."""
+    """Number of prompts (pairs, or the smaller side)."""
     paired: bool
 
     def verdict(self, higher_is_better: bool, p_value: float | None = None) -> str:
@@ -67,17 +67,17 @@ def summarise(
 ) -> Statistic:
     """Return the mean of the finite values, their number and the standard error of the mean.
 
-    Values of one prompt hang together: prompts are the independent units (the linearised error of a ratio,
-    Cochran, "Sampling Techniques", 1977, 6.4). Values that are only ever the two ends of their range are a
-    rate; its error is at least Agresti's and Coull's (two successes and two failures added), which is not 0
-    where the event was not seen yet.
+    Prompts are the independent units, because values of one prompt are correlated (linearised error of a
+    ratio, Cochran, "Sampling Techniques", 1977, 6.4). Values that are all at the two ends of their range are
+    a rate. The error of a rate is at least Agresti and Coull's (two successes and two failures added), which
+    is above 0 even if the event has not occurred.
 
     Args:
         values: NaN = not in the population.
-        prompts: which prompt each value is of; empty = every value is of another one.
-        direction: of the metric.
-        low: declared end of the range; with ``high`` not declared, 0 and 1 are tried as the ends of a rate.
-        high: declared end of the range.
+        prompts: prompt of each value; empty = all values are from different prompts.
+        direction: direction of the metric.
+        low: declared lower end of the range. Without a finite range, a rate is recognised by values 0 and 1.
+        high: declared upper end of the range.
         keep: prompts whose means become ``Statistic.values``, in this order.
 
     >>> summarise([0.0, 1.0, float("nan"), 0.0, 1.0]).n
@@ -132,10 +132,11 @@ def student_tails(t: float, degrees: float) -> float:
 
 
 def sign_test(one: int, other: int) -> float:
-    """Return the one-sided mid-p value of so many changes in the two directions: at most 0.5, symmetric.
+    """Return the one-sided mid-p value of ``one`` changes in one direction and ``other`` in the other.
 
-    Without a preference the changes in a direction are Binomial(one + other, 1/2); the mid-p value counts
-    half of the observed outcome. For pairs of 0 and 1 it is McNemar's exact test.
+    It is symmetric and at most 0.5. Without a preference, changes in one direction are Binomial(one + other,
+    1/2); the mid-p value counts half of the observed outcome. For pairs of 0 and 1 it is McNemar's exact
+    test.
     """
     changed = one + other
     ways = [math.comb(changed, k) for k in range(min(one, other), -1, -1)]
@@ -143,9 +144,9 @@ def sign_test(one: int, other: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values corrected for being looked at together; NaN stays and does not count.
+    """Return the p-values corrected for multiple tests (Holm); NaN stays NaN and is not counted.
 
-    Calling those below 5 % real is wrong about one or more of them in at most 5 % of all tables.
+    Accepting all corrected values below 5 % makes one or more false claims in at most 5 % of all tables.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statist. 6, 1979.
 
@@ -163,12 +164,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def rate_upper_bound(events: int, number: int, confidence: float = 0.95) -> float:
     """Return the upper end of the one-sided Clopper-Pearson interval of a rate.
 
-    It is the rate p at which so few events or fewer have probability ``1 - confidence``: the true rate lies
-    above it in at most that share of all samples (Clopper and Pearson, 1934). Without a sample it is 1.
+    At this rate, ``events`` or fewer events have probability ``1 - confidence``. The true rate lies above it
+    in at most that share of all samples (Clopper and Pearson, 1934). Without a sample it is 1.
 
     Args:
-        events: how often it happened, 0 to ``number``.
-        number: how often it could have.
+        events: observed events, 0 to ``number``.
+        number: number of trials.
         confidence: in (0, 1).
 
     Raises:
@@ -183,11 +184,11 @@ def rate_upper_bound(events: int, number: int, confidence: float = 0.95) -> floa
 
 
 def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool) -> Difference:
-    """Return the difference of means, over pairs that are finite on both sides, or Welch's if not ``paired``.
+    """Return the difference of means: over pairs that are finite on both sides, or of independent samples.
 
-    Interval and p-value are Student's. Pairs of 0 and 1 get McNemar's exact test and the interval of Bonett
-    and Price (2012), which is never empty. Without any variance there is no interval, and the p-value is that
-    of the signs (paired) or of dealing the values out anew.
+    Interval and p-value are Student's (Welch's if not ``paired``). Pairs of 0 and 1 get McNemar's exact test
+    and the interval of Bonett and Price (2012), which is never empty. Without any variance there is no
+    interval, and the p-value is from the sign test (paired) or a permutation of the values.
 
     Raises:
         ValueError: ``paired`` with sequences of different length.

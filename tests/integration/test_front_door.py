@@ -131,4 +131,4 @@ def test_the_reference_script_trains_the_reference_tasks(workspace):
     assert rewarded == {"preference_alignment", "code_generation", "fact_checking"}
     assert all("task/fact_checking/rejection_rate" in row for row in steps)
     events = (workspace / "runs/default/events.jsonl").read_text()
-    assert "no weight was given for fact_checking" in events
+    assert "no weight given for fact_checking" in events
