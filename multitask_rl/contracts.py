@@ -1,7 +1,7 @@
-"""What authors implement: rewards and constraints.
+"""Interfaces for authors of rewards, constraints and tasks.
 
-A reward may also be a plain function of one response, a batch function or an async function;
-``scoring.adapt`` turns each into this shape. Everything here imports nothing heavy.
+A reward may also be a function of one response, a batch function or an async function; ``scoring.adapt``
+turns each into a ``Reward``. This module imports no heavy library.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ __all__ = ["Constraint", "PluginTraits", "Reward", "Task"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginTraits:
-    """What a plugin declares of itself; the pool holds it to it."""
+    """Declared properties of a plugin; the reward pool enforces them."""
 
     low: float = float("-inf")
-    """Smallest value it may return; below is a ``grader`` failure."""
+    """Smallest allowed value; a smaller one is a ``grader`` failure."""
     high: float = float("inf")
-    """Largest value it may return."""
+    """Largest allowed value; a larger one is a ``grader`` failure."""
     deterministic: bool = True
-    """Same rollout, same result, whatever its batch: may be cached."""
+    """The same rollout always has the same result, in every batch: results may be cached."""
     independent: bool = False
-    """A rollout's result does not depend on its batch, so a call may be cut or repeated in parts: where one
-    raises or hangs, the others keep their scores. Holds of all that is ``deterministic`` and of functions of
-    one response; another batch fails as a whole."""
+    """A rollout's result does not depend on its batch, so a call may be split or repeated in parts: if one
+    rollout raises or hangs, the others keep their scores. True for every ``deterministic`` plugin and for
+    functions of one response. Otherwise the batch fails as a whole."""
     needs: tuple[str, ...] = ()
-    """Columns of the row it reads; a missing one is a ``data`` failure."""
+    """Columns of the row that it reads; a missing column is a ``data`` failure."""
     isolate: bool = True
-    """Run in a killable worker process. False: in the trainer's process (models on a device). A class where
-    that depends on its configuration has a class method ``isolates(config)`` besides (of the keys given)."""
+    """True: run in a killable worker process. False: run in the trainer's process (models on a device). If it
+    depends on the configuration, the class also has a class method ``isolates(config)``."""
     timeout_s: float = 30.0
-    """Seconds by which one response may delay its step. Its check is ended after nine tenths of them, all its
-    tries together; a batch gets them once per rollout."""
+    """Longest delay of a step by one response, in seconds. The check of a response, all tries together, is
+    ended after 90 % of it; a batch gets this time per rollout."""
     batch_size: int = 64
-    """How many rollouts one call receives at most."""
+    """Most rollouts in one call."""
     higher_is_better: bool = True
     """Direction of the value."""
     device: str = "cpu"
-    """Where it computes: ``cpu``, ``cuda``, or ``any``."""
+    """Device that it computes on: ``cpu``, ``cuda``, or ``any``."""
     counterpart: str = ""
-    """Name of the plugin that shows what obeying this one too eagerly costs (``over_refusal``); a task that
-    has this one alone is warned about. Empty = needs none."""
+    """Name of the plugin that measures the side effect of this one (``over_refusal`` for a refusal
+    constraint). A task with this plugin but without its counterpart gets a warning. Empty = none."""
 
 
 @runtime_checkable
@@ -72,23 +72,23 @@ class Constraint(Protocol):
     def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict | Failure | float | None]:
         """Return one verdict per rollout, in order; a bare number is a cost in [0, 1].
 
-        ``None`` means that the constraint does not concern the sample. With ``stream_every`` the rollouts are
-        partial responses too (``finish_reason`` is ``flagged``).
+        ``None`` means that the constraint does not apply to the sample. With ``stream_every`` some rollouts
+        are partial responses (``finish_reason`` is ``flagged``).
         """
         ...
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Data of a task and what goes with it: ``dataset: plugin:<name>``. Built like a reward.
+    """Data and default settings of a task, used as ``dataset: plugin:<name>``. Built like a reward.
 
-    Importing and building it must be cheap: both happen when the tasks file is read.
+    Import and construction must be cheap: both happen when the tasks file is read.
     """
 
     def settings(self) -> Mapping[str, Any]:
-        """Return keys of the tasks file (``prompt``, ``rewards``...) that hold where the file gives none."""
+        """Return defaults for keys of the tasks file (``prompt``, ``rewards``...)."""
         ...
 
     def rows(self, split: str) -> Sequence[Mapping[str, Any]]:
-        """Return the rows of ``split`` (``train``, ``test``, ...); empty where it has none."""
+        """Return the rows of ``split`` (``train``, ``test``, ...); empty if it has no such split."""
         ...

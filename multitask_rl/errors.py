@@ -43,19 +43,19 @@ __all__ = [
 
 
 class MultitaskRLError(Exception):
-    """Base of all errors raised on purpose. ``exit_code`` is the command line's answer."""
+    """Base of all errors raised on purpose; ``exit_code`` is the exit status of the command."""
 
     exit_code: int = 1
 
 
 class ConfigError(MultitaskRLError, ValueError):
-    """The run cannot be what the configuration says."""
+    """The configuration, a tasks file or a command line is invalid."""
 
     exit_code = 2
 
 
 class UnavailableError(ConfigError):
-    """A model or a device is not on this machine; the configuration may be right for another one."""
+    """This machine lacks a model or a device; the configuration may be valid on another machine."""
 
 
 class PluginError(MultitaskRLError, LookupError):
@@ -93,7 +93,7 @@ class CheckpointError(MultitaskRLError, RuntimeError):
 
 
 class TrainingError(MultitaskRLError, RuntimeError):
-    """The optimisation left the finite numbers or made no step."""
+    """The loss is not finite, or a resumed run made no step."""
 
 
 class GuardStop(MultitaskRLError):
@@ -106,17 +106,17 @@ class GuardStop(MultitaskRLError):
 def path_errors(
     what: str, path: str | Path, allowed: str, kind: type[MultitaskRLError] = ConfigError
 ) -> Iterator[None]:
-    """Turn what prevents the use of a path that the user gave into one paragraph; other errors pass.
+    """Turn errors on opening a user's path into one paragraph; other errors pass.
 
     Args:
         what: place and role of the path: ``tasks.yaml:3: tasks.math.dataset: the data set``.
-        path: as it was given.
-        allowed: what to give instead.
+        path: the path as the user wrote it.
+        allowed: description of a valid path.
         kind: class of the error.
 
     Raises:
-        MultitaskRLError: a ``kind``: the path is absent, is or is not a directory, may not be used, or holds
-            no UTF-8 text.
+        MultitaskRLError: of class ``kind``: the path does not exist, is (not) a directory, is not permitted,
+            or is not UTF-8 text.
     """
     try:
         yield
@@ -144,11 +144,11 @@ def _problem(error: OSError | UnicodeError, path: Path) -> str:
 
 
 def check_output_file(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work whose results go there.
+    """Check that an output file can be written, before the work starts.
 
     Args:
-        option: that names the file, for messages.
-        path: the file; it is created empty if it is absent. None is no file.
+        option: option of the command that names the file, for messages.
+        path: the file; it is created empty if it does not exist. None = no check.
 
     Raises:
         ConfigError: it cannot be written.
@@ -160,9 +160,9 @@ def check_output_file(option: str, path: Path | None) -> None:
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn what the disk refuses while ``what`` is written into one ``CheckpointError``; a bug passes.
+    """Turn disk errors while ``what`` is written into a ``CheckpointError``; other errors pass.
 
-    Extensions in Rust (safetensors, tokenizers) have exceptions of their own for what is an ``OSError``.
+    Rust extensions (safetensors, tokenizers) raise their own exceptions instead of ``OSError``.
     """
     try:
         yield

@@ -1,9 +1,8 @@
 """Finding, loading and building plugins: by entry point, as ``module:object`` or as ``file.py:object``.
 
-Bundled and foreign plugins are found in the same way; core holds no table of names. Listing reads metadata
-only: a broken plugin is listed, and loading it fails with the name of its distribution. A file is loaded
-under a private module name: ``math.py`` or ``code.py`` neither shadows nor is taken for a module of that
-name.
+Bundled and third-party plugins are found in the same way; the core has no table of names. Listing reads only
+metadata, so a broken plugin is listed, and loading it raises an error that names its distribution. A file is
+loaded under a private module name, so that ``math.py`` or ``code.py`` does not clash with a standard module.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = [
 ]
 
 PLUGIN_FORMS = "an installed name, package.module:object or path/to/file.py:object"
-"""What the name of a plugin may look like, for messages."""
+"""Allowed forms of a plugin reference, for messages."""
 TASKS = "multitask_rl.tasks"
 REWARDS = "multitask_rl.rewards"
 CONSTRAINTS = "multitask_rl.constraints"
@@ -75,7 +74,7 @@ GROUPS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class PluginInfo:
-    """One entry point, as its distribution's metadata declares it."""
+    """One entry point from the metadata of its distribution."""
 
     group: str
     name: str
@@ -86,7 +85,7 @@ class PluginInfo:
 
 
 def list_plugins(group: str | None = None) -> list[PluginInfo]:
-    """Return the installed plugins of ``group`` (all groups of ours without one), sorted; imports none.
+    """Return the installed plugins of ``group`` (None = all of ``GROUPS``), sorted, without importing them.
 
     Raises:
         PluginError: ``group`` is not one of ``GROUPS``.
@@ -98,15 +97,15 @@ def list_plugins(group: str | None = None) -> list[PluginInfo]:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """An object with what identifies it."""
+    """A loaded object with its label, version and owner."""
 
     value: Any
     label: str
     """Short name for messages: the entry point's name or the object's."""
     version: str
-    """Changes when its distribution or its source file changes; part of every cache key."""
+    """Version that changes with its distribution or source file; part of every cache key."""
     owner: str = ""
-    """Where it comes from, for messages: the distribution or the module."""
+    """Distribution or module of the object, for messages."""
 
 
 def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[str] | None = None) -> Any:
@@ -118,8 +117,8 @@ def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[st
         expects: class that the object must inherit from, or attributes it must have (one name, or several).
 
     Raises:
-        PluginError: no such name, two distributions declare it, it cannot be imported, or it is not what
-            ``expects`` says.
+        PluginError: the name is unknown, two distributions declare it, it cannot be imported, or it does not
+            fit ``expects``.
         MissingExtraError: the plugin needs an optional dependency that is not installed.
     """
     found = locate(reference, group)
@@ -141,7 +140,7 @@ def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[st
 
 
 def locate(reference: str, group: str, where: str = "") -> Located:
-    """Return the object that ``reference`` names, with what identifies it.
+    """Return the object that ``reference`` names, with its label, version and owner.
 
     Args:
         reference: ``name``, ``package.module:object`` or ``file.py:object``.

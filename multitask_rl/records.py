@@ -1,7 +1,7 @@
-"""The records that travel from a prompt to an update, one per sample, whole.
+"""The records of a sample, from prompt to update: ``Prompt -> Rollout -> Scored -> TrainSample``.
 
-``Prompt -> Rollout -> Scored -> TrainSample``; tensors appear only after ``TrainSample``.
-A record is never split into parallel lists that a reorder could tear apart.
+Tensors appear only after ``TrainSample``. A record is never split into parallel lists, which a reorder could
+misalign.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ FLAGGED = "flagged"
 
 
 class FailureKind(StrEnum):
-    """Why something could not be judged. A failure is masked from the statistics, never a 0."""
+    """Cause of a failure. A failure is excluded from statistics and never counts as 0."""
 
     infra = "infra"
-    """The machinery failed (worker killed, connection lost); the only kind that is retried."""
+    """Infrastructure failed (worker killed, connection lost); the only kind that is retried."""
     timeout = "timeout"
-    """The time limit of the plugin passed."""
+    """The plugin exceeded its time limit."""
     data = "data"
-    """The row lacks what the plugin needs, or holds it in an unusable form."""
+    """The row lacks a column that the plugin needs, or the value is unusable."""
     grader = "grader"
     """The plugin raised, or returned something that is not a finite score in its range."""
 
@@ -62,11 +62,11 @@ class Failure:
     kind: FailureKind
     message: str
     source: str = ""
-    """Name of the plugin or stage it came from."""
+    """Name of the plugin or stage that failed."""
 
 
 class NotApplicable:
-    """This reward is not for this sample: left out of the weighted sum, not counted as failure."""
+    """The reward does not apply to this sample: it is left out of the weighted sum and is not a failure."""
 
     _instance: NotApplicable | None = None
 
@@ -100,41 +100,41 @@ RewardResult = Score | Failure | NotApplicable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a constraint says of one rollout."""
+    """The result of a constraint for one rollout."""
 
     cost: float
     """In [0, 1]; 0 = satisfied."""
     violated: bool
     reason: str = ""
     applicable: bool = True
-    """False: the constraint does not concern the sample; it counts in no rate and no mean cost."""
+    """False: the constraint does not apply to the sample, which counts in no rate and no mean cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams(Settings):
-    """How the engine draws tokens; part of the policy, so the trainer uses the same values."""
+    """Sampling settings of the engine; part of the policy, so the trainer uses the same values."""
 
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
     temperature: NotNegative = 1.0
-    """0 = greedy, which only a task with ``evaluation_only`` may be; others are evaluated at
+    """Sampling temperature; 0 = greedy, allowed only with ``evaluation_only``. Other tasks are evaluated at
     ``eval.temperature``."""
     top_p: PositiveFraction = 1.0
-    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1 = off."""
     top_k: Natural = 0
-    """0 = off."""
+    """Sample from this many most likely tokens; 0 = off."""
     stop: tuple[str, ...] = ()
-    """Strings that end the response, special tokens among them; the matched text is kept in the ids, cut from
-    ``response``."""
+    """Strings that end the response; they may be special tokens. ``response_ids`` keep the matched text,
+    ``response`` does not."""
     grammar: str = field(default="", metadata={"derived": True})
-    """What a response may be: JSON text of the configuration of a constraint in mode ``grammar``; empty =
-    anything. A token that leads to no sentence of it has probability 0, as has an end before one."""
+    """Grammar of the response, as JSON text of the configuration of a constraint in mode ``grammar``; empty =
+    none. A token that cannot lead to a sentence has probability 0, and so has an early end."""
     suppressed_ids: tuple[int, ...] = field(default=(), metadata={"derived": True})
-    """Tokens with probability 0 whatever the logits: the control tokens, which belong to prompts alone."""
+    """Tokens that always have probability 0: the control tokens, which appear in prompts only."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return what ``dataclasses.asdict`` gave and JSON has made lists of."""
+        """Return the parameters from ``dataclasses.asdict`` after JSON, which turns tuples into lists."""
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**given)
 
@@ -147,15 +147,15 @@ class Prompt:
     prompt_id: str
     """Stable over runs: ``<task>/<row id>``."""
     draw: int
-    """How many prompts this task's stream had given before this one (the seed of its rollouts)."""
+    """Number of prompts drawn from this task's stream before this one; seeds its rollouts."""
     row: Mapping[str, Any]
-    """The row of the data set: what rewards and constraints read (``reference``, ``tests``, ...)."""
+    """The row of the data set, which rewards and constraints read (``reference``, ``tests``, ...)."""
     text: str
     """The prompt as the model sees it, after template and chat template."""
     prompt_ids: list[int]
     """[P] token ids of ``text``; a conditioned prompt carries its control token here."""
     position: int = 0
-    """Place in the batch it is sampled with: responses end in any order and are put back into this one."""
+    """Index in its batch. Responses end in any order; the batch is sorted by this index."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,25 +166,25 @@ class Rollout:
     sample: int
     """Index within the group of the prompt: 0 .. group_size - 1."""
     attempt: int = 0
-    """0, or how many earlier responses of this sample a constraint has rejected."""
+    """Number of earlier responses of this sample that a constraint has rejected."""
     response_ids: list[int] = field(default_factory=list)
     """[T] sampled ids, with the end-of-sequence token if it was sampled."""
     rollout_logprobs: list[float] = field(default_factory=list)
-    """[T] nats, under the distribution that was sampled (temperature, top-k, top-p applied)."""
+    """[T] nats, under the sampling distribution (with temperature, top-k, top-p)."""
     response: str = ""
     """Decoded text without special tokens and stop strings."""
     finish_reason: str = "stop"
-    """``stop`` (end token or stop string), ``length``, ``flagged`` (ended by a streaming constraint; so is
-    the partial response called that one looks at) or ``error``."""
+    """``stop`` (end token or stop string), ``length``, ``flagged`` (ended by a streaming constraint, or a
+    partial response that such a constraint judges) or ``error``."""
     policy_version: int = 0
-    """Number of optimizer steps of the weights that sampled it."""
+    """Optimizer steps of the weights that generated the response."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     verdicts: dict[str, Verdict | Failure] = field(default_factory=dict)
     """By constraint name."""
     rejected: bool = False
-    """A constraint in mode ``reject`` refused it; another attempt follows unless they ran out."""
+    """A constraint in mode ``reject`` rejected it; another attempt follows unless the attempts ran out."""
     failure: Failure | None = None
-    """The engine could not produce it; no response to score."""
+    """The engine failed; there is no response to score."""
 
     @property
     def task(self) -> str:
@@ -198,7 +198,7 @@ class Rollout:
 
     @property
     def group_id(self) -> str:
-        """Rollouts of one draw of one prompt share it; statistics of a group never leave it."""
+        """Identifier of the group: equal for all rollouts of one draw of one prompt."""
         return f"{self.prompt.task}#{self.prompt.draw}"
 
     @property
@@ -214,20 +214,20 @@ class Rollout:
 
 @dataclass(kw_only=True, slots=True)
 class Scored:
-    """A rollout with what its rewards and constraints said."""
+    """A rollout with the results of its rewards and constraints."""
 
     rollout: Rollout
     reward: float | None
-    """Weighted sum of the applicable rewards (minus penalties); None = failed, masked everywhere."""
+    """Weighted sum of the applicable rewards minus penalties; None = failed, left out everywhere."""
     breakdown: dict[str, RewardResult] = field(default_factory=dict)
     """By reward name, as each plugin returned it."""
     terms: Sequence[tuple[float, float]] = ()
-    """Weight and value of each summand of ``reward``: the weighted rewards (negative weight where lower is
-    better), then the penalties; the same places in all records of a task, NaN = not applicable."""
+    """(weight, value) of each summand of ``reward``: rewards (negative weight if lower is better), then
+    penalties, in the same order in all records of a task; NaN = not applicable."""
     cost: float = 0.0
     """Largest constraint cost, in [0, 1]."""
     concerned: bool = True
-    """False: no constraint that ``cost`` comes from applies to the sample; it counts in no mean cost."""
+    """False: no constraint with a cost applies to the sample, which counts in no mean cost."""
     failure: Failure | None = None
     """The first failure that made ``reward`` None."""
 
@@ -238,26 +238,26 @@ class Scored:
 
 
 def concerned_cost(scored: Scored, constraint: str) -> float | None:
-    """Return the cost of a record under the constraint of that name; None where it does not apply."""
+    """Return the cost of a record under ``constraint``; None if the constraint does not apply."""
     verdict = scored.rollout.verdicts.get(constraint)
     return verdict.cost if isinstance(verdict, Verdict) and verdict.applicable else None
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainSample:
-    """A scored rollout with its credit: what the learner packs."""
+    """A scored rollout as the learner packs it."""
 
     scored: Scored
     prompt_ids: Sequence[int]
-    """[P] the context of the loss; differs from the rollout's where an algorithm re-conditions."""
+    """[P] the context of the loss; differs from the rollout's if the algorithm changes the conditioning."""
     response_ids: Sequence[int]
     """[T]"""
     rollout_logprobs: Sequence[float]
-    """[T] nats; empty = the sample is not on-policy data (no ratio is formed)."""
+    """[T] nats; empty = the sample is not on-policy data, so it has no importance ratio."""
     reward: float = 0.0
     """Scalar outcome of the response."""
     ref_prompt_ids: Sequence[int] | None = None
-    """Context for the reference policy; None = ``prompt_ids`` (a reference knows no control token)."""
+    """Context for the reference policy, without control token; None = ``prompt_ids``."""
 
     @property
     def task(self) -> str:
@@ -281,29 +281,29 @@ class Direction(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistic:
-    """A mean over a population with all that is needed to judge it (``intervals.summarise`` makes it).
+    """A mean over a population, with size, standard error, direction and range (see ``intervals.summarise``).
 
-    Which records are the population of which metric: ``statistics/definitions.py``, docs/definitions.md.
+    ``statistics/definitions.py`` and docs/definitions.md define the population of each metric.
     """
 
     mean: float
-    """NaN: nothing to measure."""
+    """Mean of the values; NaN = no value."""
     n: int
-    """Size of the population: values behind the mean, without those that failed or are not concerned."""
+    """Number of values, without records that failed or to which the metric does not apply."""
     error: float
-    """Standard error of the mean over its own population; NaN where one value or none is known."""
+    """Standard error of the mean; NaN with fewer than two values."""
     direction: Direction = Direction.none
     low: float = -math.inf
-    """Smallest value there can be, where it is declared."""
+    """Declared smallest possible value."""
     high: float = math.inf
-    """Largest value there can be, where it is declared."""
+    """Declared largest possible value."""
     values: Sequence[float] = ()
-    """[prompts] mean per prompt in the order of the evaluation, NaN = not concerned or failed; empty = none
-    were kept (training). Of two evaluations of the same prompts they are pairs."""
+    """[prompts] mean per prompt in the order of the evaluation, NaN = not applicable or failed; empty in
+    training. Values of two evaluations of the same prompts are paired."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % normal interval of the mean; the mean alone where there is no error."""
+        """The 95 % normal interval of the mean; the mean alone if the error is NaN."""
         half = 1.96 * self.error if math.isfinite(self.error) else 0.0
         return self.mean - half, self.mean + half
 
@@ -314,36 +314,36 @@ class Statistic:
 
 
 OVERRUN = "overrun"
-"""Component of the score of a response that passes the limits of its check; it has no other one."""
+"""The only score component of a response that exceeds the time or memory limit of its check."""
 
 NUM_EXTREMES = 3
-"""Groups that have to show a reward before it counts as an end of the range where none is declared."""
+"""Groups that must reach a reward before it counts as an end of an undeclared range."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskStats:
-    """What one training step saw of one task; what schedulers learn from."""
+    """Statistics of one task in one training step; input of schedulers."""
 
     task: str
     num_prompts: int
     """Groups scored this step (before filtering)."""
     num_informative: int
-    """Groups whose rewards, or costs with a multiplier, differ (of one rollout: groups the algorithm learns
-    from)."""
+    """Groups that give a gradient: rewards, or costs with a multiplier, differ within the group. The
+    algorithm decides for groups of one rollout."""
     reward_mean: float
-    """Mean reward over the step's slots, refused ones included; NaN when there was none."""
+    """Mean reward over the step's slots, rejected ones included; NaN without slots."""
     reward_std: float = 0.0
     """Mean over groups of the reward's standard deviation."""
     lowest: Sequence[float] = ()
-    """Smallest reward of a group, of the ``NUM_EXTREMES`` groups where it is smallest, ascending."""
+    """The ``NUM_EXTREMES`` smallest of the groups' lowest rewards, ascending."""
     highest: Sequence[float] = ()
-    """Largest reward of a group, of the ``NUM_EXTREMES`` groups where it is largest, descending."""
+    """The ``NUM_EXTREMES`` largest of the groups' highest rewards, descending."""
     shift: float = 0.0
-    """What ``reward_mean`` lies below that of prompts drawn evenly, because a curriculum chose them."""
+    """Mean reward of uniformly drawn prompts minus ``reward_mean``; 0 unless a curriculum draws."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Every other per-task number of the step by name (``length``, ``kl``, ``rejection_rate``...)."""
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
-    """Those that are means over the step's responses, with n, error and direction (``reward_mean``,
+    """Metrics that are means over the step's responses, with n, error and direction (``reward_mean``,
     ``cost/<constraint>``, ``violation_rate``...)."""
 
 
@@ -359,9 +359,9 @@ class TaskEvaluation:
     step: int
     policy_version: int
     prompts: str = ""
-    """Hash of the prompts in their order: evaluations with the same one are paired."""
+    """Hash of the prompts in their order: evaluations with the same hash are paired."""
     num_failed: int = 0
-    """Prompts that failed to be scored; to others without a value the primary metric is not applicable."""
+    """Prompts whose scoring failed; for other prompts without a value the primary metric does not apply."""
     metrics: Mapping[str, Statistic] = field(default_factory=dict)
     """Further metrics (``violation_rate``, ``reward/<name>``, ``length``...)."""
 
@@ -371,13 +371,13 @@ class TaskEvaluation:
         return self.primary.values
 
     def statistic(self, metric: str = "") -> Statistic | None:
-        """Return a metric by name; empty = the primary one; None: the evaluation has none of that name."""
+        """Return a metric by name (empty = the primary metric); None if the evaluation lacks it."""
         return self.metrics.get(metric) if metric else self.primary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One decision of the run: what was decided, by whom, why, from what to what."""
+    """One decision of the run, with its source, its reason and the numbers behind it."""
 
     step: int
     source: str
@@ -388,4 +388,4 @@ class Event:
     """One sentence for a person."""
     task: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-able numbers behind it (metric, old, new, statistic)."""
+    """Numbers behind the decision, JSON-able (metric, old, new, statistic)."""

@@ -1,7 +1,7 @@
-"""Requests to servers that a configuration names: redirects are refused, and answers have an end.
+"""HTTP requests to configured servers: no redirects, and a time limit on the whole exchange.
 
-``urllib`` follows a redirect with the headers of the first request, the bearer token among them, to any host
-that the answer names. Its time limit is of each read: a server that sends a byte now and then has none.
+``urllib`` sends the headers of the first request, bearer token included, to any host that a redirect names.
+Its time limit applies to each read, so a server that sends a byte now and then never reaches it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["open_request"]
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect to the caller, as an error with its status."""
+    """Turns a redirect into an ``HTTPError`` with its status."""
 
     def redirect_request(self, *_: Any) -> None:
         """Return no request: ``urllib`` then raises ``HTTPError``."""
@@ -28,11 +28,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @contextlib.contextmanager
 def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator[HTTPResponse]:
-    """Send ``request``; the context is the answer, to be read within it.
+    """Send ``request``; the context value is the response, which must be read inside the context.
 
     Args:
         request: as for ``urllib.request.urlopen``.
-        timeout: in seconds, of the whole exchange.
+        timeout: seconds for the whole exchange.
 
     Raises:
         urllib.error.HTTPError: the server answers an error, or a redirect (3xx).
@@ -65,7 +65,7 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
 
 
 def _remembering(kind: type[http.client.HTTPConnection], sockets: list[socket.socket]) -> Any:
-    """Return a class of connections that note their socket in ``sockets``."""
+    """Return a connection class that appends its socket to ``sockets``."""
 
     class Connection(kind):  # type: ignore[misc, valid-type]
         def connect(self) -> None:

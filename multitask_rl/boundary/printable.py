@@ -1,7 +1,7 @@
-"""Text of models, data and files made safe to show: control characters become escapes that are seen.
+"""Text of models, data and files made safe to show: control characters become visible escapes.
 
-A terminal obeys what it is sent: it moves the cursor, changes the title, answers. So text of a model, of a
-row or of a file goes through this module before it is written to a terminal or a log.
+A terminal executes control sequences: they move the cursor, change the title, send replies. Text of a model,
+a row or a file therefore passes this module before a terminal or a log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["EscapingFilter", "one_line", "printable"]
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Control characters but tab and line feed; those that turn the direction of writing; lone surrogates."""
+"""Control characters except tab and line feed; bidirectional controls; lone surrogates."""
 _LONGEST = 2000
 
 

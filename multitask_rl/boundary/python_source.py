@@ -1,9 +1,8 @@
-"""Python source to its tree, from any thread.
+"""``ast.parse`` that is safe in several threads.
 
-CPython before 3.11.8 and 3.12.2 keeps the depth of the tree that ``ast.parse`` builds in one place for all
-threads: where the garbage collector lets another thread in, which parses too, a sound source ends in a
-``SystemError`` (python/cpython#106905). Rewards parse in threads of their own, so every parser here goes
-through this one.
+In CPython before 3.11.8 and 3.12.2 all threads share the recursion depth of ``ast.parse``. If the garbage
+collector switches to another thread that also parses, valid source raises ``SystemError``
+(python/cpython#106905). Rewards parse in several threads, so all parsing goes through this function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Secrets of a configuration: what is recorded, logged or shown of a run holds none.
+"""Redaction: removes secrets from everything of a run that is recorded, logged or shown.
 
-Redacted are texts and numbers under keys that name a secret (``api_key``, ``auth_token``, ``password``,
-``authorization``...), user and password of an address, its query values under such names, and what follows
-the host of a webhook. ``api_key_env`` names a variable and stays.
+Redacted are:
+
+- texts and numbers under keys that name a secret (``api_key``, ``auth_token``, ``password``...), but not
+  ``api_key_env``, which names a variable;
+- user and password of an address, and its query values with such names;
+- everything after the host of a webhook.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 __all__ = ["REDACTED", "redact", "redact_text", "redacted_keys"]
 
 REDACTED = "[redacted]"
-"""Stands where a secret was."""
+"""Replacement for a secret."""
 
 _SECRET = re.compile(
     r"api[_-]?key$|passw(or)?d$|passphrase$|secret|authorization$|credentials?$|private_key$"
@@ -31,7 +34,7 @@ def redact(value: Any, key: str = "") -> Any:
 
     Args:
         value: mappings, lists and scalars.
-        key: what it stands under.
+        key: key of ``value`` in the configuration.
 
     >>> redact({"api_key": "sesame", "url": "https://me:sesame@host"})
     {'api_key': '[redacted]', 'url': 'https://[redacted]@host'}
@@ -50,14 +53,14 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Return ``text`` with addresses that hold no user, password or secret query value."""
+    """Return ``text`` without user, password and secret query values in its addresses."""
     if "://" not in text:
         return text
     return _QUERY.sub(_without_secret, _USER.sub(REDACTED, text))
 
 
 def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the key path of every text below ``value`` that lacks its secret."""
+    """Yield the key path of every redacted text below ``value``."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from redacted_keys(below, f"{key}.{name}" if key else str(name))

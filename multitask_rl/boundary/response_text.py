@@ -1,8 +1,7 @@
-"""Every byte that a model wrote has one owner: what reads responses, where, within which limits, how escaped.
+"""Table of all readers of response text, with process, size, limits and escaping of each.
 
-A response is hostile until something has judged it. A module that reads ``Rollout.response`` stands in
-``OWNERS`` exactly once (``tests/unit/test_response_text.py`` finds those that do not). ``docs/security.md``
-shows the table.
+A response is untrusted input. Every module that reads ``Rollout.response`` appears in ``OWNERS`` exactly
+once; a test checks this. ``docs/security.md`` shows the table.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ class Owner:
     process: str
     """Where the text is read."""
     size: str
-    """How much of it, and what happens to the rest."""
+    """How much text is read, and what happens to the rest."""
     limits: str
-    """Time and memory, and what passing them costs."""
+    """Limits of time and memory, and the effect of exceeding them."""
     escaping: str
-    """What keeps the text from being taken for something else."""
+    """Protection against the text being interpreted as something else."""
 
 
 OWNERS = (
