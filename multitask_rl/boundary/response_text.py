@@ -75,7 +75,8 @@ OWNERS = (
         size="`max_length` tokens an input, `batch_size` inputs of 512 tokens or one longer a forward. "
         "Classifiers and guards read up to `max_parts` (64) overlapping parts of a response, and one of more "
         "counts as unsafe; reward models say `truncated`",
-        limits="a forward cannot be killed: a response is bounded to `max_parts` inputs (a reward model: one)",
+        limits="a forward cannot be killed: a response is bounded to `max_parts` inputs "
+        "(a reward model: one)",
         escaping="special tokens are removed before the judge's template is filled in",
     ),
     Owner(
