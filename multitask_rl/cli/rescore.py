@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from multitask_rl.boundary.printable import one_line, printable
 from multitask_rl.boundary.redaction import redacted_keys
 from multitask_rl.cli.agreement import agreement
+from multitask_rl.config.recorded import as_given
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
@@ -164,7 +165,10 @@ def _tasks_of(run: Path, config: dict[str, Any]) -> dict[str, TaskSpec]:
     for name, spec in tasks.items():
         if not isinstance(spec, dict):
             raise ConfigError(f"{where.at(name)}: expected a mapping, got {spec!r}")
-    return {name: build_dataclass(TaskSpec, spec, where.at(name)) for name, spec in tasks.items()}
+    return {
+        name: build_dataclass(TaskSpec, {**as_given(spec), "name": name}, where.at(name))
+        for name, spec in tasks.items()
+    }
 
 
 def _stored(path: Path) -> Iterator[dict[str, Any]]:

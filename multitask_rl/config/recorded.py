@@ -12,7 +12,7 @@ from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import ConfigError
 
-__all__ = ["RECORD", "recorded_config"]
+__all__ = ["RECORD", "as_given", "recorded_config"]
 
 RECORD = "config.yaml"
 """Name of the file in the run's output directory."""
@@ -33,12 +33,12 @@ def recorded_config(run: Path) -> RunConfig:
     for name, task in tasks.items():
         if not isinstance(task, Mapping):
             raise ConfigError(f"{where.at('tasks', name)}: expected a mapping, got {task!r}")
-    given = {name: _as_given(task) for name, task in tasks.items()}
+    given = {name: as_given(task) for name, task in tasks.items()}
     config = build_dataclass(RunConfig, {**document, "tasks_file": "", "tasks": given}, where)
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
 
-def _as_given(task: Mapping[str, Any]) -> dict[str, Any]:
+def as_given(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return a resolved task with the keys of a tasks file."""
     derived = ("name", "source", "sampling_keys")
     given = {key: value for key, value in task.items() if key not in derived}
