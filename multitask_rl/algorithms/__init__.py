@@ -1,1 +1,1 @@
-"""Pure mathematics: one algorithm per file, one idea per module."""
+"""RL algorithms: one per file, pure functions of rewards and log-probabilities."""

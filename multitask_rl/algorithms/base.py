@@ -1,13 +1,13 @@
-"""What an algorithm is: three pure steps between scored rollouts and a loss per token.
+"""Base of algorithms: three pure steps from scored rollouts to a loss per token.
 
-1. ``select``: which scored rollouts become training samples, under which context (controller, no tensors).
+1. ``select``: scored rollouts -> training samples with their context (controller, no tensors).
 2. ``credit``: rewards -> advantages per token (tensors, no gradient), for all samples of one task at once.
 3. ``loss``: per-token loss of one micro-batch of one task (gradient flows through ``logprobs``/``values``).
 
-The learner owns everything else: forwards, denominators, weights, the optimizer. An algorithm never sees
-another task's samples, so no statistic can mix tasks.
+The learner owns everything else: forwards, denominators, weights, the optimizer. An algorithm sees the
+samples of one task only, so no statistic can mix tasks.
 
-Axes: ``B`` samples of the task, ``N`` their response tokens laid end to end (ragged, no padding).
+Axes: ``B`` samples of the task, ``N`` their concatenated response tokens (ragged, no padding).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class AlgorithmConfig(Settings):
     """Weight of the entropy bonus, nats."""
     aggregation: Aggregation = "token"
     """Loss denominator of the task: ``token`` (mean over its tokens), ``sequence`` (mean over samples of
-    their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens)). Tokens that a grammar
-    forced are in no mean, unless the task has a critic."""
+    their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens)). Means leave out tokens
+    that a grammar forced, unless the task has a critic."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,9 +58,9 @@ class CreditBatch:
     lengths: Tensor
     """[B] int64, response tokens per sample; sum = N."""
     choices: Tensor | None = None
-    """[N] bool: the tokens that the loss is over; None = all. A token that a grammar forced is none."""
+    """[N] bool: tokens in the loss; None = all. False for a token that a grammar forced."""
     old_logprobs: Tensor | None = None
-    """[N] nats, trainer's, at the start of the step; None when nothing asked for them."""
+    """[N] nats, of the trainer's policy at the start of the step; None when not needed."""
     ref_logprobs: Tensor | None = None
     """[N] nats of the reference policy; None without a KL term."""
     values: Tensor | None = None
@@ -75,20 +75,20 @@ class CreditBatch:
     component_rewards: Tensor | None = None
     """[B, R] the summands of the reward one by one (GDPO): rewards and penalties, NaN = not applicable."""
     component_weights: Tensor | None = None
-    """[R] their weights; negative where lower values are better, as with penalties."""
+    """[R] weights of the components; negative if lower values are better, as with penalties."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Credit:
-    """What ``credit`` returns."""
+    """Result of ``credit``."""
 
     advantages: Tensor
     """[N] per response token."""
     returns: Tensor | None = None
     """[N] critic targets."""
     value_rescale: tuple[float, float] | None = None
-    """``(a, b)``: from here on the critic speaks in another unit, ``new = a * old + b``. ``returns`` are in
-    the new one; the caller rescales the task's value head and the values of before. None = the unit stays."""
+    """``(a, b)``: the unit of values changes, ``new = a * old + b``. ``returns`` are in the new unit; the
+    caller rescales the task's value head and its earlier values. None = no change."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -103,9 +103,9 @@ class TokenBatch:
     advantages: Tensor
     """[N]"""
     sequence: Tensor
-    """[N] int64, which sample of the micro-batch each token belongs to, 0 .. num_sequences - 1, ascending."""
+    """[N] int64, index of each token's sample in the micro-batch, 0 .. num_sequences - 1, ascending."""
     num_sequences: int
-    """Samples in the micro-batch (some may have no token here)."""
+    """Samples in the micro-batch, including samples without tokens."""
     rollout_logprobs: Tensor | None = None
     """[N] nats of the engine; NaN where the sample is not on-policy data; None = no correction."""
     ref_logprobs: Tensor | None = None
@@ -121,8 +121,8 @@ class TokenBatch:
     returns: Tensor | None = None
     """[N]"""
     kl_coefficient: float = 0.0
-    """beta of the KL term inside the loss; 0 when it is in the reward or off. An algorithm that
-    ``wants_exact_kl`` has no reward to put it in: it gets its beta here whatever the placement."""
+    """beta of the KL term inside the loss; 0 when it is in the reward or off. An algorithm with
+    ``wants_exact_kl`` always gets its beta here."""
     kl_estimator: str = "k3"
     """``k1``, ``k2`` or ``k3`` (see ``kl.py``)."""
 
@@ -147,14 +147,14 @@ class Algorithm:
     needs_critic: ClassVar[bool] = False
     """Values are computed and a value head is trained for the task."""
     num_control_tokens: int = 0
-    """Control tokens the tokenizer must hold for it; their ids arrive through ``bind``."""
+    """Number of control tokens that the tokenizer must have; ``bind`` receives their ids."""
     wants_exact_kl: ClassVar[bool] = False
     """The learner computes the KL over the whole vocabulary into ``TokenBatch.exact_kl``."""
     on_policy: ClassVar[bool] = True
-    """Samples come from the current policy: mismatch is measured and corrected."""
+    """Samples come from the current policy: the engine mismatch is measured and corrected."""
     trains_rejected: ClassVar[bool] = False
-    """Responses refused by a ``reject`` constraint are samples too; ``outcome`` says what they earn. False:
-    they are left out (and counted), and the rest is trained on as it was sampled."""
+    """Whether responses rejected by a ``reject`` constraint are training samples; ``outcome`` is their
+    reward. False: they are counted and left out."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -166,7 +166,7 @@ class Algorithm:
 
     @property
     def adds_reward(self) -> bool:
-        """Whether ``outcome`` tells responses apart that were scored alike."""
+        """Whether ``outcome`` may differ for responses with equal scores."""
         return type(self).outcome is not Algorithm.outcome
 
     def bind(self, control_token_ids: Sequence[int]) -> None:
@@ -177,17 +177,16 @@ class Algorithm:
         return prompt_ids
 
     def is_informative(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards gives a gradient (False: refilled and counted).
+        """Whether a group with these rewards gives a gradient (False: counted and refilled).
 
-        Of the rewards only. The caller also counts a group whose costs differ under a constraint of mode
-        ``lagrangian``.
+        The caller also treats a group as informative if its costs differ under a ``lagrangian`` constraint.
         """
         return True
 
     def outcome(self, scored: Scored) -> float:
         """Return the reward this algorithm credits to a scored rollout (0 for a failed one).
 
-        ``is_informative`` is asked with these numbers, and ``select`` puts them into ``TrainSample.reward``.
+        ``is_informative`` gets these numbers, and ``select`` puts them into ``TrainSample.reward``.
         """
         return scored.reward if scored.reward is not None else 0.0
 

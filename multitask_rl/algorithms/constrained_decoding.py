@@ -1,4 +1,4 @@
-"""Policy gradient under a rejecting constraint: every attempt counts, the refused ones too."""
+"""Policy gradient under a ``reject`` constraint: every attempt is a sample, rejected attempts too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ConstrainedDecodingConfig(GRPOConfig):
     """Settings of ``ConstrainedDecoding``."""
 
     rejected_reward: Finite = 0.0
-    """Reward of an attempt that a constraint refused; below what an acceptable response earns."""
+    """Reward of a rejected attempt; choose it below the reward of an acceptable response."""
 
 
 class ConstrainedDecoding(GRPO):
@@ -30,10 +30,9 @@ class ConstrainedDecoding(GRPO):
     Whether attempt j happens depends on earlier attempts only; by Wald's identity the sum over a slot has
     the mean ``E[attempts] E_pi[r grad log pi]``: the true gradient, times a positive number.
 
-    Training on the accepted responses alone is biased. They come from ``pi(y) 1[accepted] / Z`` whose score
-    is ``grad log pi - grad log Z``; using ``grad log pi`` drops ``grad log Z``, the probability of being
-    accepted. Under such training a policy that is refused 99 times in 100 has no reason to change, as the
-    resampling hides it.
+    Training on the accepted responses alone is biased. They come from ``pi(y) 1[accepted] / Z``, whose score
+    is ``grad log pi - grad log Z``; ``grad log pi`` alone drops ``grad log Z``, the gradient of the
+    acceptance probability. A policy that is rejected 99 times in 100 then gets no gradient to change.
 
     Limits: a prompt with many refusals has more samples and so more weight; a group may be larger than
     ``group_size``; dividing by the realised number of tokens is unbiased only in the limit of many samples.

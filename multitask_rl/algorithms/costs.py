@@ -1,4 +1,4 @@
-"""Costs of constraints in an advantage: one multiplier each, combined after scaling."""
+"""Constraint costs in advantages: one multiplier per constraint, combined after scaling."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def subtract_costs(
 ) -> Tensor:
     """Return ``(A - sum_i lambda_i A_i) / (1 + sum_i lambda_i)``; ``A`` where every lambda is 0.
 
-    A sample that constraint i does not concern is in none of its statistics and has ``A_i = 0``.
+    A sample to which constraint i does not apply is in none of its statistics and has ``A_i = 0``.
 
     Source: Stooke et al. (arXiv:2007.03964) for one constraint; several: the same sum.
 
     Args:
-        advantages: of the reward, [B] or, ``per_token``, [N].
-        batch: its costs and multipliers.
-        of_cost: the samples that one constraint concerns, with its costs as their rewards, and its index ->
-            the costs' advantages, per sample or per token; asked only for constraints with a multiplier
-            above 0.
-        per_token: the shape of all advantages.
+        advantages: advantages of the reward, [B]; [N] if ``per_token``.
+        batch: the batch with costs and multipliers.
+        of_cost: computes the advantages of one constraint's costs, per sample or per token. Its arguments are
+            the samples that the constraint applies to, with costs as rewards, and the constraint's index. It
+            is called for multipliers above 0 only.
+        per_token: whether advantages are per token.
     """
     if batch.costs is None or not any(batch.multipliers):
         return advantages

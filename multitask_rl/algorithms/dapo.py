@@ -41,11 +41,11 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 
 
 class DAPO(GRPO):
-    """GRPO with DAPO's four changes; without KL as in the paper unless the task asks for one.
+    """GRPO with DAPO's four changes; without KL, as in the paper, unless the task configures it.
 
     Clip-higher and the token mean are defaults here. Dynamic sampling is ``is_informative``: groups without
-    variance are refilled *from the same task* (a refill across tasks would drift to those easy to fill).
-    The overlong penalty is added to the reward before anything is normalised; it needs ``overlong_buffer``.
+    variance are refilled *from the same task* (a refill across tasks would favour tasks that are easy to
+    fill). The overlong penalty is added to the reward before normalisation; it needs ``overlong_buffer``.
 
     Source: DAPO (arXiv:2503.14476).
     """

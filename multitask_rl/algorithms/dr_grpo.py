@@ -23,10 +23,11 @@ class DrGRPOConfig(GRPOConfig):
 class DrGRPO(GRPO):
     """Advantages ``r - mean r`` of the group, summed over tokens and divided by a constant.
 
-    Dividing by the group's deviation weighs prompts by difficulty; dividing by the response's length favours
-    short right and long wrong answers. Both are left out. The constant is samples times ``max_new_tokens``: a
-    task with short answers under a large limit takes small steps beside token-mean tasks (``loss_weight``),
-    and with ``normalisation: none`` the reward's scale acts as one more weight (``task`` removes that).
+    GRPO's division by the group's deviation weighs prompts by difficulty; its division by the response's
+    length favours short right and long wrong answers. Dr.GRPO omits both. The constant is samples times
+    ``max_new_tokens``: a task with short answers and a large limit takes small steps beside token-mean tasks
+    (raise its ``loss_weight``). With ``normalisation: none`` the reward's scale acts as a loss weight;
+    ``task`` removes that.
 
     Source: "Understanding R1-Zero-Like Training" (arXiv:2503.20783) sec. 3.2.
     """

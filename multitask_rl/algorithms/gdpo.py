@@ -63,8 +63,8 @@ class GDPO(GRPO):
     reward as given, whatever the reward's own spread. With one reward it is GRPO with per-task whitening. A
     constraint of mode ``penalty`` is one reward more, its cost with a negative weight.
 
-    Rewards may cancel: of two responses to each prompt, one earns more and costs more. What is left of the
-    sums is rounding then. The divisor of the whitening is at least 0.01 of the sum of the weights.
+    Components may cancel, for example if the better response always costs more; only rounding error remains
+    in the sums. The divisor of the whitening is therefore at least 0.01 of the sum of the weights.
 
     Source: GDPO (arXiv:2601.05242); whitening per task, not over the mixed batch.
     """
@@ -72,7 +72,7 @@ class GDPO(GRPO):
     Config: ClassVar[type[AlgorithmConfig]] = GDPOConfig
 
     def is_informative(self, rewards: Sequence[float]) -> bool:
-        """Always: equal sums may hide different parts, and only the sums are seen here."""
+        """Always True: equal sums may hide different components, and this method gets the sums only."""
         return True
 
     def reward_advantages(self, batch: CreditBatch) -> Tensor:

@@ -1,7 +1,7 @@
-"""Group-relative credit: what a response is worth against its siblings.
+"""Group-relative credit: rewards relative to the other responses of the group.
 
-A group is the rollouts of one draw of one prompt. Statistics are taken in float64 and never leave the group;
-a group of one has nothing to compare with and gets 0 (not its raw reward).
+A group is the rollouts of one draw of one prompt. Statistics are in float64 and per group; the only response
+of a group of one gets 0 (not its raw reward).
 Axes: ``B`` samples, ``M`` groups.
 """
 
@@ -110,7 +110,7 @@ def divide_by_group_std(
 
 
 def mean_square_deviation(deviations: Tensor, groups: Tensor) -> float:
-    """Return the pooled unbiased variance of the groups that have any, ``sum d^2 / sum (G - 1)``; 0 if none.
+    """Return the pooled unbiased variance of groups with variance, ``sum d^2 / sum (G - 1)``; 0 if none.
 
     Args:
         deviations: [B] centred in their group.
@@ -127,12 +127,12 @@ def mean_square_deviation(deviations: Tensor, groups: Tensor) -> float:
 def whiten(values: Tensor, *, floor: float = 0.0, among: Tensor | None = None) -> Tensor:
     """Return ``(x - mean) / max(std, floor)``; zeros where the values do not vary.
 
-    Called with the values of one task, so that no statistic mixes tasks.
+    Call it with the values of one task, so that no statistic mixes tasks.
 
     Args:
         values: any shape.
         floor: smallest divisor, in the units of ``values``.
-        among: bool, of the shape of ``values``: those whose mean and std are taken; None = all.
+        among: bool, shape of ``values``: the values that mean and std are taken over; None = all.
 
     Returns:
         Same shape and dtype.
@@ -143,17 +143,17 @@ def whiten(values: Tensor, *, floor: float = 0.0, among: Tensor | None = None) -
         return torch.zeros_like(values)
     mean = counted.mean()
     std = (counted - mean).square().mean().sqrt()
-    # Rounding of equal values must not be blown up to unit variance.
+    # Rounding error of equal values must not be scaled to unit variance.
     negligible = 1e-12 * wide.abs().max()
     scaled = (wide - mean) / std.clamp(min=max(floor, 1e-300))
     return torch.where(std > negligible, scaled, 0.0).to(values.dtype)
 
 
 def has_variance(rewards: Sequence[float]) -> bool:
-    """Whether not all rewards of a group are equal: only then is there a group-relative gradient.
+    """Whether the rewards of a group differ: only then is there a group-relative gradient.
 
-    A difference below 1e-7 of their size is rounding: credit takes rewards in float32, and sums of the same
-    rewards and penalties may differ in their last bit.
+    A relative difference below 1e-7 counts as rounding: credit has rewards in float32, and equal sums may
+    differ in the last bit.
     """
     values = [float(r) for r in rewards]
     return len(values) > 1 and max(values) - min(values) > _ROUNDING * max(map(abs, values))

@@ -1,6 +1,6 @@
-"""Group-relative policy optimisation: the plain default, and the base of its relatives.
+"""GRPO, group-relative policy optimisation: the default algorithm and the base class of its variants.
 
-One advantage per response, from its group; relatives override the baseline (``centre``) or the loss.
+One advantage per response, from its group. Variants override the baseline (``centre``) or the loss.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class GRPOConfig(AlgorithmConfig):
     clip_high: Positive = 0.28
     """Upper clip of the ratio: 1 + clip_high (clip-higher of DAPO)."""
     normalisation: Normalisation = "task"
-    """What centred rewards are divided by: ``group`` = standard deviation of their group (the paper; weighs
-    almost-solved and almost-hopeless prompts up), ``task`` = running scale of the task's within-group
-    deviations (tasks comparable, prompts unweighted), ``none`` = 1 (the reward's scale acts as
-    a loss weight)."""
+    """Divisor of centred rewards: ``group`` = standard deviation of the group (as in the paper; gives more
+    weight to prompts that are almost always or almost never solved), ``task`` = running scale of the task's
+    within-group deviations (tasks comparable, prompts unweighted), ``none`` = 1 (the reward's scale acts as a
+    loss weight)."""
 
 
 class GRPO(Algorithm):
@@ -53,10 +53,10 @@ class GRPO(Algorithm):
     ``A^r = (r_i - mean r) / s`` over the group, ``A^c`` the same of the constraint costs (only with a
     multiplier lambda > 0), and ``K_i = sum_t log(old / reference)`` the KL penalty inside the reward (k1).
 
-    Rewards, costs and KL meet as advantages, after scaling. Normalising a combined reward instead lets
-    lambda act through its sign alone (r - lambda c over its own deviation), and turns the tiny KL
-    differences of an all-solved group into full-size advantages. So beta is in units of the normalised
-    reward: multiplying a task's reward by 100 changes nothing, KL included.
+    Rewards, costs and KL are combined as advantages, after scaling. Normalising a combined reward instead
+    would let lambda act only through the sign of 1 - lambda, and would turn tiny KL differences of an
+    all-solved group into full-size advantages. So beta is in units of the normalised reward: multiplying a
+    task's reward by 100 changes nothing.
 
     Source: DeepSeekMath (arXiv:2402.03300) sec. 4.1; centring without the group's deviation: Dr.GRPO
     (arXiv:2503.20783); scale per task: AgentRL (arXiv:2510.04206); (1 + lambda): OmniSafe's ``sum_norm`` and
@@ -72,7 +72,7 @@ class GRPO(Algorithm):
 
     @property
     def min_group_size(self) -> int:
-        """Two: a response is worth what it is against its siblings."""
+        """Two: an advantage compares a response with the others of its group."""
         return 2
 
     def is_informative(self, rewards: Sequence[float]) -> bool:
@@ -88,8 +88,8 @@ class GRPO(Algorithm):
 
         Args:
             deviations: [B]
-            batch: for the groups.
-            signal: whose running scale: ``reward``, ``cost``, ``cost_1`` (the second constraint's)...
+            batch: the batch with the groups.
+            signal: name of the running scale: ``reward``, ``cost``, ``cost_1`` (second constraint)...
         """
         if self.config.normalisation == "none":
             return deviations

@@ -67,7 +67,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def sampled_kl(batch: CreditBatch) -> Tensor:
-    """Return k1, ``log old - log reference``, of every response token [N]: what goes into the reward.
+    """Return k1, ``log old - log reference``, of every response token [N], for the penalty in the reward.
 
     Raises:
         ValueError: the batch lacks one of the two.
@@ -160,7 +160,7 @@ class KLController:
         return {"coefficient": self._coefficient, "start": self._spec.coefficient}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict`` where beta is steered from the same start; else beta is as configured."""
+        """Restore an adaptive beta with the same configured start; otherwise keep the configured beta."""
         start = self._spec.coefficient
         if self._spec.target is not None and state.get("start", start) == start:
             self._coefficient = float(state["coefficient"])

@@ -29,8 +29,8 @@ from multitask_rl.config.schema.ranges import Fraction, NotNegative, PositiveFra
 __all__ = ["PPO", "PPOConfig", "clipped_value_loss"]
 
 _ADVANTAGE_FLOOR = 0.1
-"""Smallest divisor of the advantages, in standard deviations of the reward: where the critic explains
-(nearly) everything, what is left is its own noise and must not be whitened to full size."""
+"""Smallest divisor of the advantages, in standard deviations of the reward. If the critic explains nearly
+all of the reward, the residual is noise and must not be whitened to unit variance."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,10 +44,10 @@ class PPOConfig(AlgorithmConfig):
     value_coefficient: NotNegative = 0.5
     """Weight of the value loss beside the policy loss; it also shapes the shared trunk."""
     value_clip: NotNegative = 0.2
-    """How far a value may move from the step's start, in the unit of the value head: standard deviations of
-    the reward, with ``popart`` of the value targets; the reward's scale changes nothing. 0 = off."""
+    """Largest change of a value within a step, in the unit of the value head: standard deviations of the
+    reward, or of the value targets with ``popart``. 0 = off."""
     popart: bool = False
-    """Let the value head speak in units of its targets' moments, compensated for every change of them."""
+    """Normalise value targets by their running moments, and rescale the value head when they change."""
     popart_rate: PositiveFraction = 3e-4
     """``popart``: weight beta of the newest step in the moments."""
 

@@ -24,7 +24,7 @@ class ReinforcePPConfig(GRPOConfig):
 
     clip_high: float = 0.2
     group_baseline: bool = True
-    """Subtract the group's mean first (REINFORCE++-baseline); False: one response per prompt will do."""
+    """Subtract the group's mean first (REINFORCE++-baseline); False: one response per prompt is enough."""
 
 
 class ReinforcePP(GRPO):
@@ -34,8 +34,8 @@ class ReinforcePP(GRPO):
     tokens of *this task* only: over a mixed batch, the task with the widest rewards would set the scale of
     all. Tokens that a grammar forced are left out.
 
-    Deviation: the paper whitens reward and KL together; here they meet after it, for the reasons given at
-    ``GRPO``, so beta is in units of the whitened reward.
+    Deviation: the paper whitens reward and KL together; here KL is subtracted after whitening, for the
+    reasons given at ``GRPO``, so beta is in units of the whitened reward.
 
     Source: REINFORCE++ (arXiv:2501.03262); per task: AgentRL (arXiv:2510.04206).
     """
@@ -49,7 +49,7 @@ class ReinforcePP(GRPO):
         return super().min_group_size if self.config.group_baseline else 1
 
     def is_informative(self, rewards: Sequence[float]) -> bool:
-        """Whether the group's rewards differ; without the group baseline every response tells something."""
+        """Whether the group's rewards differ; always True without the group baseline."""
         return super().is_informative(rewards) if self.config.group_baseline else True
 
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reward-conditioned training (Quark): learn what every level of reward looks like, then ask for the best."""
+"""Reward-conditioned training (Quark): fit responses to their reward quantile, then sample from the top."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RewardConditionedConfig(AlgorithmConfig):
     quantiles: Annotated[int, Range("[2, inf)")] = 5
     """K control tokens, one per quantile of reward."""
     pool_size: int = 2048
-    """Rollouts remembered; the oldest leave first."""
+    """Most rollouts in the pool; the oldest are dropped first."""
     seed: int = 0
     """Seed of the draws from the pool."""
 
@@ -78,9 +78,9 @@ def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
 def _draws_per_quantile(sizes: Mapping[int, int], count: int) -> dict[int, int]:
     """Return how many of ``count`` draws each quantile gets.
 
-    Every quantile its share of the pool, as in the paper, where all are of one size; only the top one never
-    less than an even share, so that rare successes are seen. Even shares for all would replay the failures
-    far above their share once most responses succeed, and unlearn what was learnt.
+    A quantile gets its share of the pool (in the paper all quantiles have one size); the top quantile gets at
+    least 1/K, so that rare successes are drawn. Equal shares for all would replay failures far above their
+    share when most responses succeed, and training would forget.
     """
     total, top = sum(sizes.values()), max(sizes)
     # Ceilings in integers; a remainder goes to the best ones.
@@ -96,7 +96,7 @@ def _draws_per_quantile(sizes: Mapping[int, int], count: int) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PoolEntry:
-    """What is kept of a scored rollout: enough to train on it again, also after a resume."""
+    """The part of a scored rollout that is needed to train on it again, also after a resume."""
 
     task: str
     prompt_id: str
@@ -112,7 +112,7 @@ class _PoolEntry:
     sampling: dict[str, Any]
 
     def to_scored(self) -> Scored:
-        """Return the record, without texts, row and engine log-probabilities (not kept)."""
+        """Return the record without texts, row and engine log-probabilities."""
         prompt = Prompt(
             task=self.task,
             prompt_id=self.prompt_id,
@@ -136,10 +136,11 @@ class RewardConditioned(Algorithm):
     """Quark: sample, sort all experience into K quantiles of reward, fit each under its control token.
 
     ``L = -log pi(y_t | k, x, y_<t) + beta KL(pi(. | k, x, y_<t) || ref(. | x, y_<t))`` with the KL summed
-    over the vocabulary; the training set of a step is drawn from the pool evenly over the quantiles that hold
-    something, and sampling conditions on the top quantile's token. No critic, no ratio, no advantage.
+    over the vocabulary. The training set of a step is drawn from the pool, each quantile in proportion to its
+    size, the top one at least 1/K. Sampling conditions on the top quantile's token. No critic, ratio,
+    advantage.
 
-    Deviations: the pool is bounded and forgets the oldest; equal rewards share a quantile; the KL is taken
+    Deviations: the pool is bounded and drops the oldest; equal rewards share a quantile; the KL is taken
     from the policy to the reference (the paper's has the reference first).
 
     Source: Quark (arXiv:2205.13636) sec. 2.
@@ -170,13 +171,13 @@ class RewardConditioned(Algorithm):
         self._control_ids = tuple(control_token_ids)
 
     def condition(self, prompt_ids: list[int], *, evaluation: bool) -> list[int]:
-        """Prepend the top token: always in evaluation, in training once there is experience to ask for."""
+        """Prepend the top token: always in evaluation; in training once the pool has rollouts."""
         if evaluation or self._pool:
             return [self._control_id(self.config.quantiles - 1), *prompt_ids]
         return prompt_ids
 
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
-        """Add the step's rollouts to the pool and draw as many samples from it, evenly over quantiles."""
+        """Add the step's rollouts to the pool and draw the same number of samples from the pool."""
         for item in scored:
             self._pool.append(self._pool_entry(item))
         if not scored:

@@ -1,7 +1,8 @@
-"""Running statistics of one task's rewards: the state that makes tasks of any reward scale comparable.
+"""Running statistics of one task's rewards, which make tasks of different reward scales comparable.
 
-Averages are exponential over steps with the start-up weight corrected (the first step counts fully), so every
-statistic is exactly equivariant: rewards times 100 plus 7 give 100 times the scale from the first step on.
+Averages are exponential over steps and bias-corrected (the first step counts fully). Every statistic is
+exactly
+equivariant: rewards times 100 plus 7 give 100 times the scale from the first step on.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def _step_weight(num_steps: int, rate: float = _RATE) -> float:
 class RunningScale:
     """Root mean square of a stream of batches, at least a tenth of its long-run average.
 
-    The floor keeps a scale that vanishes from blowing up what is left. The long-run average has 50 times the
-    memory (about 1,000 steps): the floor yields to a scale that stays small, and no outlier decides it.
+    The floor limits the advantages when the scale vanishes. The long-run average has 50 times the memory
+    (about 1,000 steps), so the floor follows a scale that stays small, and one outlier does not set it.
 
-    As the scale of within-group deviations it is given groups that have any: the others carry no gradient,
-    and counting them would make the scale (and with it the step size) depend on how many were filtered.
+    For within-group deviations, pass only groups with variance. The others give no gradient, and with them
+    the scale (and the step size) would depend on how many groups were filtered.
 
     Args:
         rate: weight of the newest batch once warmed up, in (0, 1].
@@ -54,12 +55,12 @@ class RunningScale:
 
     @property
     def root(self) -> float:
-        """Root mean square with its floor; 0 before anything was seen."""
+        """Root mean square with its floor; 0 before the first update."""
         return max(math.sqrt(self.mean_square), _RELATIVE_FLOOR * math.sqrt(self.long_run))
 
     @property
     def value(self) -> float:
-        """Divisor of deviations, > 0; 1 before anything was seen."""
+        """Divisor of deviations, > 0; 1 before the first update."""
         return self.root if self.num_steps else 1.0
 
     def update(self, mean_square: float) -> None:
