@@ -1,4 +1,4 @@
-"""What to ask: rows of the data sets, endless streams of them, prompts rendered from them."""
+"""Data: rows of data sets, endless streams of rows, prompts rendered from rows."""
 
 from multitask_rl.data.loader import TaskDataLoader, get_dataloader
 from multitask_rl.data.pooled_stream import PooledStream, pools_by_column

@@ -1,4 +1,4 @@
-"""A stream that draws more of the prompts a task can learn from: its rows in pools of difficulty."""
+"""A stream that draws learnable prompts more often: rows are sorted into pools of difficulty."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _REPORTED_MOVE = 0.15
 class PooledStream(PromptStream):
     """Gives the rows of one task forever, by pools whose shares follow their learnability.
 
-    Pools are fixed by a column of the rows, or made by the observed pass rate: a row moves with the moving
-    average of the mean reward of its groups, and those never asked are a pool of their own that counts as
-    most learnable until measured. Within a pool the row that was drawn longest ago is next. Shares become
-    whole draws by largest remainder with the rest carried over (``curriculum/quotas.py``).
+    Pools are fixed by a column of the rows, or follow the observed pass rate: the moving average of the mean
+    reward of a row's groups. Rows that were never drawn form their own pool, which counts as most learnable
+    until measured. Within a pool the row drawn longest ago is next. Shares become whole draws by largest
+    remainder with carry (``curriculum/quotas.py``).
 
-    Draws depend on the seed and on what was observed; all of it is in ``state_dict``.
+    Draws depend on the seed and on the observed rewards; ``state_dict`` holds both.
 
     Args:
         rows: at least one row.
@@ -146,7 +146,7 @@ class PooledStream(PromptStream):
         self._pools[str(number)][index] = None
 
     def shift(self) -> float:
-        """Return what the last observed step's mean reward lies below that of prompts drawn evenly.
+        """Return the mean reward of uniformly drawn prompts minus that of the last observed step.
 
         ``sum_i (n_i / n - d_i) * m_i`` with the pools' part of the prompts, their part of the draws and their
         mean rewards, over the pools that were measured. A level without it would fall as the hard prompts
@@ -177,7 +177,7 @@ class PooledStream(PromptStream):
         return pool_shares(sizes, learnability, self._spec.floor)
 
     def _within_sizes(self, counts: Mapping[str, int], n: int) -> dict[str, int]:
-        """Return ``counts`` with what is more than a pool holds given to the pools with most room."""
+        """Return ``counts`` with draws beyond a pool's size moved to the pools with most room."""
         fitted = dict(counts)
         if n > len(self._rows):
             return fitted

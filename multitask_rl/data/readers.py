@@ -1,7 +1,7 @@
-"""Files and hubs into sequences of rows, without holding parsed rows in memory.
+"""Readers of files and hub data sets: sequences of rows that do not hold parsed rows in memory.
 
-JSON lines are scanned once (so that a bad line is found before the run) and parsed again when a row is asked
-for: the cost in memory is one offset per row. Parquet and Hugging Face data stay in Arrow.
+JSON lines are scanned once, so that a bad line is found before the run, and parsed again on access; memory
+holds one offset per row. Parquet and Hugging Face data stay in Arrow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether every row holds what is read of it: found before a model loads, not in the middle of a step."""
+"""Check that every row has the columns that are read from it, before a model loads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_rows(
 
 
 def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
-    """Return what to know of held-out rows that say little about other prompts; "" if there is nothing."""
+    """Return a warning if held-out rows say little about other prompts; else ""."""
     if spec.eval_split == TEST_SPLIT and not spec.eval_dataset and len(train) > 1:
         return (
             f"eval_split: {TEST_SPLIT}: scheduler, guard and best checkpoint choose by these rows, so that "
@@ -63,7 +63,7 @@ def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
 
 
 def _named(row: Row) -> str:
-    """Return what a person finds the row by: its id, else how it begins."""
+    """Return a label of the row for messages: its id, else its beginning."""
     if row.get("id") is not None:
         return repr(str(row["id"]))
     text = repr(dict(row))

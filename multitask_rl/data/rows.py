@@ -1,10 +1,10 @@
-"""The rows of a task: which are trained on, which are held out.
+"""Split of a task's rows into training rows and held-out rows.
 
 Held-out rows are, in this order: ``eval_dataset``; the rows of ``eval_split``; the first of the splits
-``validation``, ``dev`` that has rows; a tenth of the training rows, chosen by a hash of the row's id. A split
-``test`` is read where ``eval_split`` names it, or nothing else can be held out: the guard, the scheduler and
-the best checkpoint choose by held-out rows, and what they choose by tests nothing any more. The hash knows no
-seed: a row is held out in every run, so that numbers of different runs compare and nothing leaks.
+``validation``, ``dev`` that has rows; a tenth of the training rows, chosen by a hash of the row's id. Split
+``test`` is used only if ``eval_split`` names it or no other rows can be held out: guard, scheduler and best
+checkpoint select by held-out rows, so these are no longer an unbiased test. The hash has no seed: a row is
+held out in every run, so that runs are comparable and no held-out row leaks into training.
 """
 
 from __future__ import annotations

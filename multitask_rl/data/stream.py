@@ -24,8 +24,8 @@ class PromptStream:
     another seed, keeps its order. ``draw`` counts all rows ever given and never goes back; it seeds the
     rollouts.
 
-    A data set that changed between two runs cannot be continued where it was: ``load_state_dict`` then starts
-    the next epoch on the new rows, keeps counting draws, and logs a warning.
+    If the data set changed between two runs, ``load_state_dict`` starts the next epoch on the new rows, keeps
+    counting draws, and logs a warning.
 
     Args:
         rows: at least one row.
@@ -73,11 +73,11 @@ class PromptStream:
         self.load_state_dict(later)
 
     def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:
-        """Hear what the groups of a step earned, by draw number; this order depends on nothing."""
+        """Observe the rewards of a step's groups, by draw number; no effect in this class."""
         return []
 
     def shift(self) -> float:
-        """Return what the step's mean reward lies below that of prompts drawn evenly: here they are."""
+        """Return the mean reward of uniformly drawn prompts minus the step's: 0, draws are uniform."""
         return 0.0
 
     def metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs programs nobody trusts."""
+"""Sandbox: runs untrusted programs."""
 
 from multitask_rl.sandbox.base import (
     AssertsTask,

@@ -1,4 +1,4 @@
-"""Programs that wait for a worker or are in the hands of one, and the futures of their outcomes."""
+"""Programs that wait for a worker or run on one, with the futures of their outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into a sandbox and what comes out: programs, limits, outcomes, and the interface itself.
+"""Interface of sandboxes: programs, limits, outcomes.
 
 A program is judged from outside: its tests are never in the process that runs it, and nothing it prints,
 returns or raises is trusted beyond its plain value. ``infrastructure_error`` says that the *sandbox* failed;

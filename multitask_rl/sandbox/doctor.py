@@ -1,4 +1,4 @@
-"""Which layers of isolation hold on this machine, found by trying them, and what a missing one would stop."""
+"""Test of the isolation layers on this machine, with the attacks that a missing layer would stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a corpus run watches on the host while hostile programs run: canaries, victims, memory, leftovers."""
+"""Checks of the host while hostile programs run: canaries, victims, memory, leftovers."""
 
 from __future__ import annotations
 

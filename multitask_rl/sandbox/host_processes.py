@@ -1,4 +1,4 @@
-"""The processes below another, as /proc tells."""
+"""Child processes of a process, from /proc."""
 
 from __future__ import annotations
 

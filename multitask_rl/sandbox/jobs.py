@@ -1,4 +1,4 @@
-"""Programs and outcomes as the messages a monitor understands."""
+"""Conversion of programs and outcomes to and from messages of the monitor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How strong the isolation is: ``namespaces`` > ``bwrap`` > ``landlock``; never weaker without being told."""
+"""Isolation levels: ``namespaces`` > ``bwrap`` > ``landlock``; a weaker level needs explicit permission."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A client for servers that speak SandboxFusion's ``/run_code``, behind the same interface.
 
-The server runs one file per request and knows no tests, so only ``ScriptTask`` and ``StdioTask`` go there:
-the comparison happens here. Function tests would have to be appended to the program, which is the very thing
-this sandbox exists to avoid; they are refused. How well programs are isolated is the server's business.
+The server runs one file per request without tests, so it takes ``ScriptTask`` and ``StdioTask`` only; this
+module compares the output. Function tests are refused: they would have to be appended to the program, which
+could then read them. The server is responsible for the isolation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opening a sandbox by name, and the one instance that all rewards of a process share."""
+"""Opening a sandbox by name, and the instance that all rewards of a process share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One monitor process as the trainer sees it: started by exec, spoken to over a socket, replaced."""
+"""The trainer's handle of one monitor process: started by exec, reached by a socket, replaced."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How good was it: reward and constraint plugins, pooled, isolated, timed."""
+"""Scoring: reward and constraint plugins, pooled, isolated, with time limits."""

@@ -1,4 +1,4 @@
-"""Anything a tasks file may name as a reward or constraint, in the one shape of ``contracts.py``.
+"""Adapters from the references of a tasks file to rewards and constraints of ``contracts.py``.
 
 Entry-point name, ``module:object``, ``file.py:object``, or a function of another library behind a prefix
 (``trl:``, ``verl:``, ``verifiers:``, ``reasoning_gym:``, ``evaluate:``; see ``foreign``). The object may be a
@@ -28,7 +28,7 @@ _GROUP = {"reward": REWARDS, "constraint": CONSTRAINTS}
 
 @dataclass(frozen=True, slots=True)
 class PluginSource:
-    """A plugin found and its class checked, not yet built: what is known before a model loads."""
+    """A plugin that is found and whose class is checked, but that is not built: no model is loaded."""
 
     kind: str
     """``reward`` or ``constraint``."""

@@ -1,4 +1,4 @@
-"""Circuit breaker: a plugin that only fails is given a rest instead of costing its limit again and again."""
+"""Circuit breaker: a plugin that only fails is not called for a while, so that it does not cost its limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CircuitBreaker:
         self._kind = FailureKind.infra
         self._reason = ""
         self.opened: list[str] = []
-        """Reasons of openings nobody has reported yet."""
+        """Reasons of openings that are not reported yet."""
 
     @property
     def suspicious(self) -> bool:

@@ -1,4 +1,4 @@
-"""How large a call of a lane is, and what goes out again where one stalls."""
+"""Size of a lane's calls, and the items that are sent again when a call stalls."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def is_out_of_patience(call: Call, now: float, limit: float) -> bool:
 def held_up(call: Call, now: float, queued: Collection[int], *, limit: float, waits: bool) -> list[Item]:
     """Return the items of a stalled ``call`` that are due to be sent again, each alone.
 
-    What waits behind one response goes out at once. Of a batch one item goes first, which shows that the
-    plugin answers; then, out of patience, all: which item it hangs at is not known.
+    Items behind the current one are sent at once. Of a batch, one item is sent first, to show that the plugin
+    answers; when the patience is over, all are sent, because the item that hangs is not known.
 
     Args:
         call: its items do not depend on each other.

@@ -1,4 +1,4 @@
-"""What a lane moves: items, the calls they travel in, the latch a caller waits on, the run-wide limit."""
+"""Parts of a lane: items, calls of several items, the latch that a caller waits on, the run-wide limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Latch:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Scoring a rollout alone came to nothing."""
+    """The failure of a rollout that was scored alone."""
 
     failure: Failure
     """What it is if the plugin does not answer an empty response either."""
@@ -59,7 +59,7 @@ class Item:
     overrun: Result | None = None
     """The result of a response that passes a limit of time or memory; None = that is a failure."""
     result: Result | None = None
-    """The first result wins; later ones (of a hedge, of a call given up) are dropped."""
+    """The first result counts; later ones (of a hedge or an abandoned call) are dropped."""
     seconds: float = 0.0
     """Its share of the call that answered it."""
     attempts: int = 0
@@ -81,7 +81,7 @@ class Item:
     ready_at: float = 0.0
     """Not before (pause before a retry)."""
     trouble: Trouble | None = None
-    """It is not tried again; it waits for what its probe says."""
+    """It is not tried again; its result depends on its probe."""
     probe: Item | None = None
     """The same row with an empty response: does the plugin answer that?"""
     subject: Item | None = None
@@ -98,7 +98,7 @@ class Item:
         return self.result is not None and self.result is self.overrun
 
     def conclusion(self) -> Result | None:
-        """Return what its trouble and its probe make of it; None while one of them is not known."""
+        """Return the result that follows from its trouble and its probe; None while one is not known."""
         if self.trouble is None or self.probe is None or self.probe.result is None:
             return None
         known = self.probe.result
@@ -108,7 +108,7 @@ class Item:
 
 
 def probe_of(item: Item) -> Item:
-    """Return the probe of ``item``, which tells a bad response from a plugin that is down."""
+    """Return the probe of ``item``, which distinguishes a bad response from a plugin that is down."""
     rollout = replace(item.rollout, response="", response_ids=[], rollout_logprobs=[])
     return Item(rollout, Latch(), f"{item.label} (empty response)", alone=True, subject=item)
 

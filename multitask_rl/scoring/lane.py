@@ -1,13 +1,14 @@
 """One plugin's queue: sizes its calls, retries, hedges and gives up; its runners make the calls.
 
-A lane never blocks another lane. Calls of a plugin that looks at responses one by one are cut to about 50 ms
-of work, so that a response that hangs holds up next to nothing. A plugin that takes batches gets up to its
-``batch_size``. A call that stalls is hedged: what it holds up goes out again, each item alone, on another
-runner, and the first result of an item counts. Where results depend on their batch, no call is cut.
+A lane never blocks another lane. A call of a plugin that scores responses one by one is limited to about 50
+ms of work, so that a response that hangs delays few others. A plugin that takes batches gets up to its
+``batch_size``. A call that stalls is hedged: its open items are sent again, each alone, to another runner,
+and the first result of an item counts. If results depend on their batch, no call is split.
 
-A response that passes its limit or costs a worker process its life is judged by a probe: the same row with an
-empty response. If the plugin answers that, the response is the cause, and it alone pays. If it does not, the
-plugin is down: its breaker opens and what waits fails.
+A response that exceeds its limit or kills a worker process triggers a probe: the same row with an empty
+response. If the plugin answers the probe, the response is the cause and only it fails. Otherwise the plugin
+is
+down: its breaker opens and the waiting items fail.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SPARE_RUNNERS = 2
 """Beyond ``num_workers``, started only while others stall."""
 RETRY_PAUSE_S = 0.2
 ENDED_AT = 0.9
-"""A check is ended after this share of its ``timeout_s``. The rest is what ending it costs: one response
+"""A check is ended after this share of its ``timeout_s``. The rest is for ending it, so that one response
 delays its step by less than ``timeout_s``."""
 OUTSIDE_KILLS = 10
 """How often an item is sent again after SIGKILL or SIGTERM, which are rarely the item's fault."""
@@ -129,7 +130,7 @@ class Lane:
                 self._condition.notify_all()
 
     def oldest(self) -> tuple[float, Item] | None:
-        """Return how long the item that is out longest has been out, and the item."""
+        """Return the item that has been in a call for the longest time, and that time."""
         with self._condition:
             waiting = [item for call in self._calls() for item in call.current()]
             if not waiting:
@@ -215,9 +216,9 @@ class Lane:
                 item.started = now
 
     def died(self, call: Call, reason: str, *, outside: bool, out_of_memory: bool) -> None:
-        """The process of ``call`` died. The item it was at is the suspect, the rest is merely sent again.
+        """Handle a dead process of ``call``: its current item is the suspect, other items are sent again.
 
-        A batch that cannot be sent in parts is suspect as a whole.
+        A batch that cannot be split is suspect as a whole.
         """
         with self._condition:
             suspects = call.current()
@@ -246,9 +247,9 @@ class Lane:
                     self._settle(item, failure)
 
     def unsendable(self, call: Call, message: str) -> None:
-        """A rollout of ``call`` cannot be sent to another process; alone, it is a ``data`` failure.
+        """Handle a rollout of ``call`` that cannot be pickled; sent alone, it is a ``data`` failure.
 
-        With a batch that cannot be sent in parts all of it is.
+        A batch that cannot be split fails as a whole.
         """
         with self._condition:
             for item in call.open():
@@ -282,7 +283,7 @@ class Lane:
                 self._give_rest(FailureKind.timeout, reason, failure.message)
 
     def unavailable(self, message: str) -> None:
-        """No worker can be had: everything that waits fails."""
+        """No worker can be started: all waiting items fail."""
         with self._condition:
             self.breaker.open(FailureKind.infra, message)
             self._refuse_if_open()
@@ -317,7 +318,7 @@ class Lane:
             self._settle(item, item.conclusion())
 
     def _give_rest(self, kind: FailureKind, reason: str, message: str) -> None:
-        """The plugin is down: ask no more for a while, fail what waits."""
+        """The plugin is down: open the breaker and fail the waiting items."""
         self.breaker.open(kind, reason)
         self._fail_everything(kind, message)
         for runner in self.runners:

@@ -1,4 +1,4 @@
-"""What a plugin prints, on its way to the trainer's standard error: bounded, and never a terminal command."""
+"""Output of plugins, passed to the trainer's standard error: limited in size, control characters escaped."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BYTES_PER_S = 1 << 10
 class PluginOutput:
     """The output of all worker processes of one plugin.
 
-    At most ``BURST_BYTES`` at once and ``BYTES_PER_S`` over time are passed on, the rest is dropped, which is
-    said once a drop. Control characters are spelled out: a plugin may print what a model wrote.
+    At most ``BURST_BYTES`` at once and ``BYTES_PER_S`` over time are passed on. The rest is dropped, with one
+    message per drop. Control characters are escaped, because a plugin may print text of a model.
 
     Args:
         source: the plugin's name.

@@ -1,4 +1,4 @@
-"""Rollouts on their way through rewards or constraints: added as they end, collected when they are wanted."""
+"""Rollouts that are being scored or judged: added as their generation ends, collected later."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Span = tuple[float, float]
 
 
 class Pending(Protocol[T]):
-    """What was asked and is not yet collected. Rollouts are named by their index in order of adding."""
+    """Results that are not collected yet. A rollout is identified by its index in order of adding."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand rollouts on; what can be begun is begun."""
+        """Add rollouts; scoring starts where possible."""
         ...
 
     def seal(self, order: Sequence[int] | None = None) -> None:
-        """Say that nothing more is added.
+        """Declare that no more rollouts are added.
 
         Args:
             order: all indices in the order of the step's batch; default: as they were added.
@@ -57,7 +57,7 @@ class Pending(Protocol[T]):
         ...
 
     def results(self, indices: Sequence[int]) -> list[T]:
-        """Return what is known of ``indices``, which are done; each index is collected once.
+        """Return the results of ``indices``, which must be done; each index is collected once.
 
         Raises:
             RewardError: a task's error budget is spent.
@@ -69,7 +69,7 @@ class Pending(Protocol[T]):
         ...
 
     def cancel(self, indices: Sequence[int]) -> None:
-        """Give up what nobody will collect, as far as it has not begun."""
+        """Cancel all calls that have not started; their results will not be collected."""
         ...
 
 
@@ -154,7 +154,7 @@ class Answering(Generic[T]):
 
 
 class Deferred(Generic[T]):
-    """A ``Pending`` over a call that takes everything at once: it is made when the last rollout is there.
+    """A ``Pending`` over one call for all rollouts, which starts when the last rollout is added.
 
     Args:
         call: one result per rollout, in order.

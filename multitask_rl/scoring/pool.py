@@ -41,7 +41,7 @@ __all__ = ["RewardPool"]
 
 T = TypeVar("T")
 Verdicts = dict[str, Verdict | Failure]
-"""What the constraints say of one rollout, by constraint name."""
+"""Results of the constraints of one rollout, by constraint name."""
 
 
 class RewardPool:
@@ -118,7 +118,7 @@ class RewardPool:
         threading.Thread(target=self._tick, name="reward-pool", daemon=True).start()
 
     def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
-        """Return what the rewards of each task declare, by task and the reward's name."""
+        """Return the traits of the rewards, by task and reward name."""
         return {
             task: {judge.name: judge.lane.traits for judge in judges}
             for task, judges in self._rewards.items()
@@ -147,7 +147,7 @@ class RewardPool:
     def judge(
         self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
     ) -> list[Verdicts]:
-        """Return what the constraints of each rollout's task say, by constraint name, in order.
+        """Return the constraint results of each rollout, by constraint name, in order.
 
         Args:
             rollouts: whole responses, or partial ones.
@@ -204,7 +204,7 @@ class RewardPool:
     def _round(
         self, judges: Mapping[str, list[Judge]], only: Sequence[Collection[str]] | None = None
     ) -> Round:
-        if not self._is_started:  # without its plugins everything would be worth 0 and allowed
+        if not self._is_started:  # without plugins every reward would be 0 and every response allowed
             raise RuntimeError("the reward pool was asked before it was started; call start() first")
         return Round(judges, self._cache, only)
 

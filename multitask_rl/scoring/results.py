@@ -1,6 +1,6 @@
-"""From what a plugin returned or raised to a typed result: the one boundary where that happens.
+"""Conversion of a plugin's return value or exception to a typed result; the only place that does it.
 
-Nothing a plugin does becomes a 0 by accident: what is not a finite number in the declared range is a
+No fault of a plugin becomes a reward of 0: a value that is not a finite number in the declared range is a
 ``grader`` failure that names the plugin and the value.
 """
 
@@ -61,8 +61,8 @@ def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
 def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     """Return the verdict that ``raw`` stands for.
 
-    A bare number is a cost in [0, 1] that violates from 0.5 on; ``None`` says that the constraint does not
-    concern the sample (satisfied).
+    A bare number is a cost in [0, 1], violated from 0.5 on. ``None`` means that the constraint does not
+    apply to the sample (satisfied).
     """
     if raw is None or isinstance(raw, NotApplicable):
         return Verdict(cost=0.0, violated=False, applicable=False)

@@ -1,4 +1,4 @@
-"""The questions of one step to the pool: who is asked what, once, what is known, what is still open."""
+"""One round of scoring: the items of one step, with cached results and results that are still open."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["ErrorBudget", "ScoreTally", "TaskCounts"]
 
 WINDOW = 200
 MIN_SAMPLES = 20
-"""Fewer say nothing: the first failing sample of a run is not a rate of 100 %."""
+"""Fewest samples for a rate: one failing first sample is not a failure rate of 100 %."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class ErrorBudget:
             self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, JSON-able; of a spent budget nothing: who resumes has mended what failed."""
+        """Return the window, JSON-able; empty for a spent budget, because a resume follows a repair."""
         recent = [] if self.rate > self._limit else list(self._recent)
         return {"recent": [asdict(f) if f else None for f in recent], "warned": self._warned}
 

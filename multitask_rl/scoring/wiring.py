@@ -1,4 +1,4 @@
-"""From the tasks' specs to lanes: which plugins a run needs, where each computes, who shares one."""
+"""From task specs to lanes: the plugins of a run, the device of each, and the tasks that share one."""
 
 from __future__ import annotations
 

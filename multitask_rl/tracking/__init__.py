@@ -1,1 +1,1 @@
-"""Where the numbers go: console, JSON lines, MLflow."""
+"""Trackers: console, JSON lines, MLflow, alerts."""

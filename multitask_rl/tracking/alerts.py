@@ -1,4 +1,4 @@
-"""Alerts: what a person should hear of at once, as a log line and to a webhook.
+"""Alerts: events that need attention at once, as a log line and to a webhook.
 
 An alert is an event of the guard, or an alarm of any controller. Posting happens in a background thread with
 a bounded queue: a server that hangs or refuses costs alerts, never the run.

@@ -1,4 +1,4 @@
-"""A thread that writes to a server for a run: in order, in batches, never in its way."""
+"""A background thread that writes to a server: in order, in batches, without blocking the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BackgroundWriter(threading.Thread):
             self.num_failed += _size(item)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what is queued; what that takes longer than ``timeout_s`` for is lost."""
+        """Write the queued items; items left after ``timeout_s`` are lost."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
             self.join(timeout_s)

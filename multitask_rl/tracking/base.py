@@ -1,4 +1,4 @@
-"""What a tracker is. Tracking never raises into the run: a tracker that fails is reported once and left out.
+"""Base of trackers. Tracking never raises into the run: a failing tracker is reported once and left out.
 
 Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean over tasks),
 ``worst/<metric>`` (the worst task), ``eval/<task>/<constraint>/<metric>`` (a held-out limit),
@@ -18,7 +18,7 @@ __all__ = ["Tracker"]
 
 
 class Tracker(Protocol):
-    """Receives what the run knows.
+    """Receives metrics, events and rollouts of a run.
 
     Built as ``Cls(output_dir=Path, config=TrackingConfig, run_id=str | None)``.
     """

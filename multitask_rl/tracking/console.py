@@ -1,6 +1,6 @@
-"""Tracker for people: one line per task and one for the run, live on a terminal, plain in a log.
+"""Console tracker: one line per task and one for the run, live on a terminal, plain in a log.
 
-It shows a number where the run gives it (names in ``tracking.base``) and leaves the others out.
+It shows the metrics that the run logs (names in ``tracking.base``) and omits missing ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every configured tracker behind one: what fails is reported once and left out; the run goes on.
+"""One tracker over all configured trackers: a failing one is reported once and left out; the run goes on.
 
-Only the run's own records in its output directory end it when they cannot be written.
+Exception: the run ends if its own records in its output directory cannot be written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Causal language models as judges: the probability of each verdict word from one forward, no sampling.
 
-A sampled verdict is a coin; the logits at the place where the words part give the same answer as a
-probability, at the price of the prompt alone.
+A sampled verdict is random. The logits at the first token in which the verdict words differ give its
+probability, for the cost of the prompt alone.
 """
 
 from __future__ import annotations

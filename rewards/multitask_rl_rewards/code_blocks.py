@@ -1,4 +1,4 @@
-"""Finding the program in a response, and joining it to a prompt that is itself the beginning of a program."""
+"""Extraction of the program from a response; completion of a prompt that is the beginning of a program."""
 
 from __future__ import annotations
 

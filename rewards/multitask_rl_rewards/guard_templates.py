@@ -1,4 +1,4 @@
-"""How the families of guard models are asked, and which word of theirs means what.
+"""Prompt templates and verdict words of the families of guard models.
 
 A guard's prompt is part of its weights: where the tokenizer brings a chat template (the released models do),
 that template is used. Our own wording serves custom policies and tokenizers without a template; it keeps the

@@ -1,4 +1,4 @@
-"""Which language is a text in? By script, and by common words where languages share one.
+"""Language detection by script, and by common words where languages share a script.
 
 Small and exact enough to check "answer in Hindi", without a model. Limits: a language that is not listed
 passes for the listed one it resembles; texts of fewer than about five words are uncertain.

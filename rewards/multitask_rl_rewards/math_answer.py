@@ -1,6 +1,6 @@
 r"""``math_answer``: is the final answer of a response mathematically the reference? Through ``math-verify``.
 
-Time limit: sympy can be sent to sleep by a short answer (``10^{10^{10}}``). ``math_verify`` limits itself
+Time limit: sympy can hang on a short answer (``10^{10^{10}}``). ``math_verify`` limits itself
 with SIGALRM, which raises off the main thread; it is switched off here, and the reward runs in a killable
 worker process of the reward pool (``traits.isolate``).
 """

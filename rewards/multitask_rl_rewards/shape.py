@@ -1,6 +1,6 @@
 """Rewards on the shape of a response: ``length``, ``repetition``, ``regex``, ``format`` and ``json_schema``.
 
-They know nothing of sense: use them beside a reward that reads, at a small weight, or as a metric (weight 0).
+They ignore the meaning: use them with a small weight beside a reward of content, or as a metric (weight 0).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the bundled tasks share: rows from a hub, a file or a directory, in one format, checked.
+"""Base of the bundled tasks: reads rows from a hub, a file or a directory into one format and checks them.
 
 A task reads its data where ``dataset_config.source`` points: a Hugging Face id (the default of each task),
 one file whose rows carry a column ``split``, or a directory with the file names the task knows. Rows in the

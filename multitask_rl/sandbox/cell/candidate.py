@@ -1,7 +1,7 @@
 """The program's side of a function task: load it, then answer calls with plain values.
 
-Nothing here is trusted: the program shares the interpreter and may do to this code what it likes. All it can
-reach that way is what an honest function could answer anyway. It sees arguments, never expectations.
+Nothing here is trusted: the program shares the interpreter and may change this code. It gains nothing by
+that: it can only send answers, as an honest function can. It gets arguments, never expected values.
 """
 
 from __future__ import annotations

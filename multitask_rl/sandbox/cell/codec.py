@@ -1,4 +1,4 @@
-"""Plain values as text: what may cross between a program and its judge.
+"""Encoding of the plain values that pass between a program and its judge.
 
 Scalars and lists are JSON as they are; every other kind is an object with one key, its tag, so that decoding
 runs at the speed of the C scanner with one hook. Only exact builtin values come out: a subclass is encoded as

@@ -1,4 +1,4 @@
-"""Executions as a monitor sees them: descriptors and limits in, exit status and what was written out."""
+"""Executions on the monitor's side: descriptors and limits in; exit status and written output out."""
 
 from __future__ import annotations
 

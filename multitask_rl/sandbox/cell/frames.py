@@ -1,4 +1,4 @@
-"""What the trainer and a monitor say to each other: a JSON header with byte strings behind it."""
+"""Messages between trainer and monitor: a JSON header followed by byte strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge's conversation with the program, and what its objects look like to the tests."""
+"""The judge's connection to the program, and the proxies of its objects that the tests use."""
 
 from __future__ import annotations
 

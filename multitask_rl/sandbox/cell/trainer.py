@@ -1,4 +1,4 @@
-"""The trainer as a monitor sees it: jobs in, results out, and word of jobs nobody wants any more."""
+"""The monitor's connection to the trainer: jobs and cancellations in, results out."""
 
 from __future__ import annotations
 

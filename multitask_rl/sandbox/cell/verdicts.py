@@ -1,4 +1,4 @@
-"""From what the kernel and the judge reported to a verdict. Pure functions; the program has no word here."""
+"""Verdicts from the reports of kernel and judge. Pure functions; the program has no influence here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Running in the zygote, harmlessly, what its children will run.
+"""Warm-up: the zygote runs the code that its children will run, with harmless arguments.
 
-The interpreter specialises code while it runs and fills caches beside it. Done in a child that costs a page
-copy each time; done here, before the heap is frozen, once for all of them.
+The interpreter specialises code while it runs and fills caches. In a child this copies pages every time; in
+the zygote, before the heap is frozen, it happens once for all children.
 """
 
 from __future__ import annotations

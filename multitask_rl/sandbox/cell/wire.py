@@ -1,4 +1,4 @@
-"""What monitor and zygote say to each other: fixed binary messages, descriptors beside them."""
+"""Messages between monitor and zygote: fixed binary records, with file descriptors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The cell's parent process: forks one disposable process per execution, kills it in time, reports its end.
 
-It is process 1 of the cell, has one thread and never reads what a program is made of: sources, tests and
-inputs pass it by descriptor. What it imports here every program gets for free.
+It is process 1 of the cell, has one thread and never reads sources, tests or inputs of a program: they pass
+by descriptor. Modules that it imports are already loaded in every program.
 """
 
 from __future__ import annotations

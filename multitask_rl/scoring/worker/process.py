@@ -27,7 +27,7 @@ from multitask_rl.scoring.worker.wire import without_tokens
 __all__ = ["START_LIMIT_S", "WorkerDiedError", "WorkerProcess"]
 
 START_LIMIT_S = 180.0
-"""A plugin that is not ready after as long (imports, model downloads) fails the start."""
+"""Seconds for a plugin to become ready (imports, model downloads); afterwards the start fails."""
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[4]); from multitask_rl.scoring.worker import main; "
@@ -156,7 +156,7 @@ class WorkerProcess:
         return self._progress.get(self._calls)
 
     def terminate(self) -> None:
-        """Kill the process and its children; whoever waits for it gets ``WorkerDiedError``. Any thread."""
+        """Kill the process and its children; a waiting call raises ``WorkerDiedError``. Thread-safe."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What a worker is at, in memory that it shares with the trainer."""
+"""Progress of a worker, in memory that it shares with the trainer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PROGRESS = struct.Struct("=II")
 
 
 class Progress:
-    """Which rollout of which call is being scored, in memory both processes see.
+    """Call and rollout that a worker is scoring, in shared memory.
 
-    It tells whom a hang or a crash belongs to, also when the process cannot send any more.
+    It identifies the rollout that caused a hang or a crash, even if the process can no longer send.
     """
 
     def __init__(self, fd: int) -> None:

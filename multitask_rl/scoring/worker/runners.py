@@ -1,4 +1,4 @@
-"""Who makes a lane's calls: a killable worker process, or the trainer's own process (models on a device)."""
+"""Runners make a lane's calls, in a killable worker process or in the trainer's process."""
 
 from __future__ import annotations
 
