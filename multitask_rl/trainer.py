@@ -37,7 +37,7 @@ from multitask_rl.run.assembly import (
 from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.plan import check_overlap, initial_weights, plan_run
 from multitask_rl.run.profiling import memory_numbers
-from multitask_rl.run.state import Progress
+from multitask_rl.run.state import RunProgress
 from multitask_rl.step.experience import Experience
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
@@ -93,7 +93,7 @@ class Trainer:
         self.scheduler = build_scheduler(config, weights)
         self.guard = build_guard(config)
         bind_controllers(plan, self.scheduler, self.guard, {})
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.scorer = build_scorer(plan)
         self._inserted: list[tuple[Stage, str]] = []
         self._parts: RunParts | None = None

@@ -20,7 +20,7 @@ from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.rollout.snapshot import SnapshotFactory
 from multitask_rl.run.plan import RunPlan, reach_warning
 from multitask_rl.run.profiling import StepProfiler
-from multitask_rl.run.state import Progress, RunState
+from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.scoring.pool import RewardPool
@@ -92,7 +92,7 @@ def build_parts(
     scheduler: DynamicTaskWeightScheduler,
     guard: Guard | None,
     scorer: RunScorer,
-    progress: Progress,
+    progress: RunProgress,
     inserted: Sequence[tuple[Stage, str]],
     track: bool,
 ) -> RunParts:

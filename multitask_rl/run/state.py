@@ -24,7 +24,7 @@ from multitask_rl.training.checkpoint import Checkpoint
 from multitask_rl.training.critic import Critic, rename_head
 from multitask_rl.training.learner import Learner
 
-__all__ = ["Progress", "RunState", "Stateful"]
+__all__ = ["RunProgress", "RunState", "Stateful"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class TensorState(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class Progress:
+class RunProgress:
     """How far a run is, and what was found and decided on the way."""
 
     step: int = 0
@@ -87,7 +87,7 @@ class RunState:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: RunProgress,
         actor: Actor,
         critic: Critic,
         learner: Learner,
@@ -179,7 +179,7 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
 class _Counters:
     """Numbers that count steps, versions and updates."""
 
-    def __init__(self, progress: Progress, actor: Actor, learner: Learner) -> None:
+    def __init__(self, progress: RunProgress, actor: Actor, learner: Learner) -> None:
         self._progress, self._actor, self._learner = progress, actor, learner
 
     def state_dict(self) -> dict[str, int]:

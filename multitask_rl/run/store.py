@@ -21,7 +21,7 @@ from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.vocabulary import fit_weights
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock
-from multitask_rl.run.state import Progress, RunState
+from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.tracking.record_files import RECORDS, cut_records, record_lengths, set_records_aside
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
 from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
@@ -149,7 +149,7 @@ class RunStore:
         return reference
 
     def resume(
-        self, state: RunState, progress: Progress, config: RunConfig, guard: Guard | None
+        self, state: RunState, progress: RunProgress, config: RunConfig, guard: Guard | None
     ) -> str | None:
         """Restore the checkpoint found, if any; return the trackers' identity, if it is of this run.
 

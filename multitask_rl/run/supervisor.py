@@ -19,7 +19,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.interrupts import check_interrupt, finishing
-from multitask_rl.run.state import Progress, RunState
+from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
 from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step.evaluation import Evaluator, append_evaluations
@@ -44,7 +44,7 @@ class Supervisor:
         self,
         config: RunConfig,
         *,
-        progress: Progress,
+        progress: RunProgress,
         state: RunState,
         store: RunStore,
         trackers: Trackers,

@@ -187,7 +187,7 @@ def test_an_evaluation_needs_the_run_alone_and_says_whose_weights_it_saw(space, 
     assert code == 0
     first, _, row = told.out.splitlines()[-3:]
     assert first == f"weights: {done / 'checkpoints/step_00000002'} (step 2)"
-    assert row.split()[4:] == ["3", "0"]
+    assert row.split()[4:] == ["3", "0", "0"]
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
 
     code, told = evaluate(f"output_dir={space / 'dnoe'}", f"model.name_or_path={space / 'actor'}", *tasks)
