@@ -1,7 +1,7 @@
-"""Signals that end a run: what was learnt is kept first.
+"""Signals that end a run: the trained state is saved first.
 
-Ctrl-C, and the SIGTERM or SIGHUP of a scheduler that wants the machine back, end a run like an exception. An
-update is finished before: half of one is worth nothing. A second signal does not wait.
+Ctrl-C, and the SIGTERM or SIGHUP of a scheduler that wants the machine back, end a run like an exception. The
+update in progress is finished first. A second signal does not wait.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ def reach_warning(every: int, reach: int) -> str:
 
 
 def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
-    """Refuse constraints that look at partial responses where nobody can show them any."""
+    """Refuse constraints on partial responses where the run cannot provide partial responses."""
     if not any(c.stream_every for c in spec.constraints):
         return
     if not plan.engine_class.can_watch:

@@ -175,7 +175,7 @@ class ExperienceSource:
         """Begin every batch that may be begun with the weights as they are."""
         first = self._ahead[-1].step + 1 if self._ahead else step
         for one in range(first, min(step + self._lag, _next_stop(self._config, step) - 1) + 1):
-            # first, since it may fail: nobody would put the quotas back
+            # first, since it may fail: a failure after the draw would not restore the quotas
             rewards = self._rewards.begin()
             before = self._state()
             weights = self._scheduler.weights()

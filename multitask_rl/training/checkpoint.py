@@ -205,7 +205,7 @@ class CheckpointStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def _put_back(self) -> None:
-        """Settle what was renamed for its successor: back if that is not there, else removed."""
+        """Restore each replaced checkpoint whose successor is missing; delete the others."""
         for replaced in self.directory.glob(".replaced_step_*"):
             final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
             if final.exists():
@@ -215,7 +215,7 @@ class CheckpointStore:
                     os.replace(replaced, final)
 
     def _clear(self) -> None:
-        """Remove what a kill left of checkpoints under way, in or out."""
+        """Delete leftovers of interrupted saves and deletions."""
         for pattern in (".writing_step_*", ".removed_step_*"):
             for left in self.directory.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)

@@ -33,7 +33,7 @@ class Masters:
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._owners: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[nn.Parameter, int] = {}
-        """Of the weights when they were last the rounded masters."""
+        """``_version`` of each weight when it last equalled its rounded master."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """It is moved through a master."""
@@ -113,7 +113,7 @@ class Masters:
         if self._versions[parameter] == parameter._version:
             return
         self._versions[parameter] = parameter._version
-        # where the weight is still the rounded master, the master keeps its float32 digits
+        # an element that still equals its rounded master keeps the master's float32 digits
         rounded = master.to(parameter.dtype)
         if not torch.equal(rounded, parameter):
             master.copy_(torch.where(rounded == parameter, master, parameter.float()))

@@ -122,7 +122,7 @@ class VLLMEngine(RolloutEngine):
         self._open = open_ = _Open(decoding)
         try:
             self.admit(requests)
-            # who is handed samples may admit more before asking for the next
+            # the caller may admit more requests between two yields
             while open_.ended or self._llm.llm_engine.has_unfinished_requests():
                 if open_.ended:
                     ended, open_.ended = open_.ended, []

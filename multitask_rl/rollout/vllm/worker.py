@@ -101,7 +101,7 @@ class SharedWeights:
         """Return what ``WeightReceiver.take_weights`` opens; it holds until the next call."""
         if self.by_handles and all(tensor.is_cuda for tensor in weights.values()):
             tensors = {name: tensor.detach() for name, tensor in weights.items()}
-            # torch has taught this pickler about handles; one per reader: they count who has opened them
+            # torch registers CUDA handles with this pickler; a handle counts its readers: one copy per reader
             return ["cuda", [bytes(ForkingPickler.dumps(tensors)) for _ in range(self._num_workers)]]
         entries, size = _places(weights)
         if size > len(self._memory):
