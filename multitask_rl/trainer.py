@@ -243,7 +243,7 @@ class Trainer:
         with timeline.busy("update", step=step):
             per_task = self._learn(parts, credited, report)
         parts.experience.wait_for_sampling()
-        push_weights(parts.engine, self.actor)
+        self.push_weights()
         sources = [per_task, parts.advantages.metrics, self.scorer.metrics(), experience.metrics]
         stats = collect_stats(report, self.tasks, experience.weights, sources)
         supervisor.note(self._control(stats))

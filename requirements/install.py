@@ -38,7 +38,8 @@ def install_with_uv(what: list[str]) -> bool:
         for place in settings.get(name, "").split():
             flags += [flag, place]
     certificate = {"SSL_CERT_FILE": settings["cert"]} if "cert" in settings else {}
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--compile-bytecode"]
+    command += ["--python", sys.executable]
     return subprocess.run([*command, *flags, *what], env={**certificate, **os.environ}).returncode == 0
 
 

@@ -50,7 +50,7 @@ def test_reference_file_loads_as_written() -> None:
     constraint = tasks["fact_checking"].constraints[0]
     assert (constraint.plugin, constraint.mode) == ("fact_checker", "reject")
     assert constraint.config["max_new_tokens"] == 128
-    assert tasks["code_generation"].source.endswith("reference_tasks.yaml:7")
+    assert tasks["code_generation"].source.endswith("reference_tasks.yaml:8")
 
 
 def test_every_key_of_a_task_is_read(tmp_path: Path) -> None:
