@@ -18,6 +18,7 @@ from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.models.actor import Actor, copy_weights, read_weights
 from multitask_rl.models.vocabulary import fit_weights
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from multitask_rl.config.task import TaskSpec
-    from multitask_rl.models.actor import Actor
     from multitask_rl.step.task_state import TaskState
 
 __all__ = ["RunStore"]
@@ -140,8 +140,6 @@ class RunStore:
         if reference is None:
             return None
         if self._found is not None and directory.is_dir():
-            from multitask_rl.models.actor import copy_weights, read_weights
-
             _check_reference(directory)
             copy_weights(reference, fit_weights(reference, read_weights(directory)))
         elif self._track:
