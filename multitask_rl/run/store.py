@@ -166,7 +166,7 @@ class RunStore:
             return None
         changed = self._changed(config) if track else {}
         before, now = found.state.get("guard_class", SafetyGuard.__name__), type(guard).__name__
-        is_other = guard is not None and bool(found.state["guard"]) and before != now
+        is_other = guard is not None and found.state["guard"] is not None and before != now
         state.restore(found, without=["guard"] if is_other else [])
         if changed:
             self.events.append(_changed_event(progress.step, changed))

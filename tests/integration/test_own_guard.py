@@ -58,6 +58,17 @@ class Counts(Guard):
 '''
 
 
+CALM = """
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardDecision
+
+
+class Calm(Guard):
+    def observe(self, step, evaluations, confirm=None):
+        return GuardDecision()
+"""
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """Four steps with an evaluation each; the third takes the run back to step 0."""
@@ -100,6 +111,20 @@ def test_another_guard_starts_without_history(begun):
         assert isinstance(trainer.guard, SafetyGuard)
         told = [e.reason for e in trainer.events if e.source == "guard"]
     assert "the checkpoint's guard was Counts, this run's is SafetyGuard: it starts without history" in told
+
+
+def test_another_guard_follows_one_that_keeps_no_state(begun, tmp_path):
+    directory, _ = begun
+    shutil.copytree(directory / "actor", tmp_path / "actor")
+    write_run(tmp_path, ONE_TASK)
+    (tmp_path / "calm.py").write_text(CALM)
+    calm = GuardConfig(plugin=f"{tmp_path / 'calm.py'}:Calm")
+    with Trainer.from_config(run_config(tmp_path, "run", 2, guard=calm)) as trainer:
+        trainer.train()
+    with Trainer.from_config(run_config(tmp_path, "run", 3)) as trainer:
+        trainer.train()
+        told = [e.reason for e in trainer.events if e.source == "guard"]
+    assert "the checkpoint's guard was Calm, this run's is SafetyGuard: it starts without history" in told
 
 
 @pytest.mark.parametrize(
