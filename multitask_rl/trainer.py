@@ -342,7 +342,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """End the reward workers, if any, when opening fails: nobody else would."""
+        """Close the scorer, and with it the reward workers, when opening fails."""
         try:
             yield
         except BaseException:
