@@ -18,7 +18,6 @@ from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.schema.build import setting_fields
 from multitask_rl.config.schema.json_schema import meanings
 from multitask_rl.config.schema.ranges import OneOf, field_hints
-from multitask_rl.constraints.multiplier import MultiplierSpec
 from multitask_rl.records import SamplingParams
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -52,7 +51,7 @@ def render() -> str:
     for title, cls in (
         ("One of `rewards`", task.RewardSpec),
         ("One of `constraints`", task.ConstraintSpec),
-        ("`multiplier` of a constraint", MultiplierSpec),
+        ("`multiplier` of a constraint", task.MultiplierSpec),
         ("`kl`", task.KLSpec),
         ("`curriculum`", task.CurriculumSpec),
         ("`sampling`", SamplingParams),

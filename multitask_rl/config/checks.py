@@ -12,9 +12,8 @@ from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.config.task import ConstraintSpec, TaskSpec
+from multitask_rl.config.task import ConstraintSpec, MultiplierSpec, TaskSpec
 from multitask_rl.config.template import parse_template
-from multitask_rl.constraints.multiplier import MultiplierSpec
 from multitask_rl.errors import ConfigError, MissingExtraError, path_errors
 from multitask_rl.plugins import PLUGIN_FORMS, list_plugins
 

@@ -9,51 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from multitask_rl.config.schema.ranges import NotNegative, OneOf, Positive, PositiveFraction, Settings
-from multitask_rl.errors import ConfigError
+from multitask_rl.config.task import MultiplierSpec
 from multitask_rl.records import Event
 
-__all__ = ["LagrangeMultiplier", "MultiplierSpec"]
+__all__ = ["LagrangeMultiplier"]
 
 _LOG_FLOOR = 0.01
 """``log``: lambda at or below this counts as 0; also the default start."""
 _REPORTED_LOG_RATIO = math.log(1.2)
-
-
-@dataclass(kw_only=True, slots=True)
-class MultiplierSpec(Settings):
-    """Controller of a constraint's Lagrange multiplier lambda."""
-
-    mode: Annotated[str, OneOf("pid", "log")] = "pid"
-    """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
-    setpoint: PositiveFraction = 0.6
-    """Part of the limit that is the controller's aim for the mean cost. It is below 1 because the upper
-    confidence bound, which is tested against the limit, lies above the mean."""
-    smoothing: PositiveFraction = 0.2
-    """Gain of the moving average of the cost."""
-    initial_value: NotNegative = 0.0
-    """lambda at the start."""
-    max_value: Positive = 10.0
-    """Bound of lambda."""
-    proportional: NotNegative = 2.0
-    """``pid``: factor of the present excess."""
-    integral: NotNegative = 0.05
-    """``pid``: factor of the summed excess, per step."""
-    derivative: NotNegative = 2.0
-    """``pid``: factor of the rise of the smoothed cost; a fall has no effect."""
-    log_rate: Positive = 0.5
-    """``log``: change of log lambda per unit of excess and step."""
-
-    def __post_init__(self) -> None:
-        """Check ranges, and that lambda starts within its bound."""
-        Settings.__post_init__(self)
-        if self.initial_value > self.max_value:
-            raise ConfigError(
-                f"initial_value must be <= max_value {self.max_value:g}, got {self.initial_value!r}"
-            )
 
 
 class LagrangeMultiplier:

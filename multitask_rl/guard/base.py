@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from multitask_rl.config.run import GuardConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.decision import CheckpointInfo, GuardDecision
-from multitask_rl.guard.settings import GuardConfig
 from multitask_rl.plugins import build_plugin
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from multitask_rl.config.run import GuardConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.guard.base import Confirm, Guard
@@ -23,7 +24,7 @@ from multitask_rl.guard.detector import DetectorSettings
 from multitask_rl.guard.hacking import HackingMonitor, Observation
 from multitask_rl.guard.history import StepHistory
 from multitask_rl.guard.response import Response
-from multitask_rl.guard.settings import GuardConfig, SafetyGuardConfig
+from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.target import choose_target
 from multitask_rl.guard.watch import MetricWatch, build_watches
 from multitask_rl.records import Event, TaskEvaluation, TaskStats

@@ -1,10 +1,9 @@
-"""Settings of the guard: the section ``guard`` of a run, and its ``guard_config``."""
+"""Settings of ``safety_guard``: the keys of ``guard.guard_config``."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from multitask_rl.config.schema.ranges import (
     Count,
@@ -15,48 +14,10 @@ from multitask_rl.config.schema.ranges import (
     Range,
     Settings,
 )
-from multitask_rl.errors import ConfigError
 
-__all__ = ["GuardConfig", "SafetyGuardConfig"]
+__all__ = ["SafetyGuardConfig"]
 
 _RUNGS = ("reweight", "freeze", "rollback")
-
-
-@dataclass(kw_only=True, slots=True)
-class GuardConfig(Settings):
-    """The guard over held-out abilities."""
-
-    enabled: bool = True
-    """Whether regressions are watched for at all."""
-    plugin: str = "safety_guard"
-    """Entry point of ``multitask_rl.guards``, ``module:Class`` or ``file.py:Class``."""
-    monitor_metrics: list[str] = field(default_factory=list)
-    """What is watched: a task (its primary metric), ``task/metric``, or a metric or reward, in every task
-    that has it; empty = the primary metric of every task. Of ``safety_guard`` alone, as are
-    ``threshold_delta``, ``absolute`` and ``max_rollbacks``."""
-    threshold_delta: float = -0.15
-    """Fall that counts as regression: a fraction of the demonstrated level, or in the metric's unit with
-    ``absolute``. The sign is ignored, 0 is refused."""
-    absolute: bool = False
-    """``threshold_delta`` is in the metric's own unit."""
-    rollback_steps: Count = 100
-    """How far back a rollback may reach."""
-    max_rollbacks: Natural = 3
-    """After as many within ``rollback_window`` steps the next one stops the run with exit code 3."""
-    guard_config: dict[str, Any] = field(default_factory=dict)
-    """Keys of the guard's own ``Config`` (of ``safety_guard``: detector, cooldown, confirmation)."""
-
-    def __post_init__(self) -> None:
-        """Check ranges, and that ``threshold_delta`` is a fall."""
-        Settings.__post_init__(self)
-        fall = abs(self.threshold_delta)
-        if not 0.0 < fall < math.inf or (not self.absolute and fall >= 1.0):
-            allowed = (
-                "a number other than 0"
-                if self.absolute
-                else "a fraction between -1 and 0, e.g. -0.15 for 15 %"
-            )
-            raise ConfigError(f"guard.threshold_delta must be {allowed}, got {self.threshold_delta!r}")
 
 
 @dataclass(kw_only=True, slots=True)
