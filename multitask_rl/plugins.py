@@ -43,6 +43,7 @@ __all__ = [
     "absolute_reference",
     "build_config",
     "build_plugin",
+    "class_id",
     "list_plugins",
     "load_plugin",
     "locate",
@@ -50,6 +51,8 @@ __all__ = [
 
 PLUGIN_FORMS = "an installed name, package.module:object or path/to/file.py:object"
 """Allowed forms of a plugin reference, for messages."""
+_PRIVATE = "_multitask_rl_plugin_"
+"""Beginning of the module name of a plugin file."""
 TASKS = "multitask_rl.tasks"
 REWARDS = "multitask_rl.rewards"
 CONSTRAINTS = "multitask_rl.constraints"
@@ -315,7 +318,7 @@ def _load_file(path: Path) -> ModuleType:
     with path_errors("the plugin file", path, PLUGIN_FORMS, PluginError):
         source = path.read_bytes()
     digest = hashlib.blake2b(str(path).encode() + source, digest_size=8).hexdigest()
-    private = f"_multitask_rl_plugin_{digest}"
+    private = f"{_PRIVATE}{digest}"
     if private in sys.modules:
         return sys.modules[private]
     _append_path(path.parent)  # the file may import its neighbours
@@ -330,6 +333,13 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[private]
         raise
     return module
+
+
+def class_id(cls: type) -> str:
+    """Return ``package.module:Class``; ``file.py:Class`` for a class of a plugin file, also after an edit."""
+    module = cls.__module__
+    file = sys.modules[module].__file__ if module.startswith(_PRIVATE) else None
+    return f"{Path(file).name if file else module}:{cls.__qualname__}"
 
 
 def _append_path(directory: Path) -> None:

@@ -17,9 +17,9 @@ from multitask_rl.boundary.redaction import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.guard.base import Guard
-from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import Actor, copy_weights, read_weights
 from multitask_rl.models.vocabulary import fit_weights
+from multitask_rl.plugins import class_id
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.run.state import RunProgress, RunState
@@ -165,7 +165,7 @@ class RunStore:
                 set_records_aside(self._output_dir)
             return None
         changed = self._changed(config) if track else {}
-        before, now = found.state.get("guard_class", SafetyGuard.__name__), type(guard).__name__
+        before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
         state.restore(found, without=["guard"] if is_other else [])
         if changed:
@@ -207,7 +207,7 @@ class RunStore:
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> None:
         """Write a checkpoint of everything, and how far the run's records go with it."""
         beside = {
-            "guard_class": type(guard).__name__,
+            "guard_class": class_id(type(guard)),
             "run_id": run_id,
             "records": record_lengths(self._output_dir),
         }

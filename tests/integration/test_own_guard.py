@@ -69,6 +69,9 @@ class Calm(Guard):
 """
 
 
+NOW_SAFETY = "this run's is multitask_rl.guard.safety_guard:SafetyGuard: it starts without history"
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """Four steps with an evaluation each; the third takes the run back to step 0."""
@@ -110,7 +113,30 @@ def test_another_guard_starts_without_history(begun):
         trainer.train()
         assert isinstance(trainer.guard, SafetyGuard)
         told = [e.reason for e in trainer.events if e.source == "guard"]
-    assert "the checkpoint's guard was Counts, this run's is SafetyGuard: it starts without history" in told
+    assert f"the checkpoint's guard was counts.py:Counts, {NOW_SAFETY}" in told
+
+
+def test_a_class_of_the_same_name_in_another_file_is_another_guard(begun):
+    directory, _ = begun
+    shutil.copytree(directory / "run", directory / "namesake")
+    (directory / "other.py").write_text(GUARD)
+    other = GuardConfig(plugin=f"{directory / 'other.py'}:Counts")
+    with Trainer.from_config(run_config(directory, "namesake", 5, guard=other)) as trainer:
+        trainer.train()
+        assert trainer.guard.seen == 1
+        told = [e.reason for e in trainer.events if e.source == "guard"]
+    changed = "the checkpoint's guard was counts.py:Counts, this run's is other.py:Counts"
+    assert f"{changed}: it starts without history" in told
+
+
+def test_an_edited_file_holds_the_same_guard(begun, tmp_path):
+    directory, _ = begun
+    shutil.copytree(directory / "run", directory / "edited")
+    (tmp_path / "counts.py").write_text(f"# edited\n{GUARD}")
+    same = GuardConfig(plugin=f"{tmp_path / 'counts.py'}:Counts")
+    with Trainer.from_config(run_config(directory, "edited", 5, guard=same)) as trainer:
+        trainer.train()
+        assert trainer.guard.seen == 6
 
 
 def test_another_guard_follows_one_that_keeps_no_state(begun, tmp_path):
@@ -124,7 +150,7 @@ def test_another_guard_follows_one_that_keeps_no_state(begun, tmp_path):
     with Trainer.from_config(run_config(tmp_path, "run", 3)) as trainer:
         trainer.train()
         told = [e.reason for e in trainer.events if e.source == "guard"]
-    assert "the checkpoint's guard was Calm, this run's is SafetyGuard: it starts without history" in told
+    assert f"the checkpoint's guard was calm.py:Calm, {NOW_SAFETY}" in told
 
 
 @pytest.mark.parametrize(
