@@ -1,4 +1,4 @@
-"""Recompute the table "Power of the hacking monitor" of ``scheduler-and-guard.md`` on simulated metrics.
+"""Recompute the table "Power of the hacking detector" of ``scheduler-and-guard.md`` on simulated metrics.
 
 ``python docs/simulate_hacking.py`` takes about half a minute on an idle core.
 """

@@ -1,27 +1,32 @@
-"""Confirmation of an alarm: a paired test of the current weights against weights that were judged good."""
+"""Confirmation of an alarm: a one-sided paired test of the current weights against weights judged good."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, variance
 from typing import Any
 
-from multitask_rl.guard.paired import compare_paired
+from multitask_rl.guard.base import Confirm
 from multitask_rl.guard.settings import SafetyGuardConfig
-from multitask_rl.guard.watch import MetricWatch
-from multitask_rl.records import TaskEvaluation
+from multitask_rl.guard.watched_metric import WatchedMetric
+from multitask_rl.records import Direction, TaskEvaluation
+from multitask_rl.statistics.intervals import sign_test, student_tails, summarise
 
-__all__ = ["Confirmation"]
+__all__ = ["Confirmation", "PairedTest", "compare_paired"]
 
 _OVERWHELMING = 2.0
 """Evidence above this multiple of the limit needs no agreement of the stored evaluations."""
+_MAX_Z = 8.0
+"""Largest reported z: beyond it the tail probability is below double precision."""
 
 
 class Confirmation:
     """Paired tests of an alarmed metric; keeps the evaluation of the weights last judged good.
 
     A fresh evaluation uses new prompts or seeds for both weights. It is independent of the detector, so a
-    false alarm must happen twice by chance. During an alarm fresh evaluations are pooled, so that two or
+    false alarm must happen twice by chance. During an alarm fresh evaluations are collected, so that two or
     three of them find a fall that one is too small to show.
     """
 
@@ -31,45 +36,46 @@ class Confirmation:
         self._fresh: dict[str, tuple[list[float], list[float]]] = {}
 
     def remember_good(
-        self, watches: Sequence[MetricWatch], evaluations: Mapping[str, TaskEvaluation]
+        self, metrics: Sequence[WatchedMetric], evaluations: Mapping[str, TaskEvaluation]
     ) -> None:
         """Keep the values per prompt of weights judged good, of every watched metric."""
-        self._good = {}
-        for watch in watches:
-            if watch.task in evaluations and (found := watch.find(evaluations[watch.task])) is not None:
-                self._good[watch.key] = list(found.values)
+        self._good = {
+            metric.key: list(found.values)
+            for metric in metrics
+            if metric.task in evaluations and (found := metric.find(evaluations[metric.task])) is not None
+        }
 
     def forget_fresh(self) -> None:
-        """Drop the pooled fresh evaluations when an alarm is over."""
+        """Drop the collected fresh evaluations when an alarm is over."""
         self._fresh = {}
 
     def test(
         self,
-        watch: MetricWatch,
+        metric: WatchedMetric,
         evaluation: TaskEvaluation,
         statistics: Mapping[str, float],
-        confirm: Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None] | None,
+        confirm: Confirm | None,
     ) -> tuple[bool, dict[str, float]]:
         """Return whether the fall is confirmed, and the numbers of the test.
 
         Without values per prompt to compare (no weights were judged good yet) the detector alone decides.
         """
-        stored = watch.find(evaluation)
+        stored = metric.find(evaluation)
         if not self._config.confirm or stored is None:
             return True, {}
-        fresh = confirm(watch.task) if confirm is not None else None
-        pair = (watch.find(fresh[0]), watch.find(fresh[1])) if fresh is not None else (None, None)
+        fresh = confirm(metric.task) if confirm is not None else None
+        pair = (metric.find(fresh[0]), metric.find(fresh[1])) if fresh is not None else (None, None)
         if pair[0] is not None and pair[1] is not None:
-            current, reference = self._fresh.setdefault(watch.key, ([], []))
+            current, good = self._fresh.setdefault(metric.key, ([], []))
             current.extend(pair[0].values)
-            reference.extend(pair[1].values)
+            good.extend(pair[1].values)
             limit = self._config.confirm_z
-        elif self._good.get(watch.key):
-            current, reference = list(stored.values), self._good[watch.key]
+        elif self._good.get(metric.key):
+            current, good = list(stored.values), self._good[metric.key]
             limit = self._config.stored_z
         else:
             return True, {}
-        test = compare_paired(current, reference, direction=stored.direction)
+        test = compare_paired(current, good, direction=stored.direction)
         numbers = {
             "z": test.z,
             "z_limit": limit,
@@ -80,23 +86,74 @@ class Confirmation:
         return test.z > limit or overwhelming, numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able (a prompt that failed is None)."""
-        return {
-            "good": {task: _without_nan(values) for task, values in self._good.items()},
-            "fresh": {task: [_without_nan(side) for side in pair] for task, pair in self._fresh.items()},
-        }
+        """Return the state, JSON-able."""
+        fresh = {key: (list(current), list(good)) for key, (current, good) in self._fresh.items()}
+        return {"good": dict(self._good), "fresh": fresh}
 
     def load_state_dict(self, state: Mapping[str, Any], rename: Callable[[str], str]) -> None:
         """Restore ``state_dict``; ``rename`` maps old keys to new ones."""
-        self._good = {rename(key): _with_nan(values) for key, values in state["good"].items()}
+        self._good = {rename(key): values for key, values in state["good"].items()}
         self._fresh = {
-            rename(key): (_with_nan(now), _with_nan(then)) for key, (now, then) in state["fresh"].items()
+            rename(key): (list(current), list(good)) for key, (current, good) in state["fresh"].items()
         }
 
 
-def _without_nan(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairedTest:
+    """Result of one comparison."""
+
+    drop: float
+    """Mean of good minus current weights, oriented: > 0 = the current weights are worse."""
+    z: float
+    """Standard normal quantile of the one-sided test of "no drop"; large = the current weights are worse."""
+    num_prompts: int
+    """Prompts with a value on both sides."""
 
 
-def _with_nan(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
+def compare_paired(
+    current: Sequence[float], good: Sequence[float], *, direction: Direction = Direction.higher
+) -> PairedTest:
+    """Test whether ``current`` is worse than ``good``, prompt by prompt.
+
+    Both sides have the same prompts and sampling seeds, so most of the noise cancels in the difference. For
+    values of 0 and 1 this is McNemar's exact test: given ``b + c`` prompts that changed, the ``b`` that got
+    worse are Binomial(b + c, 1/2) without a drop. Otherwise it is Student's test of the mean difference.
+    Prompts with NaN on at least one side are left out. Sequences are compared as independent samples if
+    their lengths differ or the pairs cover less than half of the smaller side.
+
+    Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
+    Psychometrika 12, 1947.
+
+    >>> compare_paired([0, 0, 0, 0, 1], [1, 1, 1, 1, 1]).z > 1.5
+    True
+    """
+    now, then = ([v for v in values if math.isfinite(v)] for values in (current, good))
+    pairs = [(c, g) for c, g in zip(current, good, strict=False) if math.isfinite(c) and math.isfinite(g)]
+    is_paired = len(current) == len(good) and 2 * len(pairs) >= min(len(now), len(then))
+    number = len(pairs) if is_paired else min(len(now), len(then))
+    if number < 2:
+        return PairedTest(drop=0.0, z=0.0, num_prompts=number)
+    if not is_paired:
+        first, second = summarise(now), summarise(then)
+        drop = direction.sign * (second.mean - first.mean)
+        z = _student_z(drop, math.hypot(first.error, second.error), number - 1)
+        return PairedTest(drop=drop, z=z, num_prompts=number)
+    drops = [direction.sign * (g - c) for c, g in pairs]
+    drop = fmean(drops)
+    if all(value in (0.0, 1.0) for pair in pairs for value in pair):
+        worse, better = drops.count(1.0), drops.count(-1.0)
+        z = math.copysign(_z_of_tail(sign_test(worse, better)), worse - better) if worse != better else 0.0
+    else:
+        z = _student_z(drop, math.sqrt(variance(drops) / number), number - 1)
+    return PairedTest(drop=drop, z=z, num_prompts=number)
+
+
+def _student_z(mean: float, error: float, degrees: int) -> float:
+    """Return the normal quantile with the tail probability of Student's t = ``mean / error``."""
+    if not error > 0.0:
+        return math.copysign(_MAX_Z, mean) if mean else 0.0
+    return math.copysign(_z_of_tail(student_tails(mean / error, degrees) / 2), mean)
+
+
+def _z_of_tail(tail: float) -> float:
+    return _MAX_Z if tail < 1e-15 else NormalDist().inv_cdf(1.0 - tail)

@@ -1,21 +1,17 @@
 """The guard's detector: one metric over time, and the evidence that it has fallen.
 
-It has two parts:
-
-- The *reference* is a level the run has demonstrated: the running maximum of a lower confidence bound of the
-  moving average. The best observed value would not do: the maximum of N noisy values lies about
-  sigma * sqrt(2 ln N) above the level, so a 15 % rule against it fires in every clean run.
-- The *CUSUM* sums the shortfalls of evaluations below the reference, less half the relevant drop each. Noise
-  cancels; a real drop adds up.
+- The *demonstrated value* is the running maximum of a lower confidence bound of the moving average. The best
+  observed value would not do: the maximum of N noisy values lies about sigma * sqrt(2 ln N) above the true
+  one, so a 15 % rule against it fires in every clean run.
+- The *CUSUM* sums the shortfalls of evaluations below the demonstrated value, less half the relevant drop
+  each. Noise cancels; a real drop adds up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 __all__ = ["DetectorSettings", "RegressionDetector"]
 
@@ -25,7 +21,7 @@ class DetectorSettings:
     """Settings of ``RegressionDetector``."""
 
     drop: float
-    """The relevant drop, > 0: a fraction of the reference, or in the metric's unit (``absolute``)."""
+    """The relevant drop, > 0: a part of the demonstrated value, or in the metric's unit (``absolute``)."""
     absolute: bool = False
     limit: float = 5.0
     """h: alarm when the CUSUM exceeds it, standard errors."""
@@ -33,13 +29,13 @@ class DetectorSettings:
     """Metrics watched together; raises the limit so that all of them together give the false
     alarms of one."""
     smoothing: float = 0.1
-    """Gain of the moving average under the reference."""
+    """Gain of the moving average."""
     error_rate: float = 0.05
     """Over all watched metrics together: probability that the lower bound of a moving average exceeds the
-    true level, and that an evaluation at that level is not judged good."""
+    true value, and that an evaluation at that value is not judged good."""
     warmup: int = 4
     """Evaluations before the ratchet starts and an alarm is possible: the bound of few evaluations is wide
-    and its running maximum would settle above the true level."""
+    and its running maximum would stay above the true value."""
     min_slack: float = 1.0
     """Lower bound of k. At 1, a fall below two standard errors counts as noise."""
 
@@ -53,11 +49,11 @@ class DetectorSettings:
 class RegressionDetector:
     """One-sided CUSUM against a lower-confidence-bound ratchet. Higher is better; its fields are its state.
 
-    With ``m`` the reference before the evaluation, ``x`` its mean and ``s`` the standard error:
+    With ``m`` the demonstrated value before the evaluation, ``x`` its mean and ``s`` the standard error:
     ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 1)``, alarm when ``S > h``.
 
-    Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954, with the reference level
-    estimated on the way.
+    Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954, with ``m`` estimated on the
+    way.
     """
 
     count: int = 0
@@ -73,9 +69,9 @@ class RegressionDetector:
     variance: float = 0.0
     """Moving average of the squared standard error."""
     scale: float = 0.0
-    """Moving average of ``scale`` of ``observe``; 0 = a relative drop is a fraction of the reference."""
-    reference: float | None = None
-    """The demonstrated level, without the newest evaluation; None before the second evaluation."""
+    """Moving average of ``scale`` of ``observe``; 0 = a relative drop is a part of the demonstrated value."""
+    demonstrated: float | None = None
+    """The demonstrated value, without the newest evaluation; None before the second evaluation."""
     bound: float = -math.inf
     """Running maximum of the lower confidence bound, the newest evaluation included."""
     cusum: float = 0.0
@@ -95,36 +91,30 @@ class RegressionDetector:
             error: its standard error, > 0.
             step: step of the evaluated weights.
             settings: the detector's settings.
-            scale: smallest level that a relative drop refers to (for metrics without a natural zero).
+            scale: smallest value that a relative drop refers to (for metrics without a natural zero).
         """
-        self.reference = self.bound if self.count else None
+        self.demonstrated = self.bound if self.count else None
         self.count += 1
         gain = max(settings.smoothing, 1.0 / self.count)
         self.variance += gain * (error * error - self.variance)
         self.scale += gain * (scale - self.scale)
         self.value, self.error = value, math.sqrt(self.variance)
-        if self.reference is not None:
-            self._accumulate(settings, step)
-        else:
+        if self.demonstrated is not None:
+            divisor = max(self.error, 1e-12)
+            self.slack = max(settings.min_slack, 0.5 * self.relevant_drop(settings) / divisor)
+            self.cusum = max(0.0, self.cusum + (self.demonstrated - value) / divisor - self.slack)
+        if self.demonstrated is None or (self.cusum == 0.0 and value >= self.average):
             self.good_step = step
         self.average += gain * (value - self.average)
         self.average_weight = (1.0 - gain) ** 2 * self.average_weight + gain * gain
         bound = self.average - settings.confidence_z * self.error * math.sqrt(self.average_weight)
         self.bound = bound if self.count <= settings.warmup else max(self.bound, bound)
 
-    def _accumulate(self, settings: DetectorSettings, step: int) -> None:
-        assert self.reference is not None
-        error = max(self.error, 1e-12)
-        self.slack = max(settings.min_slack, 0.5 * self.relevant_drop(settings) / error)
-        self.cusum = max(0.0, self.cusum + (self.reference - self.value) / error - self.slack)
-        if self.cusum == 0.0 and self.value >= self.average:
-            self.good_step = step
-
     def relevant_drop(self, settings: DetectorSettings) -> float:
         """Return the relevant drop in the metric's unit."""
         if settings.absolute:
             return settings.drop
-        return settings.drop * max(abs(self.reference or 0.0), self.scale)
+        return settings.drop * max(abs(self.demonstrated or 0.0), self.scale)
 
     def limit(self, settings: DetectorSettings) -> float:
         """Return h for the number of watched metrics.
@@ -139,21 +129,11 @@ class RegressionDetector:
         return self.count > settings.warmup and self.cusum > self.limit(settings)
 
     def is_good(self, settings: DetectorSettings) -> bool:
-        """Whether the newest value is compatible with the reference and the CUSUM is at most half its limit.
+        """Whether the newest value agrees with the demonstrated one and the CUSUM is at most half its limit.
 
-        At a constant level about 95 % of the evaluations are good in all watched metrics.
+        At a constant true value about 95 % of the evaluations are good in all watched metrics.
         """
-        if self.reference is None:
+        if self.demonstrated is None:
             return self.count > 0
-        reaches = self.value + settings.confidence_z * self.error >= self.reference
+        reaches = self.value + settings.confidence_z * self.error >= self.demonstrated
         return reaches and self.cusum <= 0.5 * self.limit(settings)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able."""
-        return {**asdict(self), "bound": self.bound if self.count else None}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> RegressionDetector:
-        """Return the detector that ``state_dict`` described."""
-        bound = state["bound"]
-        return cls(**{**state, "bound": -math.inf if bound is None else bound})

@@ -16,7 +16,7 @@ from typing import Any
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event
 
-__all__ = ["HackingMonitor", "Observation", "fall_while_rising", "kendall_score"]
+__all__ = ["HackingDetector", "Observation", "fall_while_rising", "kendall_score"]
 
 _WINDOW = 8
 """Number of evaluations in a trend."""
@@ -44,14 +44,14 @@ class Observation:
     """Groups scored per step."""
 
 
-class HackingMonitor:
+class HackingDetector:
     """Looks for the signs above in the last ``_WINDOW`` evaluations of every task."""
 
     def __init__(self, config: SafetyGuardConfig) -> None:
         self._config = config
         self._points: dict[str, deque[Observation]] = {}
         self._start: dict[str, Observation] = {}
-        self._raised: set[str] = set()
+        self._raised: dict[str, list[str]] = {}
 
     def observe(self, task: str, point: Observation, step: int) -> list[Event]:
         """Add an evaluation of ``task``; return each sign as an event once, when it appears.
@@ -59,88 +59,71 @@ class HackingMonitor:
         Kinds: ``hacking``; ``starved`` (a task that was trained before had no training sample for two
         evaluations); ``warn`` for the other signs.
         """
+        config = self._config
         points = self._points.setdefault(task, deque(maxlen=_WINDOW))
         points.append(point)
-        start = self._start[task] = _first_known(self._start.get(task, point), point)
-        signs = {
-            "hacking": self._hacking(points),
-            "kl": self._kl(point),
-            "entropy": self._entropy(start, point),
-            "length": self._length(start, point),
-            "starved": self._starved(start, points),
-        }
-        events = []
-        for sign, reason in signs.items():
-            name = f"{task}#{sign}"
-            if not reason:
-                self._raised.discard(name)
-            elif name not in self._raised:
-                self._raised.add(name)
-                kind = sign if sign in ("hacking", "starved") else "warn"
-                data = {k: v for k, v in asdict(point).items() if math.isfinite(v)}
-                text = f"{task}: {reason}"
-                events.append(Event(step=step, source="guard", kind=kind, reason=text, task=task, data=data))
-        return events
-
-    def _hacking(self, points: Sequence[Observation]) -> str:
+        known = {k: v for k, v in asdict(point).items() if math.isfinite(v)}
+        before = asdict(self._start.get(task, point))
+        start = Observation(**{k: v if math.isfinite(v) else known.get(k, v) for k, v in before.items()})
+        self._start[task] = start
+        signs: dict[str, str] = {}
         drop, error = fall_while_rising(points)
-        if drop <= self._config.hacking_z * error:
-            return ""
-        return (
-            f"training reward rose over the last {_WINDOW} evaluations ({points[0].train_reward:.3f} -> "
-            f"{points[-1].train_reward:.3f}) while the held-out metric fell by {drop:.3f} (standard error "
-            f"{error:.3f}): the reward may be exploited"
-        )
-
-    def _kl(self, point: Observation) -> str:
-        budget = self._config.kl_budget
-        if not budget or not point.kl > budget:
-            return ""
-        return f"KL to the reference is {point.kl:.2f} nats per response, over its budget of {budget:g}"
-
-    def _entropy(self, start: Observation, point: Observation) -> str:
-        if not point.entropy < self._config.min_entropy_fraction * start.entropy:
-            return ""
-        return f"entropy fell from {start.entropy:.3f} to {point.entropy:.3f} nats per token"
-
-    def _length(self, start: Observation, point: Observation) -> str:
+        if drop > config.hacking_z * error:
+            signs["hacking"] = (
+                f"training reward rose over the last {_WINDOW} evaluations ({points[0].train_reward:.3f} -> "
+                f"{point.train_reward:.3f}) while the held-out metric fell by {drop:.3f} (standard error "
+                f"{error:.3f}): the reward may be exploited"
+            )
+        if config.kl_budget and point.kl > config.kl_budget:
+            signs["kl"] = (
+                f"KL to the reference is {point.kl:.2f} nats per response, over its budget of "
+                f"{config.kl_budget:g}"
+            )
+        if point.entropy < config.min_entropy_fraction * start.entropy:
+            signs["entropy"] = f"entropy fell from {start.entropy:.3f} to {point.entropy:.3f} nats per token"
         ratio = point.length / start.length if start.length > 0.0 else math.nan
-        limit = self._config.max_length_ratio
-        if not (ratio > limit or ratio < 1.0 / limit):
-            return ""
-        return f"responses went from {start.length:.1f} to {point.length:.1f} tokens"
-
-    def _starved(self, start: Observation, points: Sequence[Observation]) -> str:
-        # needed as its own sign: the held-out level falls late, or not at all, when training samples stop
-        last = [p.prompts for p in points][-2:]
-        if not (start.prompts > 0.0 and len(last) == 2 and last == [0.0, 0.0]):
-            return ""
-        return (
-            "no training sample in the last two evaluation intervals, although the task was trained before: "
-            "check its data, its share and its rewards"
-        )
+        if ratio > config.max_length_ratio or ratio < 1.0 / config.max_length_ratio:
+            signs["length"] = f"responses went from {start.length:.1f} to {point.length:.1f} tokens"
+        # needed as its own sign: the held-out metric falls late, or not at all, when training samples stop
+        if start.prompts > 0.0 and [p.prompts for p in points][-2:] == [0.0, 0.0]:
+            signs["starved"] = (
+                "no training sample in the last two evaluation intervals, although the task was trained "
+                "before: check its data, its share and its rewards"
+            )
+        new = [sign for sign in signs if sign not in self._raised.get(task, ())]
+        self._raised[task] = list(signs)
+        return [
+            Event(
+                step=step,
+                source="guard",
+                kind=sign if sign in ("hacking", "starved") else "warn",
+                reason=f"{task}: {signs[sign]}",
+                task=task,
+                data=known,
+            )
+            for sign in new
+        ]
 
     def forget(self) -> None:
         """Restart trends, after a rollback."""
         self._points.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able (NaN is None)."""
+        """Return the state, JSON-able."""
         return {
-            "points": {task: [_plain(p) for p in points] for task, points in self._points.items()},
-            "start": {task: _plain(point) for task, point in self._start.items()},
-            "raised": sorted(self._raised),
+            "points": {task: [asdict(point) for point in points] for task, points in self._points.items()},
+            "start": {task: asdict(point) for task, point in self._start.items()},
+            "raised": dict(self._raised),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         """Restore ``state_dict``."""
         self._points = {
-            renamed.get(task, task): deque(map(_observation, points), maxlen=_WINDOW)
+            renamed.get(task, task): deque((Observation(**p) for p in points), maxlen=_WINDOW)
             for task, points in state["points"].items()
         }
-        self._start = {renamed.get(t, t): _observation(point) for t, point in state["start"].items()}
-        raised = (name.rpartition("#") for name in state["raised"])
-        self._raised = {f"{renamed.get(task, task)}#{sign}" for task, _, sign in raised}
+        self._start = {renamed.get(task, task): Observation(**p) for task, p in state["start"].items()}
+        self._raised = {renamed.get(task, task): list(signs) for task, signs in state["raised"].items()}
 
 
 def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
@@ -150,9 +133,8 @@ def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
     fewer evaluations or without an upward trend of the reward.
     """
     rewards = [p.train_reward for p in points]
-    if len(points) < _WINDOW or not all(map(math.isfinite, rewards)):
-        return 0.0, 0.0
-    if kendall_score(rewards) < _MIN_KENDALL:
+    is_known = len(points) >= _WINDOW and all(map(math.isfinite, rewards))
+    if not is_known or kendall_score(rewards) < _MIN_KENDALL:
         return 0.0, 0.0
     first, last = list(points)[:2], list(points)[-2:]
     drop = math.fsum(p.value for p in first) / 2 - math.fsum(p.value for p in last) / 2
@@ -167,17 +149,3 @@ def kendall_score(values: Sequence[float]) -> int:
     """
     pairs = ((a, b) for i, a in enumerate(values) for b in values[i + 1 :])
     return sum((b > a) - (b < a) for a, b in pairs)
-
-
-def _first_known(start: Observation, point: Observation) -> Observation:
-    """Return ``start`` with its unknown values taken from ``point``."""
-    now = asdict(point)
-    return Observation(**{k: v if math.isfinite(v) else now[k] for k, v in asdict(start).items()})
-
-
-def _plain(point: Observation) -> dict[str, float | None]:
-    return {key: value if math.isfinite(value) else None for key, value in asdict(point).items()}
-
-
-def _observation(saved: Mapping[str, float | None]) -> Observation:
-    return Observation(**{key: math.nan if value is None else value for key, value in saved.items()})

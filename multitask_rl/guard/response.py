@@ -1,15 +1,16 @@
-"""The guard's response to a confirmed fall: action, adjustments, their duration, count of rollbacks."""
+"""The guard's response to a confirmed fall: action, checkpoint to restore, adjustments and their duration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from multitask_rl.guard.decision import GuardAction, RollbackAdjustments
+from multitask_rl.guard.decision import CheckpointInfo, GuardAction, RollbackAdjustments
 from multitask_rl.guard.settings import SafetyGuardConfig
 
-__all__ = ["Response"]
+__all__ = ["Response", "choose_target"]
 
 
 class Response:
@@ -28,7 +29,6 @@ class Response:
         self.is_restored = False
         """The adjustments follow a completed rollback: the run goes on from good weights."""
         self.adjustments = RollbackAdjustments()
-        """The current adjustments."""
 
     def choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
         """Return the action on a confirmed fall of the watched metric ``key``.
@@ -92,10 +92,6 @@ class Response:
         self.adjustments = RollbackAdjustments()
         return victim
 
-    def lr_factor(self, step: int) -> float:
-        """Return the factor on the learning rate at ``step``."""
-        return self.adjustments.lr_factor_after(step - self.began)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         return {
@@ -116,3 +112,39 @@ class Response:
         self.adjustments = RollbackAdjustments(**saved)
         self.rollbacks, self.cooldown_until = state["rollbacks"], state["cooldown_until"]
         self.began, self.is_restored = state["began"], state["is_restored"]
+
+
+def choose_target(
+    good: Sequence[CheckpointInfo], seen: Sequence[tuple[int, float, float]], *, fell_after: int
+) -> CheckpointInfo | None:
+    """Return the newest candidate at which the fallen metric was still near its best; None = none.
+
+    An evaluation during the fall may still be judged good. The value at a checkpoint is therefore the mean of
+    its evaluation and the evaluations before and after it. It must be within one standard error of the best
+    candidate's, and more than one standard error above the current value.
+
+    Args:
+        good: candidates: judged good and at most ``rollback_steps`` back.
+        seen: (step, value, standard error) of the fallen metric at every evaluation, the current one last;
+            higher is better.
+        fell_after: the detector's estimate of the step after which the fall began; candidates up to it are
+            preferred.
+
+    >>> infos = [CheckpointInfo(step=step, judged_good=True) for step in (10, 20, 30)]
+    >>> seen = [(10, 0.6, 0.03), (20, 0.6, 0.03), (30, 0.56, 0.03), (40, 0.3, 0.03)]
+    >>> choose_target(infos, seen, fell_after=30).step
+    20
+    """
+    means = {}
+    for i, (step, _, _) in enumerate(seen):
+        near = [value for _, value, _ in seen[max(0, i - 1) : i + 2]]
+        means[step] = math.fsum(near) / len(near)
+    if any(c.step in means for c in good):
+        _, value, error = seen[-1]
+        good = [c for c in good if means.get(c.step, -math.inf) > value + error]
+    candidates = [c for c in good if c.step <= fell_after] or list(good)
+    known = [c for c in candidates if c.step in means]
+    if known:
+        lowest = max(means[c.step] for c in known) - seen[-1][2]
+        candidates = [c for c in known if means[c.step] >= lowest]
+    return max(candidates, key=lambda c: c.step, default=None)

@@ -28,8 +28,8 @@ class SafetyGuardConfig(Settings):
     """h: evidence at which the screen fires, standard errors."""
     warmup: Count = 4
     """Evaluations before the guard acts."""
-    min_reference: NotNegative = 0.05
-    """A relative ``threshold_delta`` is not applied below this level of a metric in [0, 1]."""
+    min_demonstrated: NotNegative = 0.05
+    """A relative ``threshold_delta`` is not applied below this demonstrated value of a metric in [0, 1]."""
     cooldown_steps: Natural = 100
     """Steps after a rollback without alarms; doubled by each further rollback in the window."""
     rollback_window: Count = 1000

@@ -164,8 +164,8 @@ def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
     metrics = product.guard.metrics()
     for key, detector in run.guard.detectors.items():
         if detector.count:
-            reference = detector.value if detector.reference is None else detector.reference
-            known = {"value": detector.value, "reference": reference, "cusum": detector.cusum}
+            demonstrated = detector.value if detector.demonstrated is None else detector.demonstrated
+            known = {"value": detector.value, "demonstrated": demonstrated, "cusum": detector.cusum}
             for name, value in (known | {"cusum_limit": detector.limit}).items():
                 found = metrics.get(f"guard/{key}/{name}")
                 yield from _compare_number(f"guard/{key}/{name}", found, value)

@@ -212,15 +212,16 @@ def more_cost_is_better(patch):
 
 
 def slack_of_the_guard_is_halved(patch):
-    real = RegressionDetector._accumulate
+    real = RegressionDetector.observe
 
-    def accumulate(self, settings, step):
+    def observe(self, value, error, step, settings, **scale):
         before = self.cusum
-        real(self, settings, step)
-        fall = (self.reference - self.value) / self.error
-        self.cusum = max(0.0, before + fall - 0.5 * self.slack)
+        real(self, value, error, step, settings, **scale)
+        if self.demonstrated is not None:
+            fall = (self.demonstrated - self.value) / self.error
+            self.cusum = max(0.0, before + fall - 0.5 * self.slack)
 
-    patch.setattr(RegressionDetector, "_accumulate", accumulate)
+    patch.setattr(RegressionDetector, "observe", observe)
 
 
 def the_gate_never_holds(patch):

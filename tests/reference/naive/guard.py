@@ -15,7 +15,7 @@ DROP, WARMUP, LIMIT = 0.15, 4, 5.0
 
 @dataclass
 class Detector:
-    """CUSUM of ``(reference - value) / error - k`` against the running maximum of a lower 95 % bound."""
+    """CUSUM of ``(demonstrated - value) / error - k`` against the running maximum of a lower 95 % bound."""
 
     number_watched: int
     count: int = 0
@@ -26,7 +26,7 @@ class Detector:
     scale: float = 0.0
     bounds: list[float] = field(default_factory=list)
     value: float = 0.0
-    reference: float | None = None
+    demonstrated: float | None = None
     cusum: float = 0.0
     slack: float = 0.0
 
@@ -55,35 +55,35 @@ class Detector:
             value = 1.0 - number.mean if self.is_unit else -number.mean
         error = max(number.error, math.sqrt((0.02 if self.is_unit else 1e-12) / number.n))
         scale = 0.0 if self.is_unit else error * math.sqrt(number.n)
-        self.reference = self.demonstrated() if self.count else None
+        self.demonstrated = self.lower_bound() if self.count else None
         self.count += 1
         gain = max(0.1, 1.0 / self.count)
         self.variance += gain * (error**2 - self.variance)
         self.scale += gain * (scale - self.scale)
         self.value = value
-        if self.reference is not None:
-            drop = DROP * max(abs(self.reference), self.scale)
+        if self.demonstrated is not None:
+            drop = DROP * max(abs(self.demonstrated), self.scale)
             self.slack = max(1.0, 0.5 * drop / self.error)
-            self.cusum = max(0.0, self.cusum + (self.reference - value) / self.error - self.slack)
+            self.cusum = max(0.0, self.cusum + (self.demonstrated - value) / self.error - self.slack)
         self.average += gain * (value - self.average)
         self.average_weight = (1.0 - gain) ** 2 * self.average_weight + gain**2
         self.bounds.append(self.average - self.z * self.error * math.sqrt(self.average_weight))
 
-    def demonstrated(self) -> float:
+    def lower_bound(self) -> float:
         """Newest bound while there are few; from the fifth on the highest of the fourth and later ones."""
         return max(self.bounds[WARMUP - 1 :]) if len(self.bounds) > WARMUP else self.bounds[-1]
 
     @property
     def alarms(self) -> bool:
-        if self.count <= WARMUP or self.reference is None or (self.is_unit and self.reference < 0.05):
+        if self.count <= WARMUP or self.demonstrated is None or (self.is_unit and self.demonstrated < 0.05):
             return False
         return self.cusum > self.limit
 
     @property
     def is_good(self) -> bool:
-        if self.reference is None:
+        if self.demonstrated is None:
             return self.count > 0
-        return self.value + self.z * self.error >= self.reference and self.cusum <= 0.5 * self.limit
+        return self.value + self.z * self.error >= self.demonstrated and self.cusum <= 0.5 * self.limit
 
 
 @dataclass

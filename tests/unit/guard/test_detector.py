@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
 
 import numpy as np
@@ -139,11 +140,11 @@ def test_reference_is_demonstrated_not_the_best_seen() -> None:
 def test_state_round_trip_continues_identically() -> None:
     values = np.random.default_rng(1).binomial(256, 0.5, size=60) / 256
     whole = RegressionDetector()
-    fresh = RegressionDetector.from_state(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
+    fresh = RegressionDetector(**json.loads(json.dumps(asdict(whole))))
     assert fresh == whole
     for step, value in enumerate(values.tolist()):
         if step == 30:
-            whole = RegressionDetector.from_state(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
+            whole = RegressionDetector(**json.loads(json.dumps(asdict(whole))))
         whole.observe(value, 0.03, step, SETTINGS)
         fresh.observe(value, 0.03, step, SETTINGS)
     assert fresh == whole

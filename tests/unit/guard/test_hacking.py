@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from multitask_rl.guard.decision import GuardAction
-from multitask_rl.guard.hacking import HackingMonitor, Observation, kendall_score
+from multitask_rl.guard.hacking import HackingDetector, Observation, kendall_score
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event, TaskStats
@@ -16,7 +16,7 @@ from multitask_rl.testing import make_evaluation
 
 
 def _observe(
-    monitor: HackingMonitor, rewards: list[float], values: list[float], error: float = 0.02
+    monitor: HackingDetector, rewards: list[float], values: list[float], error: float = 0.02
 ) -> list[Event]:
     points = [Observation(train_reward=r, value=v, error=error) for r, v in zip(rewards, values, strict=True)]
     return [event for step, point in enumerate(points) for event in monitor.observe("a", point, step)]
@@ -30,7 +30,7 @@ def test_kendall_score_counts_rising_minus_falling_pairs() -> None:
 
 def test_reward_up_and_ability_down_is_hacking_said_once() -> None:
     up, down = [0.1 * i for i in range(10)], [0.6 - 0.03 * i for i in range(10)]
-    events = _observe(HackingMonitor(SafetyGuardConfig()), up, down)
+    events = _observe(HackingDetector(SafetyGuardConfig()), up, down)
     assert [e.kind for e in events] == ["hacking"]
     assert events[0].step == 7
     assert "0.000 -> 0.700" in events[0].reason
@@ -45,7 +45,7 @@ def test_reward_up_and_ability_down_is_hacking_said_once() -> None:
     ],
 )
 def test_anything_else_is_not(rewards: list[float], values: list[float]) -> None:
-    assert _observe(HackingMonitor(SafetyGuardConfig()), rewards, values) == []
+    assert _observe(HackingDetector(SafetyGuardConfig()), rewards, values) == []
 
 
 def test_overfitting_plateaus_are_hardly_ever_called_hacking() -> None:
@@ -56,13 +56,13 @@ def test_overfitting_plateaus_are_hardly_ever_called_hacking() -> None:
         values = (stream.binomial(256, 0.6, size=100) / 256).tolist()
         rewards = [0.5 + 0.004 * i for i in range(100)]
         alarmed += bool(
-            _observe(HackingMonitor(SafetyGuardConfig()), rewards, values, error=math.sqrt(0.24 / 256))
+            _observe(HackingDetector(SafetyGuardConfig()), rewards, values, error=math.sqrt(0.24 / 256))
         )
     assert alarmed <= 5
 
 
 def test_kl_budget_entropy_collapse_and_length_drift_are_warned_once_each() -> None:
-    monitor = HackingMonitor(SafetyGuardConfig(kl_budget=10.0))
+    monitor = HackingDetector(SafetyGuardConfig(kl_budget=10.0))
     unknown = Observation(train_reward=math.nan, value=0.5, error=0.02)
     start = Observation(train_reward=0.5, value=0.5, error=0.02, length=20.0, entropy=1.0, kl=0.0)
     far = Observation(train_reward=0.5, value=0.5, error=0.02, length=70.0, entropy=0.2, kl=12.0)
@@ -76,7 +76,7 @@ def test_kl_budget_entropy_collapse_and_length_drift_are_warned_once_each() -> N
 
 def test_a_trained_task_without_samples_for_two_evaluations_is_starved_said_once() -> None:
     def seen(per_step: list[float]) -> list[tuple[str, int]]:
-        monitor = HackingMonitor(SafetyGuardConfig())
+        monitor = HackingDetector(SafetyGuardConfig())
         points = [Observation(train_reward=0.5, value=0.5, error=0.02, prompts=n) for n in per_step]
         return [(e.kind, e.step) for step, p in enumerate(points) for e in monitor.observe("a", p, step)]
 
@@ -89,9 +89,9 @@ def test_a_trained_task_without_samples_for_two_evaluations_is_starved_said_once
 
 def test_state_round_trip_continues_identically() -> None:
     stream = random.Random(0)
-    whole, resumed = (HackingMonitor(SafetyGuardConfig()) for _ in range(2))
+    whole, resumed = (HackingDetector(SafetyGuardConfig()) for _ in range(2))
     _observe(whole, [stream.random() for _ in range(6)], [0.5] * 6)
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)), {"a": "b"})
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())), {"a": "b"})
     rewards, values = [1.0 + 0.1 * i for i in range(8)], [0.5 - 0.05 * i for i in range(8)]
     points = [Observation(train_reward=r, value=v, error=0.02) for r, v in zip(rewards, values, strict=True)]
     for step, point in enumerate(points):

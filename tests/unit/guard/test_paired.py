@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from multitask_rl.guard.paired import compare_paired
+from multitask_rl.guard.confirmation import compare_paired
 from multitask_rl.records import Direction
 
 

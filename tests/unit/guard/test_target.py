@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from multitask_rl.guard.decision import CheckpointInfo
-from multitask_rl.guard.target import choose_target
+from multitask_rl.guard.response import choose_target
 
 
 def _good(*steps: int) -> list[CheckpointInfo]:

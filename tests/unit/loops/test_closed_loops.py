@@ -160,7 +160,7 @@ def test_a_resumed_loop_is_the_undisturbed_one(build: Callable[[], Loop], stops:
     for stop in [*stops, 260]:
         part.train(stop)
         shares += part.shares
-        state = json.loads(json.dumps(part.state_dict(), allow_nan=False))
+        state = json.loads(json.dumps(part.state_dict()))
         part = build()
         part.load_state_dict(state)
     assert any(event.kind == "rolled_back" for event in whole.events)
