@@ -48,7 +48,7 @@ An import stays in its room or goes to a lower tier, so rooms have no circle.
 
 ADAPTERS = {
     "vllm": {"rollout/vllm"},
-    "ray": {"executor", "training/backends/rank_starts"},
+    "ray": {"executor", "training/backends/build"},
     "mlflow": {"tracking/mlflow", "tracking/reading", "cli/comparison"},
     "hydra": {"cli/train"},
     "omegaconf": {"cli/train"},

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import RolloutEngine
-from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = ["CreditedSample", "Span", "StepResult", "StepStartOutputs", "TrainingBackend", "Weighted"]
+__all__ = [
+    "CreditedSample",
+    "Span",
+    "StepResult",
+    "StepStartOutputs",
+    "TokenMeans",
+    "TrainingBackend",
+    "Weighted",
+]
 
 Span = tuple[float, float]
 """Begin and end, ``time.monotonic`` seconds."""
@@ -22,7 +28,10 @@ Span = tuple[float, float]
 
 @dataclass(kw_only=True, slots=True)
 class CreditedSample:
-    """A training sample with the credit of each of its response tokens."""
+    """A training sample with the credit of each of its response tokens.
+
+    No tensor is a view: pickle would send the whole memory behind it.
+    """
 
     sample: TrainSample
     advantages: Tensor
@@ -36,31 +45,15 @@ class CreditedSample:
     returns: Tensor | None = None
     """[T]"""
     choices: Tensor | None = None
-    """[T] bool: the tokens that the loss is over and its denominator counts; None = all. A token that a
-    grammar forced is none: it has probability 1 whatever the weights."""
+    """[T] bool: the tokens in the loss and in its denominator; None = all. Tokens that a grammar forced are
+    left out: their probability is 1 under any weights."""
     has_gradient: bool = True
-    """False: the loss does not depend on the sample; it only counts in the denominator."""
+    """False: the loss does not depend on the sample; the sample only counts in the denominator."""
 
     @property
     def num_choices(self) -> int:
-        """Tokens that the loss is over."""
+        """Tokens in the loss."""
         return len(self.sample.response_ids) if self.choices is None else int(self.choices.sum())
-
-    def compact(self) -> CreditedSample:
-        """Return it with tensors of its own: a view is pickled with all that it is a view of."""
-        return replace(
-            self,
-            advantages=self.advantages.clone(),
-            old_logprobs=_cloned(self.old_logprobs),
-            ref_logprobs=_cloned(self.ref_logprobs),
-            old_values=_cloned(self.old_values),
-            returns=_cloned(self.returns),
-            choices=_cloned(self.choices),
-        )
-
-
-def _cloned(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 Weighted = tuple[CreditedSample, float]
@@ -69,21 +62,13 @@ Weighted = tuple[CreditedSample, float]
 
 @dataclass(slots=True)
 class StepStartOutputs:
-    """What the models compute of the samples before a step's first update, one tensor [T] per sample."""
+    """Outputs of the models before a step's first update: one tensor [T] per sample, none of them a view."""
 
     old_logprobs: list[Tensor]
     ref_logprobs: list[Tensor] | None
-    """None: not asked for."""
+    """None: not requested."""
     values: list[Tensor] | None
-    """None: not asked for."""
-
-    def compact(self) -> StepStartOutputs:
-        """Return it with tensors of their own: a view is pickled with all that it is a view of."""
-        old, ref, values = (
-            None if own is None else [tensor.clone() for tensor in own]
-            for own in (self.old_logprobs, self.ref_logprobs, self.values)
-        )
-        return StepStartOutputs(old or [], ref, values)
+    """None: not requested."""
 
     @classmethod
     def merge(cls, shares: Sequence[Sequence[int]], parts: Sequence[StepStartOutputs]) -> StepStartOutputs:
@@ -93,21 +78,71 @@ class StepStartOutputs:
             shares: indices of each part's samples.
             parts: outputs of disjoint samples.
         """
+        order = [index for share in shares for index in share]
 
-        def whole(lists: Sequence[list[Tensor]]) -> list[Tensor]:
-            result = [torch.empty(0)] * sum(map(len, shares))
-            for share, own in zip(shares, lists, strict=True):
-                for index, tensor in zip(share, own, strict=True):
-                    result[index] = tensor
-            return result
+        def whole(lists: Sequence[list[Tensor] | None]) -> list[Tensor] | None:
+            tensors = [tensor for own in lists if own is not None for tensor in own]
+            found = dict(zip(order, tensors, strict=bool(tensors)))
+            return [found[i] for i in range(len(found))] or None
 
-        ref = [part.ref_logprobs for part in parts if part.ref_logprobs is not None]
-        values = [part.values for part in parts if part.values is not None]
         return cls(
-            whole([part.old_logprobs for part in parts]),
-            whole(ref) if ref else None,
-            whole(values) if values else None,
+            whole([part.old_logprobs for part in parts]) or [],
+            whole([part.ref_logprobs for part in parts]),
+            whole([part.values for part in parts]),
         )
+
+
+class TokenMeans:
+    """Collects per-token numbers of micro-batches; returns their means (and the maximum of ``mismatch``)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, float]] = {}
+        self._counts: dict[str, dict[str, int]] = {}
+        self._mismatch_max: dict[str, float] = {}
+        self._padding = 0.0
+        self._cells = 0
+
+    def add(self, task: str, metrics: Mapping[str, Tensor]) -> None:
+        """Add the [N] tensors of one micro-batch."""
+        sums, counts = self._sums.setdefault(task, {}), self._counts.setdefault(task, {})
+        for name, value in metrics.items():
+            if value.numel():
+                sums[name] = sums.get(name, 0.0) + float(value.sum())
+                counts[name] = counts.get(name, 0) + value.numel()
+                if name == "mismatch":
+                    self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), float(value.max()))
+
+    def add_padding(self, share: float, cells: int) -> None:
+        """Add the padding share of micro-batches of ``cells`` tokens."""
+        self._padding += share * cells
+        self._cells += cells
+
+    def merge(self, other: TokenMeans) -> None:
+        """Add the numbers of ``other``."""
+        for task, theirs in other._sums.items():
+            sums, counts = self._sums.setdefault(task, {}), self._counts.setdefault(task, {})
+            for name, total in theirs.items():
+                sums[name] = sums.get(name, 0.0) + total
+                counts[name] = counts.get(name, 0) + other._counts[task][name]
+        for task, value in other._mismatch_max.items():
+            self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), value)
+        self._padding += other._padding
+        self._cells += other._cells
+
+    @property
+    def padding(self) -> float:
+        """Share of computed tokens that were padding."""
+        return self._padding / self._cells if self._cells else 0.0
+
+    def by_task(self) -> dict[str, dict[str, float]]:
+        """Return the means."""
+        result = {
+            task: {name: total / self._counts[task][name] for name, total in sums.items()}
+            for task, sums in self._sums.items()
+        }
+        for task, value in self._mismatch_max.items():
+            result[task]["mismatch_max"] = value
+        return result
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,35 +152,31 @@ class StepResult:
     loss: float
     """Sum over the samples of the step."""
     norms: dict[str, float] | None
-    """``grad_norm`` and ``critic_grad_norm`` of the whole gradient before clipping; None: it was not finite
-    and nothing was applied."""
+    """``grad_norm`` and ``critic_grad_norm`` of the whole gradient before clipping; None: the gradient was
+    not finite and was not applied."""
     means: TokenMeans
-    """Metrics of the tokens, per task."""
 
 
 class TrainingBackend(Protocol):
     """Computes outputs and optimizer steps of the models, in this process or in several.
 
-    ``backends.in_process.InProcess`` computes everything here. ``backends.rank_group.RankGroup`` shares the
-    samples out to learner ranks, which may also hold parts of the sequences, weights or layers. Results are
-    the same up to rounding.
-
-    Methods with a body are right for one process. All raise ``TrainingError`` after another process that has
-    a part in the work failed or ended.
+    ``InProcess`` computes everything in this process. ``RankGroup`` divides samples, sequences, weights or
+    layers over learner ranks. Both give the same results up to rounding. Methods with a body here are right
+    for one process. Every method raises ``TrainingError`` if another process of the group failed or ended.
     """
 
     num_ranks: int = 1
-    """Capability: processes that take part."""
+    """Processes that take part."""
     runner: ModelRunner
-    """The models as this process has them: whole, for engines, checkpoints and credit."""
+    """The whole models in this process, for engines, checkpoints and credit."""
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
     ) -> StepStartOutputs:
-        """Return log-probabilities of all responses under the weights as they are.
+        """Return log-probabilities of all responses under the present weights.
 
         Args:
-            task: that all ``samples`` belong to; its value head is read.
+            task: of all ``samples``; selects the value head.
             samples: each with a prompt of at least one token.
             want_values: also return the critic's values.
             want_ref: also return the reference policy's log-probabilities.
@@ -156,7 +187,7 @@ class TrainingBackend(Protocol):
         """Make one optimizer step.
 
         Args:
-            active: all samples of the step with a gradient; the factors hold shares and denominators.
+            active: all samples of the step with a gradient; their factors include shares and denominators.
             factor: of the learning rates.
         """
         ...
@@ -166,15 +197,11 @@ class TrainingBackend(Protocol):
         return
 
     def ema_update(self) -> None:
-        """Move the reference one update towards the actor; nothing where the reference is fixed."""
+        """Move the reference one update towards the actor; a fixed reference stays."""
         ...
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return an engine that samples as ``engine`` does on all processes.
-
-        ``engine`` itself where only this process can: it has weights of its own, or the other processes hold
-        no whole weights.
-        """
+        """Return an engine that samples as ``engine`` does, on all processes that hold its weights."""
         return engine
 
     @property
@@ -191,7 +218,7 @@ class TrainingBackend(Protocol):
         ...
 
     def load_optimizer(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restore what ``optimizer_tensors`` returned; parameters without state start without.
+        """Restore the result of ``optimizer_tensors``; other parameters start without state.
 
         Args:
             tensors: ``<parameter name>|<key>`` -> tensor.

@@ -1,4 +1,4 @@
-"""Sharing samples out to learner ranks so that all are done at about the same time."""
+"""Divides samples among learner ranks so that all end at about the same time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ __all__ = ["deal", "share_out"]
 
 
 def share_out(costs: Sequence[float], number: int) -> list[list[int]]:
-    """Return ``number`` lists of positions of about equal cost: the dearest first, each to the least loaded.
+    """Return ``number`` lists of positions of about equal cost.
 
-    The slowest is then within 4/3 of the best division (Graham 1969).
+    Positions go in descending cost to the least loaded list: its cost is within 4/3 of the best division's
+    (Graham 1969).
 
     >>> share_out([5, 1, 4, 2], 2)
     [[0, 1], [2, 3]]
@@ -29,14 +30,14 @@ def deal(
 ) -> list[list[int]]:
     """Return ``number`` lists of positions of about equal cost, each in ascending order.
 
-    Samples of one prompt stay together, for a prompt is computed once for all of them; a group that costs
+    Samples of one prompt stay together, because a prompt is computed once for all of them. A group that costs
     more than a rank's fair share is halved.
 
     Args:
         prompts: ids of each sample's prompt.
         responses: ids of each sample's response.
         number: ranks.
-        hidden_size: width of the model, from which on attention is what long samples cost.
+        hidden_size: width of the model; weighs attention against the other layers.
     """
     if number == 1:
         return [list(range(len(prompts)))]

@@ -1,12 +1,9 @@
-"""Checkpoints: one directory a step, complete or not there.
+"""Checkpoints: one directory per step, complete or absent.
 
-``step_00000025/`` holds ``actor/`` (an ordinary Hugging Face directory: load it anywhere),
-``tensors.safetensors`` (optimizer, value heads, random state), ``state.json`` (every controller, as data) and
-``manifest.json`` (size and hash of each file and of itself, and the guard's verdict: it restores none but
-the good). All of it is checked whenever a checkpoint is read.
-It is written aside, fsynced and renamed, so a crash leaves the former ones as they were, and it is removed
-by being renamed first. The directories are all there is: nothing beside them can disagree with them.
-Nothing is pickled.
+``step_00000025/`` holds ``actor/`` (an ordinary Hugging Face directory), ``tensors.safetensors`` (optimizer,
+value heads, random state), ``state.json`` (every controller, as data) and ``manifest.json`` (sizes, hashes,
+the guard's verdict). Reading checks all of it. Nothing is pickled. A checkpoint is written aside, fsynced and
+renamed, and renamed before it is deleted, so that a crash leaves the other checkpoints intact.
 """
 
 from __future__ import annotations
@@ -34,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointEntry:
-    """What is known of a checkpoint without reading it; part of its manifest."""
+    """What the manifest of a checkpoint says about it."""
 
     step: int
     judged_good: bool | None = None
     """The guard's verdict on these weights; None = not evaluated."""
     score: float | None = None
-    """Macro mean of the held-out primary metrics, for ``best``."""
+    """Macro mean of the held-out primary metrics; the highest is the best."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    """What a checkpoint directory holds, read and verified."""
+    """Verified contents of a checkpoint."""
 
     path: Path
     state: dict[str, Any]
@@ -58,12 +55,12 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, with retention: newest ``keep``, newest judged-good, best.
+    """The checkpoints of one run. It keeps the newest ``keep``, the two newest judged good, and the best.
 
     Args:
         directory: of the checkpoints.
-        keep: how many of the newest are kept.
-        is_writer: no other process writes there. False: it is only read, and another process may be writing.
+        keep: how many of the newest stay.
+        is_writer: only this process writes to ``directory``. False: this process only reads it.
     """
 
     def __init__(self, directory: Path, keep: int, *, is_writer: bool = True) -> None:
@@ -71,7 +68,18 @@ class CheckpointStore:
         self.keep = max(1, keep)
         if is_writer:
             self._put_back()
-        self.entries: dict[int, CheckpointEntry] = _read_entries(directory, self._on_disk())
+        self.entries: dict[int, CheckpointEntry] = {}
+        """Of complete checkpoints, by step."""
+        for step in self._on_disk():
+            path = self.path(step)
+            try:
+                entry = CheckpointEntry(**read_manifest(path)["facts"]["entry"])
+                if entry.step != step:
+                    raise CheckpointError(f"it holds step {entry.step}: its name was changed")
+            except (CheckpointError, KeyError, TypeError) as error:
+                logger.warning("%s: %s; it is left alone", path, error)
+                continue
+            self.entries[step] = entry
 
     def path(self, step: int) -> Path:
         """Directory of the checkpoint of ``step``."""
@@ -85,10 +93,10 @@ class CheckpointStore:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
     ) -> Path:
-        """Write the checkpoint of ``entry.step`` atomically, then apply the retention.
+        """Write the checkpoint of ``entry.step`` atomically, then delete those that need not be kept.
 
         Raises:
-            CheckpointError: the directory cannot be written (read-only, full); what is there is left alone.
+            CheckpointError: the directory cannot be written (read-only, full); its checkpoints stay.
         """
         from safetensors.torch import save_file
 
@@ -96,38 +104,39 @@ class CheckpointStore:
         aside = self.directory / f".writing_{final.name}"
         try:
             with disk_errors(f"the checkpoint {final}"):
-                self._clear()
+                # leftovers of interrupted saves and deletions
+                for pattern in (".writing_step_*", ".removed_step_*"):
+                    for left in self.directory.glob(pattern):
+                        shutil.rmtree(left, ignore_errors=True)
                 (aside / "actor").mkdir(parents=True)
                 save_actor(aside / "actor")
                 save_file(
                     {k: v.detach().cpu().contiguous() for k, v in tensors.items()},
                     aside / "tensors.safetensors",
                 )
-                _write_json(aside / "state.json", dict(state))
+                text = json.dumps(dict(state), allow_nan=True, sort_keys=True)
+                (aside / "state.json").write_text(text, encoding="utf-8")
                 write_manifest(aside, {"entry": asdict(entry)})
-                self._put_in_place(aside, final)
+                if final.exists():
+                    # two directories cannot swap in one operation: ``_put_back`` ends what a crash leaves
+                    os.replace(final, final.with_name(f".replaced_{final.name}"))
+                try:
+                    os.replace(aside, final)
+                finally:
+                    self._put_back()
+                sync(self.directory)
                 self.entries[entry.step] = entry
                 self._retain()
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)  # a full disk is needed for the next try
+            shutil.rmtree(aside, ignore_errors=True)  # frees the disk for the next try
             raise
         return final
-
-    def _put_in_place(self, aside: Path, final: Path) -> None:
-        if final.exists():
-            # directories cannot be exchanged in one go: ``_put_back`` ends what a crash leaves here
-            os.replace(final, final.with_name(f".replaced_{final.name}"))
-        try:
-            os.replace(aside, final)
-        finally:
-            self._put_back()
-        sync(self.directory)
 
     def load(self, path: Path) -> Checkpoint:
         """Read and verify a checkpoint.
 
         Raises:
-            CheckpointError: a file is missing, cut off or altered, or the format is another.
+            CheckpointError: a file is missing, cut off or altered, or has another format.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -140,7 +149,7 @@ class CheckpointStore:
         return Checkpoint(path=path, state=read_json(path / "state.json"), tensors=tensors)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, None if there is none; broken ones are passed over."""
+        """Return the newest complete checkpoint; None if there is none. Broken ones are skipped."""
         for step in sorted(self.entries, reverse=True):
             try:
                 return self.load(self.path(step))
@@ -149,17 +158,17 @@ class CheckpointStore:
         return None
 
     def forget_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``: a rollback has reverted their weights.
+        """Remove checkpoints after ``step``, whose weights a rollback has reverted.
 
         Raises:
-            CheckpointError: they cannot be removed; a resumed run would take them up.
+            CheckpointError: they cannot be removed, and a resumed run would load them.
         """
         with disk_errors(f"{self.directory}, to remove the checkpoints after step {step},"):
             for newer in self._after(step):
                 self._remove(newer)
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints newer than ``step``, from which the run was resumed: they are another branch.
+        """Rename checkpoints after ``step``, from which the run was resumed: they are another branch.
 
         Raises:
             CheckpointError: they cannot be renamed.
@@ -190,11 +199,11 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in found if match)
 
     def _after(self, step: int) -> list[int]:
-        """Steps after ``step``, newest first, of broken checkpoints too."""
+        """Return the steps after ``step``, newest first, including those of broken checkpoints."""
         return [s for s in reversed(self._on_disk()) if s > step]
 
     def _remove(self, step: int) -> None:
-        """Rename, then delete: a crash in the middle leaves no half of a checkpoint under its name."""
+        """Rename, then delete: a crash leaves no half of a checkpoint under its name."""
         path = self.path(step)
         gone = path.with_name(f".removed_{path.name}")
         shutil.rmtree(gone, ignore_errors=True)
@@ -205,7 +214,7 @@ class CheckpointStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def _put_back(self) -> None:
-        """Restore each replaced checkpoint whose successor is missing; delete the others."""
+        """Restore replaced checkpoints whose successor is missing; delete the others."""
         for replaced in self.directory.glob(".replaced_step_*"):
             final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
             if final.exists():
@@ -213,29 +222,3 @@ class CheckpointStore:
             else:
                 with disk_errors(str(final)):
                     os.replace(replaced, final)
-
-    def _clear(self) -> None:
-        """Delete leftovers of interrupted saves and deletions."""
-        for pattern in (".writing_step_*", ".removed_step_*"):
-            for left in self.directory.glob(pattern):
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _read_entries(directory: Path, steps: list[int]) -> dict[int, CheckpointEntry]:
-    """Return the entries of complete checkpoints."""
-    entries: dict[int, CheckpointEntry] = {}
-    for step in steps:
-        path = directory / f"step_{step:08d}"
-        try:
-            entry = CheckpointEntry(**read_manifest(path)["facts"]["entry"])
-            if entry.step != step:
-                raise CheckpointError(f"it holds step {entry.step}: its name was changed")
-        except (CheckpointError, KeyError, TypeError) as error:
-            logger.warning("%s: %s; it is left alone", path, error)
-            continue
-        entries[step] = entry
-    return entries
-
-
-def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, allow_nan=True, sort_keys=True), encoding="utf-8")

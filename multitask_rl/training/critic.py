@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,10 @@ __all__ = ["Critic", "get_actor_critic", "rename_head"]
 
 
 class Critic(nn.Module):
-    """Values of states, one linear head per task, so that no task's returns move another's scale.
+    """Values of states, with one linear head per task, because tasks differ in the scale of their returns.
 
-    With ``trunk="actor"`` the heads read the actor's last hidden state (one forward serves policy and value);
-    with ``trunk="separate"`` an own copy of the actor's weights is the trunk, on its own device.
+    With ``trunk="actor"`` the heads read the actor's last hidden state: one forward serves policy and value.
+    With ``trunk="separate"`` they read that of a copy of the actor, on the critic's device.
     Heads start at zero: the first advantages are the plain returns.
     """
 
@@ -39,12 +40,10 @@ class Critic(nn.Module):
         self._keys: dict[str, str] = {}
 
     def build(self, actor: Actor, tasks: Sequence[str]) -> None:
-        """Make the heads of ``tasks`` (in order) and the trunk; existing heads are kept."""
+        """Add heads for ``tasks`` (in order) and, if it is separate, the trunk; existing heads stay."""
         if not tasks:
             return
         if self.trunk_kind == "separate" and self.trunk is None:
-            import copy
-
             self.trunk = copy.deepcopy(actor.model).to(self.device).requires_grad_(True)
         for task in tasks:
             key = self._keys.setdefault(task, _key(task))
@@ -56,15 +55,13 @@ class Critic(nn.Module):
 
     @property
     def is_used(self) -> bool:
-        """Some task needs it."""
+        """At least one task needs the critic."""
         return len(self.heads) > 0
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the trunk's last hidden states [N, H] before each response token (``separate`` only)."""
-        if self.trunk is None:
-            raise AssertionError("the actor is the trunk")
-        moved = batch.to(self.device)
-        return response_hidden(self.trunk, moved)
+        assert self.trunk is not None, "the actor is the trunk"
+        return response_hidden(self.trunk, batch.to(self.device))
 
     def values(self, task: str, hidden: Tensor) -> Tensor:
         """Return the values of ``hidden`` [N, H] under the head of ``task``: [N] float32."""
@@ -73,7 +70,7 @@ class Critic(nn.Module):
         return values
 
     def rescale(self, task: str, scale: float, shift: float) -> None:
-        """Let the head of ``task`` say ``scale * v + shift`` where it said ``v``; no other head changes."""
+        """Change the values ``v`` of the head of ``task`` to ``scale * v + shift``; no other head changes."""
         with torch.no_grad():
             for name, parameter in self.heads[self._keys[task]].named_parameters():
                 parameter.mul_(scale)
@@ -81,14 +78,14 @@ class Critic(nn.Module):
                     parameter.add_(shift)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps; of tied weights of the trunk one name."""
+        """Return the tensors of a checkpoint; tied weights of the trunk have one name."""
         kept: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
         for name, value in self.state_dict().items():
             kept.setdefault((value.data_ptr(), value.shape), (name, value.detach()))
         return dict(kept.values())
 
     def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``tensors``; heads of tasks that are new keep their start, ``renamed`` maps old to new."""
+        """Restore ``tensors``; ``renamed``: task, old -> new. Heads of new tasks keep their start."""
         own = self.state_dict()
         with torch.no_grad():
             for name, value in tensors.items():
@@ -98,7 +95,7 @@ class Critic(nn.Module):
 
 
 def rename_head(name: str, renamed: Mapping[str, str]) -> str:
-    """Return the name of a tensor (or of its optimizer state) after tasks were renamed, old -> new."""
+    """Return the name of a tensor (or of its optimizer state) after tasks were ``renamed`` (old -> new)."""
     for old, new in renamed.items():
         before, found, rest = name.partition(f"heads.{_key(old)}.")
         if found:
@@ -107,7 +104,7 @@ def rename_head(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def _key(task: str) -> str:
-    """Name of a task's head: ``ModuleDict`` keys may hold no dot and must not shadow its methods."""
+    """Return the name of a task's head: a ``ModuleDict`` key has no dot and is no name of its methods."""
     return f"task_{task.replace('.', '_dot_')}"
 
 
@@ -120,18 +117,18 @@ def get_actor_critic(
     seed: int = 0,
     **model_config: Any,
 ) -> tuple[Actor, Critic]:
-    """Return the shared actor and the critic whose heads the trainer adds, one per task that needs it.
+    """Return the shared actor and the critic; the trainer adds a head per task that needs one.
 
     Args:
         model_name: directory or Hugging Face id of a causal language model.
         use_vllm: sample with the vLLM engine instead of the Hugging Face one.
         device_map: ``{"actor": "cuda:0", "critic": "cuda:1"}``; default: cuda if there is one, else cpu.
-        critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (an own copy).
-        seed: of what starts at random (adapters); give the run's.
+        critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (on a copy's).
+        seed: of the run; adapters start at random.
         model_config: further keys of ``ModelConfig`` (``dtype``, ``gradient_checkpointing``, ...).
 
     Raises:
-        ConfigError: the model is not there, a device does not exist, roles overlap, an unknown key.
+        ConfigError: the model or a device does not exist, roles overlap, or a key is unknown.
     """
     devices = resolve_devices(dict(device_map or {}))
     try:

@@ -1,7 +1,7 @@
-"""One forward over a micro-batch: what the losses need, for response tokens only.
+"""One forward over a micro-batch: log-probabilities, entropy and hidden states of response tokens.
 
-The last hidden states of the response tokens go through the language-model head in slices that are computed
-again in the backward pass, so that no tensor of all tokens times the vocabulary exists.
+The language-model head computes slices of the response tokens, and again in the backward pass, so that no
+tensor of all tokens times the vocabulary exists.
 
 Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width.
 """
@@ -41,11 +41,11 @@ class TokenOutputs:
     logprobs: Tensor
     """[N] nats, under the sampled distribution (grammar, temperature, top-k, top-p), float32."""
     entropy: Tensor
-    """[N] nats of that distribution; with gradient only if it was wanted."""
+    """[N] nats of that distribution; with gradient only on request."""
     logits: Tensor | None = None
-    """[N, V] float32, after grammar, temperature and filter; only if they were wanted."""
+    """[N, V] float32, after grammar, temperature and filter; only on request."""
     hidden: Tensor | None = None
-    """[N, H] last hidden state at the position before each token; only if wanted."""
+    """[N, H] last hidden state at the position before each token; only on request."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,13 +59,11 @@ class _Distribution:
     targets: Tensor
     """[N] the sampled tokens, never filtered away."""
     suppressed: list[tuple[Tensor, Tensor]]
-    """Ids that are never sampled [S] and the tokens [N] bool they are none of."""
-    mask: TokenMask | None = None
-    """What grammars allow at the tokens that have one."""
+    """Ids that are never sampled [S], and the tokens [N] bool they apply to."""
+    mask: TokenMask | None
+    """What grammars allow."""
 
     def slices(self, size: int) -> list[_Distribution]:
-        """Cut into slices of ``size`` tokens."""
-        starts = range(0, len(self.targets), size)
         return [
             replace(
                 self,
@@ -75,7 +73,7 @@ class _Distribution:
                 suppressed=[(ids, chosen[i : i + size]) for ids, chosen in self.suppressed],
                 mask=None if self.mask is None else self.mask.slice(i, i + size),
             )
-            for i in starts
+            for i in range(0, len(self.targets), size)
         ]
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -104,18 +102,34 @@ def forward_tokens(
     entropy_gradient: bool = False,
     mask: TokenMask | None = None,
 ) -> TokenOutputs:
-    """Run ``model`` and return log-probabilities of the response tokens as the engine sampled them.
+    """Run ``model`` and return log-probabilities of the response tokens under the sampled distribution.
 
     Args:
-        model: causal language model; gradients flow unless the caller turned them off.
+        model: causal language model.
         batch: micro-batch on the model's device.
         sampling: [B] sampling parameters per sample; temperature 0 counts as 1 (greedy has no distribution).
         want_hidden: also return the last hidden states (for value heads).
-        want_logits: also return all logits, which is what takes memory.
+        want_logits: also return all logits, which takes memory.
         entropy_gradient: let gradients flow through the entropy.
-        mask: what grammars allowed at the response tokens that have one.
+        mask: what grammars allow at the response tokens.
     """
-    distribution = _distribution(batch, sampling, mask)
+    device = batch.targets.device
+    temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=device)
+    filters = []
+    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
+        chosen = torch.tensor([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling], device=device)
+        filters.append((top_k, top_p, chosen[batch.sequence]))
+    suppressed = []
+    for ids in {s.suppressed_ids for s in sampling if s.suppressed_ids}:
+        chosen = torch.tensor([s.suppressed_ids == ids for s in sampling], device=device)
+        suppressed.append((torch.tensor(ids, device=device), chosen[batch.sequence]))
+    distribution = _Distribution(
+        temperatures=None if bool((temperatures == 1.0).all()) else temperatures[batch.sequence],
+        filters=filters,
+        targets=batch.targets,
+        suppressed=suppressed,
+        mask=mask,
+    )
     split = split_head(model)
     if split is None:
         outputs = _run(model, batch, want_logits=True, want_hidden=want_hidden)
@@ -124,23 +138,30 @@ def forward_tokens(
     else:
         before, head = _run(split[0], batch)[0], split[1]
         hidden = before if want_hidden else None
-    if want_logits:
-        logits = distribution.apply(before if head is None else head(before))
-        logprobs, entropy = _scores(logits, batch.targets, entropy_gradient)
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=logits, hidden=hidden)
 
-    def score(part: Tensor, own: _Distribution) -> tuple[Tensor, Tensor]:
+    def score(part: Tensor, own: _Distribution) -> tuple[Tensor, Tensor, Tensor]:
         logits = own.apply(part if head is None else head(part))
-        return _scores(logits, own.targets, entropy_gradient)
+        logprobs = logits.log_softmax(dim=-1)
+        picked = logprobs.gather(-1, own.targets.unsqueeze(-1)).squeeze(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            # masked before the product: 0 * -inf is NaN, in the gradient too
+            finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
+            entropy = -(logprobs.exp() * finite).sum(dim=-1)
+        return picked, entropy, logits
 
     width = before.shape[-1] if head is None else int(head.weight.shape[0])
     size = max(1, SLICE_CELLS // width)
-    if len(before) <= size:
-        logprobs, entropy = score(before, distribution)
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, hidden=hidden)
-    # computed again in the backward pass: what a slice keeps until then is its hidden states
+    if want_logits or len(before) <= size:
+        logprobs, entropy, logits = score(before, distribution)
+        kept = logits if want_logits else None
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=kept, hidden=hidden)
+
+    def score_slice(part: Tensor, own: _Distribution) -> tuple[Tensor, Tensor]:
+        return score(part, own)[:2]
+
+    # a slice keeps its hidden states alone; the backward pass computes it again
     parts = [
-        checkpoint(score, part, own, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(score_slice, part, own, use_reentrant=False, preserve_rng_state=False)
         for part, own in zip(torch.split(before, size), distribution.slices(size), strict=True)
     ]
     return TokenOutputs(
@@ -156,47 +177,10 @@ def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
     return _run(model, batch, want_hidden=True)[0] if split is None else _run(split[0], batch)[0]
 
 
-def _distribution(batch: MicroBatch, sampling: list[SamplingParams], mask: TokenMask | None) -> _Distribution:
-    device = batch.targets.device
-    temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=device)
-    plain = bool((temperatures == 1.0).all())
-    filters = []
-    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
-        chosen = torch.tensor([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling], device=device)
-        filters.append((top_k, top_p, chosen[batch.sequence]))
-    suppressed = []
-    for ids in {s.suppressed_ids for s in sampling if s.suppressed_ids}:
-        chosen = torch.tensor([s.suppressed_ids == ids for s in sampling], device=device)
-        suppressed.append((torch.tensor(ids, device=device), chosen[batch.sequence]))
-    return _Distribution(
-        temperatures=None if plain else temperatures[batch.sequence],
-        filters=filters,
-        targets=batch.targets,
-        suppressed=suppressed,
-        mask=mask,
-    )
-
-
-def _scores(logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of ``targets`` and entropies: [N] each."""
-    logprobs = logits.log_softmax(dim=-1)
-    picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        # masked before the product: 0 * -inf is NaN, in the gradient too
-        finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
-        entropy = -(logprobs.exp() * finite).sum(dim=-1)
-    return picked, entropy
-
-
 def _run(
     model: Any, batch: MicroBatch, *, want_logits: bool = False, want_hidden: bool = False
 ) -> tuple[Tensor, ...]:
-    """Run a causal language model, or its decoder, over ``batch``.
-
-    Returns:
-        At the response tokens, [N, ...] each: the decoder's last hidden states; or the logits and the last
-        hidden states of the whole model, as wanted.
-    """
+    """Return the wanted outputs at the response tokens [N, ...]; of a decoder its last hidden states."""
     options: dict[str, Any] = {"output_hidden_states": True} if want_hidden else {}
 
     def read(out: Any) -> tuple[Tensor, ...]:
@@ -211,7 +195,7 @@ def _run(
         return read_shared(model, batch.shared, read, want_logits=want_logits, **options)
     width = batch.input_ids.shape[1]
     if want_logits:
-        # a part of a sequence may hold no response token
+        # one part of a sequence may hold no response token
         options["logits_to_keep"] = width - int(batch.column.min()) if len(batch.column) else 1
     out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
     # logits come for the last columns only
@@ -222,14 +206,14 @@ _CAN_SPLIT: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def split_head(model: Any) -> tuple[Any, Any] | None:
-    """Return decoder and language-model head of ``model``; None where the head is not all that follows it."""
+    """Return decoder and language-model head of ``model``; None if it changes logits after the head."""
     if model not in _CAN_SPLIT:
         _CAN_SPLIT[model] = _try_split(model)
     return (model.get_decoder(), model.get_output_embeddings()) if _CAN_SPLIT[model] else None
 
 
 def assume_split(model: Any, can_split: bool) -> None:
-    """Set the answer of ``split_head`` for a ``model`` of which this process has only a part."""
+    """Set whether ``split_head`` splits a ``model`` of which this process has only a part."""
     _CAN_SPLIT[model] = can_split
 
 
@@ -240,7 +224,7 @@ def _try_split(model: Any) -> bool:
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         if head is None or decoder is model or head.weight.dim() != 2:
             return False
-        # amplified, so that whatever caps or scales the logits after the head shows
+        # large logits, so that a cap or scale after the head shows
         handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
         ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
         given = {"input_ids": ids, "position_ids": ids, "use_cache": False}

@@ -1,7 +1,6 @@
-"""The manifest of a directory: what a run wrote there, so that nothing altered is ever read back.
+"""The manifest of a directory: it shows whether a file was altered since the run wrote it.
 
-``manifest.json`` lists every file with its size and hash, holds what its writer says of the whole, and ends
-with the hash of its own contents: an edit of one byte is found, in a file and in the manifest.
+``manifest.json`` holds size and hash of every file, facts about the whole, and the hash of its own contents.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ MANIFEST = "manifest.json"
 
 
 def write_manifest(directory: Path, facts: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest of all files below ``directory``, and have all of them on the disk on return.
+    """Write the manifest of all files below ``directory``, and fsync all of them.
 
     Args:
-        directory: complete but for its manifest.
-        facts: JSON data that the manifest holds besides, under ``facts``.
+        directory: complete except for its manifest.
+        facts: JSON data for the manifest's key ``facts``.
     """
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     listed = {str(p.relative_to(directory)): {"bytes": p.stat().st_size, "blake2b": _hash(p)} for p in files}
@@ -37,10 +36,10 @@ def write_manifest(directory: Path, facts: Mapping[str, Any] | None = None) -> N
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest of ``directory``; its files are not looked at.
+    """Return the manifest of ``directory``, without a check of the files.
 
     Raises:
-        CheckpointError: it is missing, cut off or altered, or its format is another.
+        CheckpointError: the manifest is missing, cut off or altered, or has another format.
     """
     file = directory / MANIFEST
     manifest = read_json(file)
@@ -60,7 +59,7 @@ def check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Check every file that ``manifest`` lists.
 
     Raises:
-        CheckpointError: one is missing, cut off, altered or unreadable.
+        CheckpointError: a file is missing, cut off, altered or unreadable.
     """
     for name, expected in manifest["files"].items():
         file = directory / name
@@ -79,10 +78,10 @@ def check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in ``file``.
+    """Return the JSON object in ``file``.
 
     Raises:
-        CheckpointError: the file is missing, cut off, or holds something else.
+        CheckpointError: the file is missing or cut off, or holds something else.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -96,13 +95,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def sync_tree(directory: Path) -> None:
-    """Have every file of ``directory``, and their names, on the disk when this returns."""
+    """Fsync every file and directory in ``directory``, and itself."""
     for path in (*directory.rglob("*"), directory):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Have the file or directory ``path`` on the disk when this returns."""
+    """Fsync the file or directory ``path``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

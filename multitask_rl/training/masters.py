@@ -1,8 +1,7 @@
-"""Float32 masters of weights that are kept in less.
+"""Float32 masters of bfloat16 and float16 weights.
 
-An update of a millionth is lost on a bfloat16 weight, whose neighbours are half a percent away: at the usual
-learning rates almost none would ever move. So the optimizer moves a float32 copy, and the weight is that copy
-rounded; gradients add up in float32, too.
+Neighbouring bfloat16 numbers differ by half a percent, so that usual updates would be lost to rounding. The
+optimizer moves a float32 master; the weight is the rounded master. Gradients add up in float32, too.
 
 Source: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740), section 3.1.
 """
@@ -20,10 +19,10 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """The float32 copies in this process: each is made when its weight is first moved here.
+    """The masters in this process. Each is made when its weight first moves here.
 
     Args:
-        parameters: all that may be moved; gradients of those below float32 are float32 from now on.
+        parameters: all that may move; gradients of those below float32 are float32 from now on.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -36,22 +35,22 @@ class Masters:
         """``_version`` of each weight when it last equalled its rounded master."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        """It is moved through a master."""
+        """The parameter moves through a master."""
         return parameter in self._low
 
     def owner(self, moved: Tensor) -> Tensor:
-        """Return the weight that ``moved`` is, or is the master of."""
+        """Return the weight of the master ``moved``; ``moved`` itself if it is no master."""
         return self._owners.get(moved, moved)
 
     def tensors(self) -> dict[nn.Parameter, Tensor]:
-        """Return weight -> master of those that are here."""
+        """Return weight -> master."""
         for parameter in self._masters:
             self._take_over(parameter)
         return {parameter: master.detach() for parameter, master in self._masters.items()}
 
     @torch.no_grad()
     def take_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return what is to be moved for those of ``parameters`` that have a gradient, which it now has."""
+        """Return what the optimizer moves for ``parameters`` with a gradient; masters take over gradients."""
         moved = []
         for parameter in parameters:
             if parameter.grad is None:
@@ -67,7 +66,7 @@ class Masters:
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """Round the masters that have moved to their weights."""
+        """Set weights to their rounded masters, where these have moved."""
         chosen = [(p, m) for p, m in self._masters.items() if m.grad is not None]
         if chosen:
             torch._foreach_copy_([p for p, _ in chosen], [m for _, m in chosen])
@@ -76,7 +75,7 @@ class Masters:
             self._versions[parameter] = parameter._version
 
     def load(self, parameter: nn.Parameter, master: Tensor | None) -> nn.Parameter:
-        """Return what is moved for ``parameter``; ``master`` as it was saved, None if it was not."""
+        """Return what the optimizer moves for ``parameter``; ``master``: its saved master, if any."""
         if parameter not in self._low:
             return parameter
         own = self._master(parameter)
@@ -87,7 +86,7 @@ class Masters:
         return own
 
     def forget(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Give up the master of ``parameter``; return what was moved for it."""
+        """Drop the master of ``parameter``; return what the optimizer moved for it."""
         master = self._masters.pop(parameter, None)
         if master is None:
             return parameter
@@ -95,7 +94,7 @@ class Masters:
         return master
 
     def clear(self) -> None:
-        """Give up all of them."""
+        """Drop all masters."""
         self._masters.clear()
         self._owners.clear()
 
@@ -108,7 +107,7 @@ class Masters:
 
     @torch.no_grad()
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Take over a weight that was set elsewhere (by a checkpoint, by ``Critic.rescale``)."""
+        """Update the master of a weight that was set elsewhere (a checkpoint, ``Critic.rescale``)."""
         master = self._masters[parameter]
         if self._versions[parameter] == parameter._version:
             return

@@ -1,24 +1,28 @@
-"""Cutting samples into micro-batches of bounded size: with shared prompts, sorted by length, or packed.
+"""Cuts samples into micro-batches of bounded size: with shared prompts, sorted by length, or packed.
 
 Axes: ``B`` samples of the micro-batch, ``S`` its width (prompt + response), ``N`` its response tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multitask_rl.errors import TrainingError
+from multitask_rl.models.modes import evaluating
 from multitask_rl.training.shared_prompt import BLOCK_CELLS, SharedPart, cut_by_length, cut_prompts, make_part
 
-__all__ = ["MicroBatch", "build_microbatches", "make_microbatch", "padding_share"]
+__all__ = ["MicroBatch", "build_microbatches", "make_microbatch", "padding_share", "supports_packing"]
 
+logger = logging.getLogger(__name__)
 
 FORWARD_CELLS = 256
-"""What a micro-batch of its own costs, in tokens of padding."""
+"""Cost of one more micro-batch, in tokens of padding."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,11 +30,11 @@ class MicroBatch:
     """Token tensors of some samples, ready for one forward."""
 
     indices: list[int]
-    """[B] position of each sample in the list that was cut; none: the pass is made for other ranks alone."""
+    """[B] position of each sample in the list that was cut; empty: an idle pass beside other ranks."""
     input_ids: Tensor
     """[B, S] right-padded, or [1, S] packed."""
     position_ids: Tensor
-    """Same shape; packed samples start again at 0."""
+    """Same shape; each packed sample starts at 0."""
     row: Tensor
     """[N] row of ``input_ids`` that predicts each response token."""
     column: Tensor
@@ -38,29 +42,28 @@ class MicroBatch:
     targets: Tensor
     """[N] the response tokens, samples in the order of ``indices``."""
     sequence: Tensor
-    """[N] which sample each token belongs to: 0 .. B - 1."""
+    """[N] sample of each token: 0 .. B - 1."""
     num_tokens: int
-    """Tokens computed, padding left out."""
+    """Computed tokens without padding."""
     shared: list[SharedPart] = field(default_factory=list)
-    """Layout ``shared``: what to compute instead of ``input_ids``, which is then empty (as are
-    ``position_ids``, ``row`` and ``column``)."""
+    """Layout ``shared``: computed instead of ``input_ids``; ``input_ids``, ``position_ids``, ``row`` and
+    ``column`` are then empty."""
 
     @property
     def num_cells(self) -> int:
-        """Tokens computed, padding counted."""
+        """Computed tokens with padding."""
         return self.input_ids.numel() + sum(part.num_cells for part in self.shared)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the tensors."""
-        return MicroBatch(
-            indices=self.indices,
+        return replace(
+            self,
             input_ids=self.input_ids.to(device),
             position_ids=self.position_ids.to(device),
             row=self.row.to(device),
             column=self.column.to(device),
             targets=self.targets.to(device),
             sequence=self.sequence.to(device),
-            num_tokens=self.num_tokens,
             shared=[part.to(device) for part in self.shared],
         )
 
@@ -77,28 +80,31 @@ def build_microbatches(
 ) -> list[MicroBatch]:
     """Cut samples into micro-batches of at most ``max_tokens`` tokens, padding counted.
 
-    A single longer sample gets a micro-batch of its own. Samples without a response token are left out
-    (there is nothing to learn from).
+    A single longer sample gets a micro-batch of its own. Samples without a response token are left out.
 
     Args:
         prompts: [B] lists of ids, each of at least one token.
         responses: [B] lists of ids.
         max_tokens: token budget of one micro-batch.
-        layout: ``shared`` (samples of similar prompts are one sequence in which a group's prompt stands once,
-            see ``shared_prompt.py``),
-            ``bucketed`` (sorted by length, right-padded: causal attention never sees padding on the right, so
-            no mask is needed) or ``packed``.
+        layout: ``shared`` (samples of similar prompts are one sequence that holds a group's prompt once, see
+            ``shared_prompt.py``), ``bucketed`` (sorted by length and right-padded: causal attention needs no
+            mask for padding on the right) or ``packed``.
         pad_token_id: any valid id.
-        device_type: where they will be computed; another kind than a CPU gets fewer, larger blocks.
-        one_pass: no micro-batch may take more than one pass through the model.
+        device_type: where they will be computed; devices other than CPUs get fewer, larger blocks.
+        one_pass: every micro-batch takes one pass through the model.
     """
     if layout == "shared":
-        block_cells = BLOCK_CELLS.get(device_type, BLOCK_CELLS["cuda"])
-        return _shared_microbatches(prompts, responses, max_tokens, pad_token_id, block_cells, one_pass)
+        return _shared(prompts, responses, max_tokens, pad_token_id, device_type, one_pass)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     order = sorted((i for i in range(len(lengths)) if responses[i]), key=lambda i: (lengths[i], i))
+    chunks = [order]
+    if layout == "bucketed":
+        # cut where padding would cost more than another forward
+        sizes = cut_by_length([lengths[i] for i in order], own_cells=FORWARD_CELLS)
+        samples = iter(order)
+        chunks = [[next(samples) for _ in range(size)] for size in sizes]
     batches: list[list[int]] = []
-    for similar in _similar(order, lengths) if layout == "bucketed" else [order]:
+    for similar in chunks:
         used = 0
         for number, i in enumerate(similar):
             # ascending order: in a padded batch every row becomes as wide as the newest
@@ -113,13 +119,6 @@ def build_microbatches(
     return [make_microbatch(i, prompts, responses, layout=layout, pad_token_id=pad_token_id) for i in batches]
 
 
-def _similar(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Cut samples in ascending order of length where padding would cost more than another forward."""
-    sizes = cut_by_length([lengths[i] for i in order], own_cells=FORWARD_CELLS)
-    samples = iter(order)
-    return [[next(samples) for _ in range(size)] for size in sizes]
-
-
 def make_microbatch(
     indices: list[int],
     prompts: Sequence[Sequence[int]],
@@ -129,68 +128,18 @@ def make_microbatch(
     pad_token_id: int,
 ) -> MicroBatch:
     """Return the micro-batch of exactly the samples ``indices``, in their order."""
-    make = _padded if layout == "bucketed" else _packed
-    return make(indices, prompts, responses, pad_token_id)
-
-
-def padding_share(batches: Sequence[MicroBatch]) -> float:
-    """Return the fraction of computed tokens that are padding."""
-    cells = sum(b.num_cells for b in batches)
-    return 1.0 - sum(b.num_tokens for b in batches) / cells if cells else 0.0
-
-
-def _shared_microbatches(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    max_tokens: int,
-    pad: int,
-    block_cells: int,
-    one_pass: bool,
-) -> list[MicroBatch]:
-    for prompt in prompts:
-        _check(prompt)
-    indices = [i for i in range(len(prompts)) if responses[i]]
-    batches: list[list[tuple[SharedPart, list[int]]]] = []
-    used = 0
-    for piece in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
-        made = make_part(piece, prompts, responses, pad, block_cells)
-        if not batches or one_pass or used + made[0].budget > max_tokens:
-            batches.append([])
-            used = 0
-        batches[-1].append(made)
-        used += made[0].budget
-    return [_shared(parts, responses) for parts in batches]
-
-
-def _shared(parts: list[tuple[SharedPart, list[int]]], responses: Sequence[Sequence[int]]) -> MicroBatch:
-    order = [i for _, own in parts for i in own]
-    sizes = torch.tensor([len(responses[i]) for i in order])
-    empty = torch.empty(0, dtype=torch.long)
-    return MicroBatch(
-        indices=order,
-        input_ids=empty,
-        position_ids=empty,
-        row=empty,
-        column=empty,
-        targets=torch.tensor([token for i in order for token in responses[i]]),
-        sequence=torch.arange(len(order)).repeat_interleave(sizes),
-        num_tokens=sum(part.num_tokens for part, _ in parts),
-        shared=[part for part, _ in parts],
-    )
-
-
-def _padded(
-    indices: list[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int
-) -> MicroBatch:
+    for i in indices:
+        _check(prompts[i])
+    if layout == "packed":
+        return _packed(indices, prompts, responses)
     width = max(len(prompts[i]) + len(responses[i]) for i in indices)
-    ids = torch.full((len(indices), width), pad)
+    ids = torch.full((len(indices), width), pad_token_id)
     rows, columns = [], []
     for row, i in enumerate(indices):
-        prompt, response = prompts[i], responses[i]
-        _check(prompt)
-        ids[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
-        rows.append(torch.full((len(response),), row))
-        columns.append(torch.arange(len(prompt) - 1, len(prompt) - 1 + len(response)))
+        start, length = len(prompts[i]) - 1, len(responses[i])
+        ids[row, : start + 1 + length] = torch.tensor([*prompts[i], *responses[i]])
+        rows.append(torch.full((length,), row))
+        columns.append(torch.arange(start, start + length))
     row_index, column = torch.cat(rows), torch.cat(columns)
     return MicroBatch(
         indices=indices,
@@ -204,20 +153,65 @@ def _padded(
     )
 
 
+def padding_share(batches: Sequence[MicroBatch]) -> float:
+    """Return the share of padding among computed tokens."""
+    cells = sum(b.num_cells for b in batches)
+    return 1.0 - sum(b.num_tokens for b in batches) / cells if cells else 0.0
+
+
+def _shared(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    max_tokens: int,
+    pad: int,
+    device_type: str,
+    one_pass: bool,
+) -> list[MicroBatch]:
+    for prompt in prompts:
+        _check(prompt)
+    block_cells = BLOCK_CELLS.get(device_type, BLOCK_CELLS["cuda"])
+    indices = [i for i in range(len(prompts)) if responses[i]]
+    batches: list[list[tuple[SharedPart, list[int]]]] = []
+    used = 0
+    for piece in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
+        made = make_part(piece, prompts, responses, pad, block_cells)
+        if not batches or one_pass or used + made[0].budget > max_tokens:
+            batches.append([])
+            used = 0
+        batches[-1].append(made)
+        used += made[0].budget
+    empty = torch.empty(0, dtype=torch.long)
+    result = []
+    for parts in batches:
+        order = [i for _, own in parts for i in own]
+        sizes = torch.tensor([len(responses[i]) for i in order])
+        batch = MicroBatch(
+            indices=order,
+            input_ids=empty,
+            position_ids=empty,
+            row=empty,
+            column=empty,
+            targets=torch.tensor([token for i in order for token in responses[i]]),
+            sequence=torch.arange(len(order)).repeat_interleave(sizes),
+            num_tokens=sum(part.num_tokens for part, _ in parts),
+            shared=[part for part, _ in parts],
+        )
+        result.append(batch)
+    return result
+
+
 def _packed(
-    indices: list[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int
+    indices: list[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> MicroBatch:
     ids: list[int] = []
     positions, columns, sequences = [], [], []
     for number, i in enumerate(indices):
-        prompt, response = prompts[i], responses[i]
-        _check(prompt)
-        start = len(ids)
-        ids.extend((*prompt, *response))
+        start, length = len(ids), len(responses[i])
+        ids.extend((*prompts[i], *responses[i]))
         positions.append(torch.arange(len(ids) - start))
-        first = start + len(prompt) - 1
-        columns.append(torch.arange(first, first + len(response)))
-        sequences.append(torch.full((len(response),), number))
+        first = start + len(prompts[i]) - 1
+        columns.append(torch.arange(first, first + length))
+        sequences.append(torch.full((length,), number))
     input_ids, column = torch.tensor([ids]), torch.cat(columns)
     return MicroBatch(
         indices=indices,
@@ -234,3 +228,44 @@ def _packed(
 def _check(prompt: Sequence[int]) -> None:
     if not prompt:
         raise TrainingError("a training sample has an empty prompt; every response needs a token before it")
+
+
+@torch.no_grad()
+def supports_packing(model: Any) -> bool:
+    """Whether ``model`` gives packed samples the same logits as separate ones, tried on a few tokens.
+
+    Models fail that have another state than keys and values (Mamba) or positions of their own (OPT, Bloom),
+    or that do not derive their mask from restarted positions.
+    """
+    config = model.config.get_text_config()
+    # chunks count from the start of the row; the trial's few tokens would not show it
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return False
+    size, device = int(config.vocab_size), next(model.parameters()).device
+    sample, befores = [(7 * i + 3) % size for i in range(10)], ([5, 3, 9, 4, 2, 8], [1, 6, 4, 7, 9, 3])
+
+    def score(*samples: list[int]) -> Tensor:
+        """Return the logits at the last sample's tokens, where samples before it would leak."""
+        prompts, responses = [s[:1] for s in samples], [s[1:] for s in samples]
+        indices = list(range(len(samples)))
+        batch = make_microbatch(indices, prompts, responses, layout="packed", pad_token_id=0).to(device)
+        given = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+        column = batch.column[batch.sequence == len(samples) - 1]
+        logits: Tensor = model(**given).logits[0, column].float()
+        return logits
+
+    try:
+        with evaluating(model):
+            alone = score(sample)
+            first, second = (score([i % size for i in before], sample) for before in befores)
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
+        logger.info("samples cannot be packed: %s", error)
+        return False
+    exact = next(model.parameters()).dtype == torch.float32
+    scale = alone.abs().max().clamp(min=1e-6)
+    gap, leak = float((first - alone).abs().max() / scale), float((first - second).abs().max() / scale)
+    # first and second have the same shape, so that their rounding hardly differs
+    if not (gap <= (1e-3 if exact else 0.1) and leak <= (1e-5 if exact else 5e-3)):
+        logger.info("samples cannot be packed: logits move by %.2g, by the samples before %.2g", gap, leak)
+        return False
+    return True

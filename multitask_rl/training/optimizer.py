@@ -32,10 +32,10 @@ def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float
 
 
 class StateSharing(Protocol):
-    """Other processes that make the same step, each with the state of some parameters.
+    """Several processes that make one step together, each with the optimizer state of some parameters.
 
-    ``step`` calls ``sum_gradients``, ``norms``, applies the gradients that are then here, and calls
-    ``send_weights``.
+    ``ActorCriticOptimizer.step`` calls ``sum_gradients`` and ``norms``, applies the gradients of this
+    process's own parameters, and calls ``send_weights``.
     """
 
     def is_own(self, parameter: nn.Parameter) -> bool:
@@ -43,7 +43,7 @@ class StateSharing(Protocol):
         ...
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of all processes where the state is; elsewhere they are dropped.
+        """Sum each parameter's gradients of all processes in the process that has its state.
 
         Raises:
             TrainingError: another process has ended.
@@ -51,19 +51,19 @@ class StateSharing(Protocol):
         ...
 
     def norms(self) -> list[float | None]:
-        """Return the norm of the whole gradient of actor and critic; None where there is none."""
+        """Return the gradient norms of actor and critic over all processes; None without a gradient."""
         ...
 
     def send_weights(self) -> None:
-        """Give every process the weights that were moved."""
+        """Send moved weights to all processes."""
         ...
 
 
 class ActorCriticOptimizer:
     """One AdamW with a parameter group for the actor and one for the critic.
 
-    Parameters without a gradient in a step are left untouched: the value head of a task that had no sample
-    neither decays nor moves by old momentum. Weights below float32 are moved through float32 masters.
+    Parameters without a gradient in a step neither decay nor move by momentum (a value head whose task had no
+    sample). Weights below float32 move through float32 masters.
     """
 
     def __init__(
@@ -73,10 +73,7 @@ class ActorCriticOptimizer:
         config: OptimizerConfig,
         critic_config: CriticConfig,
     ) -> None:
-        self._rates = [
-            config.learning_rate,
-            critic_config.learning_rate or 10.0 * config.learning_rate,
-        ]
+        self._rates = [config.learning_rate, critic_config.learning_rate or 10.0 * config.learning_rate]
         self._groups = [actor, critic]
         self._max_grad_norm = config.max_grad_norm
         self._masters = Masters(p for group in self._groups for p in group)
@@ -90,11 +87,11 @@ class ActorCriticOptimizer:
             fused=True,
         )
         self.num_loads = 0
-        """How often the state was replaced; other processes then need their parts anew."""
+        """How often the state was replaced; other processes then need their parts again."""
         self._sharing: StateSharing | None = None
 
     def share_out(self, sharing: StateSharing) -> None:
-        """Keep and move only what is this process's own by ``sharing`` from now on."""
+        """From now on keep the state of this process's own parameters only, and move only these."""
         self._sharing = sharing
         self.num_loads += bool(self._adamw.state)
 
@@ -124,11 +121,14 @@ class ActorCriticOptimizer:
             which case nothing was applied.
 
         Raises:
-            TrainingError: another process that has a part of the state has ended.
+            TrainingError: another process has ended.
         """
-        if self._sharing is not None:
+        if self._sharing is None:
+            found = [[p.grad for p in group if p.grad is not None] for group in self._groups]
+            norms = [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
+        else:
             self._sharing.sum_gradients()
-        norms = self._norms() if self._sharing is None else self._sharing.norms()
+            norms = self._sharing.norms()
         if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
             return None
@@ -146,15 +146,11 @@ class ActorCriticOptimizer:
         names = ("grad_norm", "critic_grad_norm")
         return {name: norm for name, norm in zip(names, norms, strict=True) if norm is not None}
 
-    def _norms(self) -> list[float | None]:
-        found = [[p.grad for p in group if p.grad is not None] for group in self._groups]
-        return [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
-
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return the state that is here as ``<parameter name>|<key>`` -> tensor.
+        """Return the state in this process, ``<parameter name>|<key>`` -> tensor.
 
         Args:
-            names: ``id(parameter)`` -> its name.
+            names: ``id(parameter)`` -> parameter name.
         """
         state: dict[str, Tensor] = {}
         for moved, values in self._adamw.state.items():
@@ -166,7 +162,7 @@ class ActorCriticOptimizer:
         return state
 
     def load_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restore ``tensors``; parameters that are new (a task's head) start without state.
+        """Restore ``tensors``; parameters that they lack (a new task's head) start without state.
 
         Raises:
             CheckpointError: a tensor has another shape than its parameter.
@@ -194,6 +190,6 @@ class ActorCriticOptimizer:
             }
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the state of ``parameters``, which other processes were given."""
+        """Drop the state of ``parameters``; other processes have it now."""
         for parameter in parameters:
             self._adamw.state.pop(self._masters.forget(parameter), None)

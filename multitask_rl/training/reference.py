@@ -1,4 +1,4 @@
-"""A reference policy that is an average of the actor: the KL bounds the speed of change, not the distance."""
+"""A reference policy that follows the actor: the KL then bounds the speed of change, not the distance."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ __all__ = ["AveragedReference"]
 class AveragedReference:
     """Exponential moving average of the actor: ``reference <- decay * reference + (1 - decay) * actor``.
 
-    Averages are kept in float32 (in bfloat16 a small step is rounded away) and copied into the model that
-    scores.
+    Averages are float32: bfloat16 would round a small step away.
 
     Source: Rame et al., "WARP" (arXiv:2406.16768), sec. 3.1.
 
     Args:
-        model: the reference, a copy of the actor as it was; it is updated in place.
-        decay: in [0, 1]; 1 = it never moves, 0 = it is the actor after the last update.
+        model: the reference, at first a copy of the actor; updated in place.
+        decay: in [0, 1]; 1 = fixed, 0 = the actor after the last update.
     """
 
     def __init__(self, model: PreTrainedModel, decay: float) -> None:
@@ -36,14 +35,13 @@ class AveragedReference:
 
     @torch.no_grad()
     def ema_update(self, actor: PreTrainedModel) -> None:
-        """Move towards the weights of ``actor`` by one update."""
+        """Move one update towards the weights of ``actor``."""
         for name, parameter in actor.named_parameters():
             average = self._averages[name]
             average.lerp_(parameter.detach().to(average), 1.0 - self._decay)
-        self._show()
+        self._copy_to_model()
 
-    @torch.no_grad()
-    def _show(self) -> None:
+    def _copy_to_model(self) -> None:
         for name, parameter in self._scored.items():
             if parameter.data_ptr() != self._averages[name].data_ptr():  # float32: the average is the weight
                 parameter.copy_(self._averages[name])
@@ -54,10 +52,10 @@ class AveragedReference:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore ``tensors``; an empty mapping (the checkpoint had a fixed reference) changes nothing.
+        """Restore ``tensors``; none (the checkpoint had a fixed reference) change nothing.
 
         Raises:
-            CheckpointError: they are of another model.
+            CheckpointError: they belong to another model.
         """
         if not tensors:
             return
@@ -65,4 +63,4 @@ class AveragedReference:
             if name not in tensors or tensors[name].shape != average.shape:
                 raise CheckpointError(f"the reference in the checkpoint belongs to another model: {name!r}")
             average.copy_(tensors[name])
-        self._show()
+        self._copy_to_model()

@@ -1,4 +1,4 @@
-"""Running the models over samples: cut, forward, values, reference. Credit and update both stand on it."""
+"""Runs the models over samples, for credit and update: micro-batches, forward, values, reference."""
 
 from __future__ import annotations
 
@@ -20,32 +20,56 @@ from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams, TrainSample
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
-from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch
-from multitask_rl.training.offload import ActivationOffload
-from multitask_rl.training.packing import supports_packing
+from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch, supports_packing
 from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelRunner", "Passes", "scatter"]
+__all__ = ["ActivationOffload", "ModelRunner", "Passes", "scatter"]
+
+
+class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
+    """Context in which activations wait in host memory between forward and backward pass.
+
+    Weights stay on their device; ``torch.autograd.graph.save_on_cpu`` would copy them to the host too, once
+    per layer and pass.
+
+    Args:
+        model: its weights are left alone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            if tensor.untyped_storage().data_ptr() in weights:
+                return tensor.device, tensor
+            saved = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            return tensor.device, saved.copy_(tensor)
+
+        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+            device, tensor = packed
+            return tensor.to(device, non_blocking=True)
+
+        super().__init__(pack, unpack)
 
 
 class Passes:
     """How micro-batches go through the models: whole, in this process. Learner ranks override methods."""
 
     layout = ""
-    """The only layout of micro-batches that it takes; empty = any."""
+    """The only possible layout of micro-batches; empty = any."""
     in_step = False
-    """All processes make each pass together: each makes as many as the others, one per micro-batch."""
+    """All processes make each pass together; each makes the same number of passes, one per micro-batch."""
 
     def most(self, number: int) -> int:
-        """Return the largest ``number`` of any process that makes its passes ``in_step``."""
+        """Return the largest ``number`` of all processes ``in_step``."""
         return number
 
     def attention(self, models: Sequence[Any]) -> contextlib.AbstractContextManager[None] | None:
-        """Return the context in which ``models`` have the attention they need; None = that of one process."""
+        """Return the context that sets the attention of ``models``; None = as in one process."""
         return None
 
     def forward(
@@ -58,7 +82,7 @@ class Passes:
         pad_token_id: int,
         **wants: bool,
     ) -> TokenOutputs:
-        """Return what ``forward_tokens`` returns for the whole micro-batch; ``pad_token_id`` is any id."""
+        """Return ``forward_tokens`` of the whole micro-batch; ``pad_token_id`` is any id."""
         return forward_tokens(model, batch, sampling, mask=mask, **wants)
 
 
@@ -72,7 +96,7 @@ class ModelRunner:
         reference: model that the KL is measured to; None = the actor without its adapters.
         passes: how micro-batches go through the models; default: in this process.
         shares_prompts: whether the actor can compute a group's prompt once; None = tried on first use.
-        is_whole: the actor's weights are here; else they come later or are a part, and nothing is tried now.
+        is_whole: all of the actor's weights are here now, so that the layout can be tried.
 
     Raises:
         ConfigError: the model cannot do the configured ``batch.layout``.
@@ -95,17 +119,21 @@ class ModelRunner:
         self.reference = reference
         decay = config.model.reference_decay
         self.average = AveragedReference(reference, decay) if reference is not None and decay < 1.0 else None
-        """Moves the reference, where it is to move."""
+        """Moves the reference; None if it is fixed."""
         self._config = config
         self._shares_prompts = shares_prompts
         if is_whole and config.batch.layout == "shared":
             self._layout()  # refused before anything is sampled
-        if is_whole and config.batch.layout == "packed":
-            self._check_packing()
+        if is_whole and config.batch.layout == "packed" and not supports_packing(actor.model):
+            raise ConfigError(
+                f"batch.layout=packed: {type(actor.model).__name__} cannot tell packed samples apart (it has "
+                "another state than keys and values, or makes no mask from positions that start again); set "
+                "batch.layout=auto"
+            )
 
     @property
     def shares_trunk(self) -> bool:
-        """Values are read from the actor's hidden states."""
+        """The critic reads values from the actor's hidden states."""
         return self.critic.trunk is None
 
     def cut(self, samples: Sequence[TrainSample], *, for_reference: bool = False) -> list[MicroBatch]:
@@ -130,25 +158,7 @@ class ModelRunner:
             one_pass=self.passes.in_step,
         )
 
-    def _check_packing(self) -> None:
-        """Refuse a model that would mix up packed samples.
-
-        Raises:
-            ConfigError: it would.
-        """
-        if not supports_packing(self.actor.model):
-            raise ConfigError(
-                f"batch.layout=packed: {type(self.actor.model).__name__} cannot tell packed samples apart ("
-                "it has another state than keys and values, or makes no mask from positions that start again)"
-                "; set batch.layout=auto"
-            )
-
     def _layout(self) -> str:
-        """Return the layout of samples.
-
-        Raises:
-            ConfigError: ``shared`` was asked for and the model cannot.
-        """
         layout = self._config.batch.layout
         if self.passes.layout:
             return self.passes.layout
@@ -165,10 +175,7 @@ class ModelRunner:
         return "shared" if self._shares_prompts else "bucketed"
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of forward and backward passes together.
-
-        It has to last until the backward pass is done: checkpointed layers are computed again there.
-        """
+        """Return the context of forward and backward passes; the latter compute checkpointed layers again."""
         models = [self.actor.model] + ([] if self.reference is None else [self.reference])
         attention = self.passes.attention(models)
         if attention is not None:
@@ -178,11 +185,15 @@ class ModelRunner:
         return use_attention(models + ([] if self.critic.trunk is None else [self.critic.trunk]), BLOCKS)
 
     def forward(self, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool) -> TokenOutputs:
-        """Run the actor over one micro-batch of ``samples`` (all of them, indexed by ``batch.indices``).
+        """Run the actor over one micro-batch.
 
-        ``wants``: see ``forward_tokens``.
+        Args:
+            batch: on the actor's device; its ``indices`` point into ``samples``.
+            samples: all samples.
+            wants: see ``forward_tokens``.
         """
-        with self._autocast(), self._offload():
+        offload = self._config.model.activation_offload and torch.is_grad_enabled()
+        with self._autocast(), ActivationOffload(self.actor.model) if offload else contextlib.nullcontext():
             return self._forward(self.actor.model, batch, samples, **wants)
 
     def batches(self, samples: Sequence[TrainSample]) -> Iterator[MicroBatch]:
@@ -202,7 +213,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def pass_reference_idly(self) -> None:
-        """Make a pass through the reference that other processes need: all gather its weights together."""
+        """Make an idle pass through the reference: all processes gather its weights together."""
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             self._forward(reference, self._idle().to(self.actor.device), [])
 
@@ -210,7 +221,7 @@ class ModelRunner:
         """Return KL(policy || reference) over the whole vocabulary: [N], with gradient in the policy.
 
         Args:
-            samples: the samples whose response tokens ``logits`` predicts, in order.
+            samples: whose response tokens ``logits`` predicts, in order.
             logits: [N, V] of the policy, after temperature and filter.
         """
         batch = make_microbatch(
@@ -222,15 +233,13 @@ class ModelRunner:
         ).to(logits.device)
         with torch.no_grad(), self.actor.reference_policy(self.reference) as reference, self._autocast():
             logits_ref = self._forward(reference, batch, samples, want_logits=True).logits
-        if logits_ref is None:
-            raise AssertionError("logits were asked for")
+        assert logits_ref is not None
         return exact_kl(logits, logits_ref)
 
     def values(self, task: str, batch: MicroBatch, out: TokenOutputs, tokens: Tensor | None = None) -> Tensor:
         """Return the values of the task's head for ``tokens`` (default: all) of a micro-batch: [N]."""
         hidden = out.hidden if self.shares_trunk else self.critic.hidden(batch)
-        if hidden is None:
-            raise AssertionError("hidden states were not asked for")
+        assert hidden is not None
         values = self.critic.values(task, hidden if tokens is None else hidden[tokens])
         return values.to(out.logprobs.device)
 
@@ -238,7 +247,13 @@ class ModelRunner:
         self, model: Any, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool
     ) -> TokenOutputs:
         chosen = [samples[i] for i in batch.indices]
-        sampling = [_distribution(s) for s in chosen]
+        sampling = []
+        for sample in chosen:
+            own = sample.scored.rollout.sampling
+            if not len(sample.rollout_logprobs):
+                # off-policy: the policy's plain distribution, within grammar and suppressed ids
+                own = SamplingParams(grammar=own.grammar, suppressed_ids=own.suppressed_ids)
+            sampling.append(own)
         grammars = [s.grammar for s in sampling]
         mask = None
         if any(grammars):
@@ -247,37 +262,22 @@ class ModelRunner:
         pad = self.actor.pad_token_id
         return self.passes.forward(model, batch, sampling, mask=mask, pad_token_id=pad, **wants)
 
-    def _offload(self) -> contextlib.AbstractContextManager[None]:
-        offload = self._config.model.activation_offload and torch.is_grad_enabled()
-        return ActivationOffload(self.actor.model) if offload else contextlib.nullcontext()
-
     def _autocast(self) -> torch.autocast:
         return torch.autocast(
             self.actor.device.type,
             torch.bfloat16,
             enabled=self._config.model.autocast,
-            cache_enabled=not self.passes.in_step,  # it would keep a copy of every block that was gathered
+            cache_enabled=not self.passes.in_step,  # the cache would keep a copy of every gathered block
         )
 
 
 def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
-    """Hand the tokens [N] of each sample of ``batch`` back to its place in ``target``."""
+    """Copy the tokens [N] of each sample of ``batch`` to its place in ``target``, on the CPU."""
     if not batch.indices:
         return
     sizes = torch.bincount(batch.sequence, minlength=len(batch.indices)).tolist()
     for index, part in zip(batch.indices, torch.split(flat.detach().cpu(), sizes), strict=True):
-        target[index] = part
-
-
-def _distribution(sample: TrainSample) -> SamplingParams:
-    """Return the distribution its log-probabilities are of: the sampled one; the plain one off-policy.
-
-    Grammar and suppressed ids stay: they are no way of sampling but a part of the policy wherever it is used.
-    """
-    sampling = sample.scored.rollout.sampling
-    if len(sample.rollout_logprobs):
-        return sampling
-    return SamplingParams(grammar=sampling.grammar, suppressed_ids=sampling.suppressed_ids)
+        target[index] = part.clone()
 
 
 def _reference_prompt(sample: TrainSample) -> Sequence[int]:

@@ -1,9 +1,8 @@
 """A group's prompt computed once: samples of similar prompts go through the model as one sequence.
 
-A prompt without its last token (the *prefix*) stands in it once per distinct prompt; a row for each sample
-holds the last prompt token and the response, and attends to the prefix as if it stood before it (see
-``attention/block.py``). Every token sees exactly what it would see in a row of its own, so values and
-gradients are the same. (The idea is Prefix Grouper's, arXiv:2506.05433.)
+The sequence holds each distinct prompt without its last token (the *prefix*) once, then a row per sample:
+last prompt token and response. A row attends to its prefix (``attention/block.py``): values and gradients are
+those of separate samples. Source: Prefix Grouper (arXiv:2506.05433).
 
 Axes: ``U`` distinct prompts, ``M`` tokens of the sequence, padding counted, ``N`` response tokens.
 """
@@ -44,27 +43,23 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 BLOCK_CELLS = {"cpu": 8, "cuda": 128}
-"""What a block of its own costs on a kind of device, in tokens of padding: more blocks, less padding.
-
-Measured on a CPU; on a GPU the time of a few dozen launches a layer, estimated.
-"""
+"""Cost of one more block by kind of device, in tokens of padding; measured on a CPU, estimated on a GPU."""
 
 KEYS_OF_A_CELL = 16
-"""Copied keys and values that take the memory of a token: 2 of about 32 vectors that a layer keeps of it."""
+"""Tokens whose copied keys and values take the memory of one token: 2 of its about 32 vectors in a layer."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SharedPart:
-    """Samples as one sequence.
+    """Samples as one sequence: shared prefixes, the rows behind them, and samples with prompts of their own.
 
-    Prefixes that several samples have; for each of these a row of the last prompt token and the response; and
-    the samples whose prompt no other has, in whole rows. Rows leave out the last token: it predicts nothing.
+    Rows leave out the last token, which predicts nothing.
     """
 
     input_ids: Tensor
     """[1, M]"""
     position_ids: Tensor
-    """[1, M], within each row's own; that of padding is the row's last."""
+    """[1, M] within each sample; padding repeats the row's last."""
     places: Tensor
     """[N] the tokens of the sequence that predict a response token."""
     num_tokens: int
@@ -77,13 +72,12 @@ class SharedPart:
 
     def to(self, device: torch.device) -> SharedPart:
         """Move the tensors."""
-        return SharedPart(
+        return replace(
+            self,
             input_ids=self.input_ids.to(device),
             position_ids=self.position_ids.to(device),
             places=self.places.to(device),
-            num_tokens=self.num_tokens,
             prefix_lengths=self.prefix_lengths.to(device),
-            prefixes=self.prefixes,
             responses=[
                 replace(b, prompt=None if b.prompt is None else b.prompt.to(device)) for b in self.responses
             ],
@@ -91,20 +85,20 @@ class SharedPart:
 
     @property
     def num_cells(self) -> int:
-        """Tokens computed, padding counted."""
+        """Computed tokens with padding."""
         return self.input_ids.numel()
 
     @property
     def budget(self) -> int:
-        """What it takes of the token budget of a micro-batch."""
+        """Its cost in the token budget of a micro-batch."""
         copied = sum(int(self.prefix_lengths[b.prompt].sum()) for b in self.responses if b.prompt is not None)
         return self.num_cells + copied // KEYS_OF_A_CELL
 
 
 def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[int]:
-    """Return the sizes of the chunks into which ascending ``lengths`` are cut at the least total cost.
+    """Return the sizes of chunks of ascending ``lengths`` with the least total cost.
 
-    A chunk costs its cells (rows times longest row) and ``own_cells`` for being one of its own.
+    A chunk costs its cells (rows times longest row) and ``own_cells``.
     """
     counts = Counter(lengths)
     runs = sorted(counts.items())
@@ -115,7 +109,7 @@ def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[int]:
         cost, cut = best[j - 1] + width * (ends[j] - ends[j - 1]) + own_cells, j - 1
         for i in range(j - 2, -1, -1):
             middle = (i + j) // 2
-            # another cut there would pay, and all the more for every chunk that starts earlier
+            # a cut in the middle pays, and pays more for every chunk that starts earlier
             if (width - runs[middle - 1][0]) * (ends[middle] - ends[i]) > own_cells and middle > i:
                 break
             candidate = best[i] + width * (ends[j] - ends[i]) + own_cells
@@ -138,12 +132,13 @@ def cut_prompts(
     max_tokens: int,
     block_cells: int,
 ) -> list[list[int]]:
-    """Group samples of the same and of similarly long prompts, at most ``max_tokens`` cells a part.
+    """Group samples with the same or similarly long prompts into parts of at most ``max_tokens`` cells.
 
-    The keys and values of a shared prompt are copied for every row behind it, and count as well.
+    Copies of a shared prompt's keys and values (one per row behind it) count, too. A single longer sample is
+    a part of its own.
 
     Returns:
-        Samples of each part, ordered by prompt length; a single longer sample is a part of its own.
+        Samples of each part, ordered by prompt length.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for i in indices:
@@ -164,14 +159,18 @@ def cut_prompts(
             [len(responses[i]) for i in together],
             [len(prompts[i]) - 1 + len(responses[i]) for i in alone],
         )
-        cells = sum(_padded_cells(sorted(lengths), block_cells) for lengths in kinds)
+        cells: int = sum(
+            (cut.stop - cut.start) * lengths[cut.stop - 1]
+            for lengths in map(sorted, kinds)
+            for cut in _cut(lengths, block_cells)
+        )
         return cells + sum(len(prompts[i]) - 1 for i in together) // KEYS_OF_A_CELL
 
     return [piece for part in parts for piece in _within(part, count, max_tokens)]
 
 
 def _within(part: list[list[int]], count: Callable[[Sequence[int]], int], limit: int) -> list[list[int]]:
-    """Halve ``part`` (prompts first, then the rows of one prompt) until each piece counts ``limit`` cells."""
+    """Halve ``part`` (prompts first, then rows of one prompt) until each piece is within ``limit`` cells."""
     flat = [i for own in part for i in own]
     if len(flat) == 1 or count(flat) <= limit:
         return [flat]
@@ -184,11 +183,6 @@ def _within(part: list[list[int]], count: Callable[[Sequence[int]], int], limit:
     return [piece for h in halves for piece in _within(h, count, limit)]
 
 
-def _padded_cells(lengths: Sequence[int], block_cells: int) -> int:
-    """Return the cells of the blocks that ascending ``lengths`` are cut into."""
-    return sum((cut.stop - cut.start) * lengths[cut.stop - 1] for cut in _cut(lengths, block_cells))
-
-
 def make_part(
     indices: Sequence[int],
     prompts: Sequence[Sequence[int]],
@@ -196,32 +190,44 @@ def make_part(
     filler: int,
     block_cells: int,
 ) -> tuple[SharedPart, list[int]]:
-    """Return the part of the samples ``indices`` and the order in which their tokens come out of it."""
+    """Return the part of the samples ``indices``, and the order of the samples in its outputs."""
     together, alone = _split(indices, prompts)
     unique = sorted(dict.fromkeys(tuple(prompts[i]) for i in together), key=len)
     numbers = {prompt: row for row, prompt in enumerate(unique)}
     together.sort(key=lambda i: (len(responses[i]), i))
     alone.sort(key=lambda i: (len(prompts[i]) + len(responses[i]), i))
-    row = _RowWriter(filler)
-    prefixes, answers = [], []
-    for cut in _cut([len(p) for p in unique], block_cells):
-        rows = [p[:-1] for p in unique[cut]]
-        prefixes.append(Block(rows=len(rows), width=row.write(rows, places=False)))
-    for cut in _cut([len(responses[i]) for i in together], block_cells):
-        own = together[cut]
-        prompt = torch.tensor([numbers[tuple(prompts[i])] for i in own])
-        rows = [(prompts[i][-1], *responses[i][:-1]) for i in own]
-        width = row.write(rows, starts=[len(prompts[i]) - 1 for i in own])
-        answers.append(Block(rows=len(own), width=width, prompt=prompt))
-    for cut in _cut([len(prompts[i]) + len(responses[i]) for i in alone], block_cells):
-        own = alone[cut]
-        rows = [(*prompts[i], *responses[i][:-1]) for i in own]
-        answers.append(Block(rows=len(own), width=row.write(rows, unread=[len(prompts[i]) - 1 for i in own])))
+    ids: list[int] = []
+    positions: list[int] = []
+    places: list[int] = []
+
+    def write(rows: Sequence[tuple[Sequence[int], int, int]]) -> int:
+        """Append right-padded rows (tokens, first position, tokens that are not read); return their width."""
+        width = len(rows[-1][0])
+        for tokens, start, unread in rows:
+            begin, length = len(ids), len(tokens)
+            places.extend(range(begin + unread, begin + length))
+            ids.extend((*tokens, *[filler] * (width - length)))
+            last = start + max(length - 1, 0)
+            positions.extend((*range(start, start + length), *[last] * (width - length)))
+        return width
+
+    # ascending in length
+    heads = [(prompt[:-1], 0, len(prompt) - 1) for prompt in unique]
+    behind = [((prompts[i][-1], *responses[i][:-1]), len(prompts[i]) - 1, 0) for i in together]
+    whole = [((*prompts[i], *responses[i][:-1]), 0, len(prompts[i]) - 1) for i in alone]
+    prefixes: list[Block] = []
+    answers: list[Block] = []
+    for rows in (heads, behind, whole):
+        for cut in _cut([len(tokens) for tokens, _, _ in rows], block_cells):
+            own = [numbers[tuple(prompts[i])] for i in together[cut]] if rows is behind else None
+            prompt = None if own is None else torch.tensor(own)
+            block = Block(rows=cut.stop - cut.start, width=write(rows[cut]), prompt=prompt)
+            (prefixes if rows is heads else answers).append(block)
     part = SharedPart(
-        input_ids=torch.tensor([row.ids]),
-        position_ids=torch.tensor([row.positions]),
-        places=torch.tensor(row.places),
-        num_tokens=row.num_tokens,
+        input_ids=torch.tensor([ids]),
+        position_ids=torch.tensor([positions]),
+        places=torch.tensor(places),
+        num_tokens=sum(len(tokens) for tokens, _, _ in (*heads, *behind, *whole)),
         prefix_lengths=torch.tensor([len(p) - 1 for p in unique], dtype=torch.long),
         prefixes=prefixes,
         responses=answers,
@@ -230,7 +236,7 @@ def make_part(
 
 
 def _split(indices: Sequence[int], prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Return the samples whose prompt another one has as well, and the others."""
+    """Return the samples that share their prompt with another one, and the others."""
     counts = Counter(tuple(prompts[i]) for i in indices)
     together = [i for i in indices if counts[tuple(prompts[i])] > 1]
     return together, [i for i in indices if counts[tuple(prompts[i])] == 1]
@@ -242,46 +248,6 @@ def _cut(lengths: Sequence[int], block_cells: int) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
-class _RowWriter:
-    """A sequence to which right-padded rows are appended."""
-
-    def __init__(self, filler: int) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.places: list[int] = []
-        """Of the tokens that predict a response token."""
-        self.num_tokens = 0
-        """Padding left out."""
-        self._filler = filler
-
-    def write(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        starts: Sequence[int] = (),
-        unread: Sequence[int] = (),
-        places: bool = True,
-    ) -> int:
-        """Append rows in ascending order of length; return their width.
-
-        Args:
-            rows: tokens.
-            starts: position of each row's first token; default 0.
-            unread: how many tokens of each row predict nothing that is asked for; default 0.
-            places: the others do.
-        """
-        width = len(rows[-1])
-        for number, tokens in enumerate(rows):
-            length, missing, begin = len(tokens), width - len(tokens), len(self.ids)
-            start = starts[number] if starts else 0
-            if places:
-                self.places.extend(range(begin + (unread[number] if unread else 0), begin + length))
-            self.ids.extend((*tokens, *[self._filler] * missing))
-            self.positions.extend((*range(start, start + length), *[start + max(length - 1, 0)] * missing))
-            self.num_tokens += length
-        return width
-
-
 def read_shared(
     model: Any,
     parts: Sequence[SharedPart],
@@ -290,12 +256,12 @@ def read_shared(
     want_logits: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """Run ``parts`` and return what ``read`` finds in the outputs, for all response tokens: [N, ...] each.
+    """Run ``parts`` and return outputs at all response tokens: [N, ...] each.
 
     Args:
         model: causal language model or its decoder.
-        parts: what to compute.
-        read: takes one output of ``model`` to tensors [1, M or N, ...].
+        parts: computed one after another.
+        read: picks tensors [1, M or N, ...] from one output of ``model``.
         want_logits: ``model`` has a head, and its logits of the response tokens are wanted.
         kwargs: passed to ``model`` with every part.
     """
@@ -303,7 +269,7 @@ def read_shared(
     with use_attention([model], BLOCKS):
         for part in parts:
             blocks = Blocks(part.prefixes, part.prefix_lengths, part.responses)
-            # of all tokens they would be M times the vocabulary
+            # logits of all tokens would be M times the vocabulary
             keep = {"logits_to_keep": part.places} if want_logits else {}
             out = model(
                 input_ids=part.input_ids,
@@ -323,18 +289,16 @@ def read_shared(
 
 @torch.no_grad()
 def supports_shared_prompts(model: Any) -> bool:
-    """Whether ``model`` computes the same logits with a shared prompt as without; tried on a few tokens.
+    """Whether ``model`` computes the same logits with a shared prompt as without, tried on a few tokens.
 
-    Models with another state than keys and values (Mamba), with attention windows, or whose attention does
-    not go through ``transformers``' interface do not.
+    Models fail that have another state than keys and values (Mamba) or attention windows, or whose attention
+    does not go through the interface of ``transformers``.
     """
-    if getattr(model, "_is_stateful", False) or not can_attend_in_blocks(model):
-        return False
-    # a window is wider than the probe's few tokens, so it has to be asked for
-    if has_windows(model):
+    # the trial's few tokens would not show a window
+    if getattr(model, "_is_stateful", False) or not can_attend_in_blocks(model) or has_windows(model):
         return False
     size = int(model.config.get_text_config().vocab_size)
-    # two groups whose prompts differ in length, in one block, and a sample that is alone
+    # two groups with prompts of two lengths, and a sample with a prompt of its own
     prompts = [[i % size for i in row] for row in 2 * [[5, 3, 9, 4]] + 2 * [[7, 1]] + [[8, 2, 6]]]
     responses = [[i % size for i in row] for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3], [1, 7], [3, 9, 4, 5])]
     try:

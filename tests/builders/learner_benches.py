@@ -16,9 +16,9 @@ from multitask_rl.errors import TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.training.backends.build import LocalRank
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
-from multitask_rl.training.backends.rank_starts import LocalRank
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
@@ -216,7 +216,7 @@ def assert_a_call_beside_unfetched_samples_is_refused(bench):
     own = HFEngine.build(bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused"))
     samples = bench.backend.spread(own).generate_stream(requests)
     next(samples)
-    with pytest.raises(TrainingError, match="have to be fetched to the end first"):
+    with pytest.raises(TrainingError, match="fetch all of them first"):
         bench.backend.step([], 1.0)
     samples.close()
     assert bench.backend.step_start_outputs(

@@ -43,7 +43,7 @@ from multitask_rl.rollout.base import Ended, GenerationRequest, Watch, collect
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing.engine import assert_engine_contract
-from multitask_rl.training.backends.rank_starts import RayRanks
+from multitask_rl.training.backends.build import RayRanks
 
 pytestmark = [
     pytest.mark.ray,

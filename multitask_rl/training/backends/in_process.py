@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from multitask_rl.algorithms.base import LossOutput, TokenBatch
+from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import TrainSample
 from multitask_rl.training.backend import (
-    CreditedSample,
     StepResult,
     StepStartOutputs,
+    TokenMeans,
     TrainingBackend,
     Weighted,
 )
 from multitask_rl.training.credit import LearnerTask
-from multitask_rl.training.forward import TokenOutputs
-from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.microbatch import MicroBatch, padding_share
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner, scatter
@@ -28,13 +27,13 @@ __all__ = ["InProcess"]
 
 
 class InProcess(TrainingBackend):
-    """The backend of this process; a learner rank has one for its part of the samples.
+    """The backend of this process. Each learner rank has one, for its part of the samples.
 
     Args:
         runner: the models.
         tasks: by name.
         config: the run.
-        parameters: of the actor, that the optimizer moves; default: all that have a gradient.
+        parameters: parameters of the actor that the optimizer moves; default: all trainable ones.
     """
 
     def __init__(
@@ -67,10 +66,10 @@ class InProcess(TrainingBackend):
             return StepStartOutputs(old, runner.reference_logprobs(samples) if want_ref else None, values)
 
     def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
-        """Make one optimizer step; among ranks: on the sum of their gradients (see ``TrainingBackend``).
+        """Make one optimizer step, on the gradient summed over all ranks (see ``TrainingBackend``).
 
         Args:
-            active: this process's samples; the factors' denominators count those of all ranks.
+            active: this process's samples; the factors' denominators count the samples of all ranks.
             factor: of the learning rates.
         """
         runner, means, total = self.runner, TokenMeans(), 0.0
@@ -88,7 +87,7 @@ class InProcess(TrainingBackend):
             return StepResult(loss=total, norms=self.optimizer.step(factor), means=means)
 
     def ema_update(self) -> None:
-        """Move the reference towards the actor, where it is to move."""
+        """Move the reference towards the actor, unless it is fixed."""
         if self.runner.average is not None:
             self.runner.average.ema_update(self.runner.actor.model)
 
@@ -107,19 +106,19 @@ class InProcess(TrainingBackend):
 
     def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
         """Return the weighted sum of the token losses of one micro-batch."""
-        chosen = [active[i] for i in batch.indices]
+        runner, chosen = self.runner, [active[i] for i in batch.indices]
         names = [c.sample.task for c, _ in chosen]
         tasks = [self.tasks[name] for name in dict.fromkeys(names)]
-        out = self.runner.forward(
+        out = runner.forward(
             batch,
             [c.sample for c, _ in active],
-            want_hidden=self.runner.shares_trunk and any(t.algorithm.needs_critic for t in tasks),
+            want_hidden=runner.shares_trunk and any(t.algorithm.needs_critic for t in tasks),
             want_logits=any(self._wants_exact_kl(t) for t in tasks),
             entropy_gradient=any(t.algorithm.config.entropy_coefficient > 0 for t in tasks),
         )
         for name, task in self.tasks.items():
-            if self.runner.passes.in_step and self._wants_exact_kl(task) and name not in names:
-                self.runner.pass_reference_idly()
+            if runner.passes.in_step and self._wants_exact_kl(task) and name not in names:
+                runner.pass_reference_idly()
         if not batch.indices:
             return 0.0 * out.logprobs.sum()
         device = out.logprobs.device
@@ -132,98 +131,62 @@ class InProcess(TrainingBackend):
         sizes = torch.bincount(of_token, minlength=len(numbers)).tolist()
         parts = zip(torch.split(order, sizes), torch.split(out.logprobs[order], sizes), strict=True)
         for name, (tokens, logprobs) in zip(numbers, parts, strict=True):
+            task, algorithm = self.tasks[name], self.tasks[name].algorithm
             positions = [i for i, n in enumerate(names) if n == name]
             members, own = torch.tensor(positions, device=device), [chosen[i][0] for i in positions]
-            # samples are numbered within the task: 0 .. len(own) - 1
-            sequence = torch.searchsorted(members, batch.sequence[tokens])
-            token_batch = self._token_batch(self.tasks[name], batch, out, tokens, own, logprobs, sequence)
-            if (choices := _choices(own)) is not None:
-                tokens = tokens[choices.to(device)]
-            result = self.tasks[name].algorithm.loss(token_batch)
-            means.add(name, _token_metrics(token_batch, result, out.entropy[tokens]))
-            total = total + (result.loss * weight[tokens]).sum()
-        if self.runner.passes.in_step and not total.requires_grad:
+            samples = [c.sample for c in own]
+            in_loss: slice | Tensor = slice(None)
+            if any(c.choices is not None for c in own):
+                masks = [
+                    torch.ones(len(c.advantages), dtype=torch.bool) if c.choices is None else c.choices
+                    for c in own
+                ]
+                in_loss = torch.cat(masks).to(device)
+
+            def stack(tensors: Sequence[Tensor | None], in_loss: slice | Tensor = in_loss) -> Tensor | None:
+                found = [tensor for tensor in tensors if tensor is not None]
+                return torch.cat(found).to(device)[in_loss] if found else None
+
+            exact = rollout = None
+            if self._wants_exact_kl(task):
+                assert out.logits is not None
+                exact = runner.exact_kl(samples, out.logits[tokens])[in_loss]
+            if algorithm.on_policy:
+                known = [s.rollout_logprobs or [math.nan] * len(s.response_ids) for s in samples]
+                rollout = stack([torch.tensor(one, dtype=torch.float32) for one in known])
+            values = runner.values(name, batch, out, tokens)[in_loss] if algorithm.needs_critic else None
+            entropy, old = out.entropy[tokens][in_loss], stack([c.old_logprobs for c in own])
+            wants_entropy = algorithm.config.entropy_coefficient > 0
+            is_in_loss = exact is not None or task.spec.kl.placement == "loss"
+            token_batch = TokenBatch(
+                logprobs=logprobs[in_loss],
+                old_logprobs=logprobs.detach()[in_loss] if old is None else old,
+                advantages=torch.cat([c.advantages for c in own]).to(device)[in_loss],
+                # samples are numbered within the task: 0 .. len(own) - 1
+                sequence=torch.searchsorted(members, batch.sequence[tokens])[in_loss],
+                num_sequences=len(own),
+                rollout_logprobs=rollout,
+                ref_logprobs=stack([c.ref_logprobs for c in own]),
+                exact_kl=exact,
+                entropy=entropy if wants_entropy else None,
+                values=values,
+                old_values=stack([c.old_values for c in own]),
+                returns=stack([c.returns for c in own]),
+                kl_coefficient=task.kl_coefficient if is_in_loss else 0.0,
+                kl_estimator=task.spec.kl.estimator,
+            )
+            result = algorithm.loss(token_batch)
+            metrics = {**result.metrics, "loss": result.loss.detach(), "entropy": entropy.detach()}
+            if token_batch.rollout_logprobs is not None:
+                with torch.no_grad():
+                    gap = (token_batch.old_logprobs - token_batch.rollout_logprobs).abs()
+                metrics["mismatch"] = gap[~gap.isnan()]
+            means.add(name, metrics)
+            total = total + (result.loss * weight[tokens][in_loss]).sum()
+        if runner.passes.in_step and not total.requires_grad:
             total = total + 0.0 * out.logprobs.sum()  # the other ranks go backward
         return total
-
-    def _token_batch(
-        self,
-        task: LearnerTask,
-        batch: MicroBatch,
-        out: TokenOutputs,
-        tokens: Tensor,
-        own: list[CreditedSample],
-        logprobs: Tensor,
-        sequence: Tensor,
-    ) -> TokenBatch:
-        """Gather the tensors of one task's tokens in a micro-batch, less those without a choice."""
-        device, algorithm, runner = out.logprobs.device, task.algorithm, self.runner
-        choices = _choices(own)
-        chosen = slice(None) if choices is None else choices.to(device)
-
-        def stack(parts: list[Tensor | None]) -> Tensor | None:
-            found = [part for part in parts if part is not None]
-            return torch.cat(found).to(device)[chosen] if found else None
-
-        old = stack([c.old_logprobs for c in own])
-        advantages = torch.cat([c.advantages for c in own]).to(device)[chosen]
-        rollout = torch.cat([_rollout_logprobs(c.sample) for c in own]).to(device)[chosen]
-        exact = self._wants_exact_kl(task)
-        wants_entropy = algorithm.config.entropy_coefficient > 0
-        values = runner.values(task.spec.name, batch, out, tokens) if algorithm.needs_critic else None
-        return TokenBatch(
-            logprobs=logprobs[chosen],
-            old_logprobs=old if old is not None else logprobs.detach()[chosen],
-            advantages=advantages,
-            sequence=sequence[chosen],
-            num_sequences=len(own),
-            rollout_logprobs=rollout if algorithm.on_policy else None,
-            ref_logprobs=stack([c.ref_logprobs for c in own]),
-            exact_kl=_exact_kl(runner, own, out.logits, tokens)[chosen] if exact else None,
-            entropy=out.entropy[tokens][chosen] if wants_entropy else None,
-            values=None if values is None else values[chosen],
-            old_values=stack([c.old_values for c in own]),
-            returns=stack([c.returns for c in own]),
-            kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "loss" or exact else 0.0,
-            kl_estimator=task.spec.kl.estimator,
-        )
 
     @staticmethod
     def _wants_exact_kl(task: LearnerTask) -> bool:
         return task.algorithm.wants_exact_kl and task.kl_coefficient > 0
-
-
-def _token_metrics(batch: TokenBatch, result: LossOutput, entropy: Tensor) -> dict[str, Tensor]:
-    metrics = dict(result.metrics)
-    metrics["loss"] = result.loss.detach()
-    with torch.no_grad():
-        metrics["entropy"] = entropy.detach()
-        if batch.rollout_logprobs is not None:
-            gap = (batch.old_logprobs - batch.rollout_logprobs).abs()
-            metrics["mismatch"] = gap[~gap.isnan()]
-    return metrics
-
-
-def _choices(own: Sequence[CreditedSample]) -> Tensor | None:
-    """Return the tokens [N] bool of the samples that the loss is over; None for all."""
-    if all(c.choices is None for c in own):
-        return None
-    return torch.cat([_all_tokens(c) if c.choices is None else c.choices for c in own])
-
-
-def _all_tokens(credited: CreditedSample) -> Tensor:
-    return torch.ones(len(credited.sample.response_ids), dtype=torch.bool)
-
-
-def _exact_kl(
-    runner: ModelRunner, own: list[CreditedSample], logits: Tensor | None, tokens: Tensor
-) -> Tensor:
-    if logits is None:
-        raise AssertionError("logits were not asked for")
-    return runner.exact_kl([c.sample for c in own], logits[tokens])
-
-
-def _rollout_logprobs(sample: TrainSample) -> Tensor:
-    if len(sample.rollout_logprobs):
-        return torch.tensor(sample.rollout_logprobs, dtype=torch.float32)
-    return torch.full((len(sample.response_ids),), float("nan"))

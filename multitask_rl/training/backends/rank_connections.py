@@ -1,4 +1,4 @@
-"""Rank 0's connections to the other learner ranks: it starts them, admits them and logs which are late."""
+"""Rank 0's connections to the other learner ranks, and the calls that all ranks carry out together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, TrainingError
+from multitask_rl.training.backend import Span
+from multitask_rl.training.backends.ranks import Ranks, Traffic
+from multitask_rl.training.backends.replica import Done
 
-__all__ = ["Helper", "Launch", "RankConnections"]
+__all__ = ["Helper", "Launch", "RankCalls", "RankConnections"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,58 +51,51 @@ class RankConnections:
     """A connection to each of the ranks 1 .. ``size`` - 1.
 
     Args:
-        launch: how a rank is started.
-        size: number of ranks, this one counted.
-        host: where this process can be reached by the others.
+        launch: starts a rank.
+        size: number of ranks, including this one.
+        host: address by which the other ranks reach this process.
 
     Raises:
         TrainingError: a rank did not start.
     """
 
     def __init__(self, launch: Launch, size: int, host: str) -> None:
-        self._size = size
+        self._others = range(1, size)
         self._inbox: queue.SimpleQueue[tuple[int, str, Any, float]] = queue.SimpleQueue()
         self._channels: dict[int, Channel] = {}
         self._helpers: dict[int, Helper] = {}
         self.arrived: dict[int, float] = {}
-        """Rank -> when it last said that it was ready for the sum of gradients (this process's clock)."""
+        """Rank -> when it was last ready for the sum of gradients (this process's clock)."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called, in a thread of its own, when a rank has failed or hung up: ends waiting for it."""
+        """Called in another thread when a rank has failed or hung up; ends what waits for that rank."""
         self._lost: MultitaskRLError | None = None
         """The first failure; the ranks cannot be used after it."""
+        token = secrets.token_hex(16)
         try:
-            self._connect(launch, host)
+            with socket.create_server((host, 0)) as server:
+                server.settimeout(0.2)
+                where = {"host": host, "port": server.getsockname()[1], "token": token}
+                for rank in self._others:
+                    self._helpers[rank] = launch({**where, "rank": rank})
+                deadline = time.monotonic() + START_LIMIT_S
+                while len(self._channels) < len(self._others):
+                    for rank, helper in self._helpers.items():
+                        if rank not in self._channels and (end := helper.ended()):
+                            raise TrainingError(f"learner rank {rank} did not start: it {end}")
+                    if time.monotonic() > deadline:
+                        missing = sorted(set(self._helpers) - set(self._channels))
+                        raise TrainingError(
+                            f"learner ranks {missing} did not connect within {START_LIMIT_S:g} s to {host}; "
+                            "check that this address can be reached from where they run"
+                        )
+                    with contextlib.suppress(TimeoutError):
+                        self._admit(server.accept()[0], token)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, launch: Launch, host: str) -> None:
-        """Start the ranks and wait until all have connected."""
-        token = secrets.token_hex(16)
-        with socket.create_server((host, 0)) as server:
-            server.settimeout(0.2)
-            where = {"host": host, "port": server.getsockname()[1], "token": token}
-            for rank in range(1, self._size):
-                self._helpers[rank] = launch({**where, "rank": rank})
-            deadline = time.monotonic() + START_LIMIT_S
-            while len(self._channels) < self._size - 1:
-                for rank, helper in self._helpers.items():
-                    if rank not in self._channels and (end := helper.ended()):
-                        raise TrainingError(f"learner rank {rank} did not start: it {end}")
-                if time.monotonic() > deadline:
-                    missing = sorted(set(self._helpers) - set(self._channels))
-                    raise TrainingError(
-                        f"learner ranks {missing} did not connect within {START_LIMIT_S:g} s to {host}; look "
-                        "whether that address can be reached from where they run"
-                    )
-                try:
-                    sock, _ = server.accept()
-                except TimeoutError:
-                    continue
-                self._admit(sock, token)
-
     def _admit(self, sock: socket.socket, token: str) -> None:
-        """Take the connection of a rank that knows the token; nothing is unpickled before."""
+        """Accept the connection of a rank that sends the token; nothing is unpickled before."""
         sock.settimeout(2.0)
         greeting = b""
         with contextlib.suppress(OSError):
@@ -105,38 +103,34 @@ class RankConnections:
                 greeting += more
         said, _, number = greeting.decode(errors="replace").partition(" ")
         if not secrets.compare_digest(said.encode(), token.encode()) or not number.isdigit():
-            logger.warning("a stranger connected to the port of the learner ranks and was sent away")
+            logger.warning("refused a connection without the token to the port of the learner ranks")
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = self._channels[int(number)] = Channel(sock)
+        rank = int(number)
+        channel = self._channels[rank] = Channel(sock)
         threading.Thread(
-            target=self._read, args=(int(number), channel), name=f"learner-rank-{int(number)}", daemon=True
+            target=self._read, args=(rank, channel), name=f"learner-rank-{rank}", daemon=True
         ).start()
 
     def _read(self, rank: int, channel: Channel) -> None:
-        while True:
+        kind = ""
+        while kind not in ("gone", "failed"):
             try:
                 kind, content = channel.receive()
             except (EOFError, OSError):
-                self._inbox.put((rank, "gone", None, time.monotonic()))
-                self.on_lost()
-                return
+                kind, content = "gone", None
             except Exception as error:  # noqa: BLE001 - unpickling can raise anything; ``receive`` raises it
-                text = f"its message cannot be read: {error!r}"
-                self._inbox.put((rank, "failed", (None, text), time.monotonic()))
-                self.on_lost()
-                return
+                kind, content = "failed", (None, f"its message cannot be read: {error!r}")
             self._inbox.put((rank, kind, content, time.monotonic()))
-            if kind == "failed":
-                self.on_lost()
+        self.on_lost()
 
     def send(self, rank: int, message: Any) -> None:
         """Send ``message`` to ``rank``.
 
         Raises:
             MultitaskRLError: see ``receive``.
-            pickle.PicklingError: ``message`` holds something that cannot travel.
+            pickle.PicklingError: ``message`` cannot be pickled.
         """
         if self._lost is not None:
             raise self._lost
@@ -147,14 +141,13 @@ class RankConnections:
             raise TrainingError(f"learner rank {rank} cannot be reached: {error}") from error
 
     def collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
-        """Return every other rank's message of ``kind``; those that are there at ``until``.
+        """Return the message of ``kind`` of every other rank, or of those that sent one before ``until``.
 
         Raises:
-            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+            MultitaskRLError: see ``receive``.
         """
         found: dict[int, Any] = {}
-        while len(found) < self._size - 1:
-            late = [rank for rank in range(1, self._size) if rank not in found]
+        while late := [rank for rank in self._others if rank not in found]:
             message = self.receive(what, late, until)
             if message is None:
                 break
@@ -169,12 +162,12 @@ class RankConnections:
         """Return the next message (rank, kind, content); None if there is none at ``until``.
 
         Args:
-            what: is being done, for the log and for errors.
-            late: ranks that are waited for.
-            until: ``time.monotonic()`` value; None = wait for ever.
+            what: the present work, for the log and for errors.
+            late: ranks that have not answered yet.
+            until: ``time.monotonic()`` value; None = no limit.
 
         Raises:
-            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+            MultitaskRLError: the error of a failed rank, by its type; ``TrainingError`` if the rank died.
         """
         if self._lost is not None:
             raise self._lost
@@ -219,14 +212,13 @@ class RankConnections:
         )
 
     def meet(self, make: Callable[[], T], what: str) -> T:
-        """Return what ``make`` returns, which waits for all ranks; the loss of one ends the waiting.
+        """Return the result of ``make``, which waits for all ranks; if a rank is lost, stop waiting.
 
-        A library that connects processes notices a dead one only by its own time limit; its thread is left
-        behind then.
+        torch notices a dead process only by its own time limit. Until then ``make`` stays in its thread.
 
         Raises:
             RuntimeError: what ``make`` raised.
-            MultitaskRLError: what a rank failed with, by its type; TrainingError if it died.
+            MultitaskRLError: see ``receive``.
         """
         meeting: Future[T] = Future()
 
@@ -239,14 +231,12 @@ class RankConnections:
 
         threading.Thread(target=run, name="learner-ranks-meet", daemon=True).start()
         while not meeting.done():
-            self.receive(what, range(1, self._size))
+            self.receive(what, self._others)
         return meeting.result()
 
     def give_up(self, why: str) -> None:
-        """Let every later call fail: the ranks are no longer where this process believes them to be."""
-        self._lost = self._lost or TrainingError(
-            f"the learner ranks were left in the middle of a call: {why}"
-        )
+        """Make every later call fail: an interrupted call leaves the ranks in an unknown state."""
+        self._lost = self._lost or TrainingError(f"a call of the learner ranks was interrupted: {why}")
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
@@ -259,3 +249,97 @@ class RankConnections:
         for helper in self._helpers.values():
             helper.kill()
         self._helpers = {}
+
+
+class RankCalls:
+    """Rank 0's calls of all ranks, with the times that each rank computed and waited.
+
+    Args:
+        connections: to the other ranks.
+        ranks: the collectives of this process.
+        num_threads: of torch in each rank on a CPU; 0 = torch's choice.
+    """
+
+    def __init__(self, connections: RankConnections, ranks: Ranks, num_threads: int) -> None:
+        self._connections, self._ranks, self._num_threads = connections, ranks, num_threads
+        self._is_busy = False
+        self._numbers: dict[str, float] = {}
+        self._spans: list[tuple[str, Span]] = []
+
+        def wait_for_all() -> None:
+            connections.arrived[0] = time.monotonic()
+            connections.collect("arrived", "step")
+
+        ranks.before_sum = wait_for_all
+
+    def call(
+        self, method: Callable[..., Any], work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
+    ) -> tuple[Any, list[Any]]:
+        """Run every rank's part at the same time; return this rank's result and those of the other ranks.
+
+        Args:
+            method: of ``Replica``.
+            work: its arguments, by rank; a rank that is missing gets none.
+            own: does this rank's part.
+
+        Raises:
+            MultitaskRLError: see ``RankConnections.receive``.
+        """
+        self._connections.arrived = {}
+        with self.at_work():
+            for rank in range(1, self._ranks.size):
+                self._connections.send(rank, (method, work.get(rank, ())))
+            try:
+                result = own()
+            except MultitaskRLError:
+                raise
+            except RuntimeError:
+                # a collective broke: the error of a rank that failed or died says why
+                self._connections.collect("done", method.__name__, until=time.monotonic() + 5.0)
+                raise
+            answers: dict[int, Done] = self._connections.collect("done", method.__name__)
+        traffic, self._ranks.traffic = self._ranks.traffic, Traffic()
+        self._add("communication_s", traffic.seconds)
+        for sent in [traffic, *(answer.traffic for answer in answers.values())]:
+            self._add("sent_mb", sent.num_bytes / 2**20)
+        return result, [answers[rank].result for rank in sorted(answers)]
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Reserve the ranks for one call; an error inside makes every later call fail."""
+        if self._is_busy:
+            raise TrainingError("the engine's last call still has samples; fetch all of them first")
+        self._is_busy = True
+        threads = torch.get_num_threads()
+        try:
+            if self._num_threads:
+                torch.set_num_threads(self._num_threads)
+            yield
+        except GeneratorExit:  # the caller does not want the remaining samples
+            raise
+        except BaseException as error:
+            self._connections.give_up(repr(error))
+            raise
+        finally:
+            self._is_busy = False
+            torch.set_num_threads(threads)
+
+    def note(self, began: float) -> None:
+        """Note how long each rank computed since ``began`` and waited for the last."""
+        arrived = self._connections.arrived
+        last = max(arrived, key=lambda rank: arrived[rank])
+        for rank, at in sorted(arrived.items()):
+            self._spans.append((f"rank{rank}", (began, at)))
+            self._add(f"{rank}/busy_s", at - began)
+            self._add(f"{rank}/waits_s", arrived[last] - at)
+        self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
+        self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
+
+    def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
+        """Return metrics and spans since the last call."""
+        numbers, self._numbers = self._numbers, {}
+        spans, self._spans = self._spans, []
+        return numbers, spans
+
+    def _add(self, name: str, value: float) -> None:
+        self._numbers[f"ranks/{name}"] = self._numbers.get(f"ranks/{name}", 0.0) + value

@@ -1,8 +1,8 @@
-"""The training backend of several learner ranks, seen from rank 0.
+"""The training backend of several learner ranks, as rank 0 sees it.
 
-The trainer's process is rank 0 and holds all state; the other ranks hold copies or parts. A weight that is
-changed here outside of a step (by a restored checkpoint, a rescaled head) is noticed by its tensor's version
-and sent before the next call.
+Rank 0 is the trainer's process and holds whole models; the other ranks hold copies or parts. A weight that
+changes here outside a step (restored checkpoint, rescaled head) has a new tensor version; the next call sends
+it first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import copy
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,49 +21,64 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import TrainSample
-from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
+from multitask_rl.rollout.base import (
+    Ended,
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    collect,
+    most_tokens,
+)
 from multitask_rl.seeding import derive_seed
-from multitask_rl.training.backend import Span, StepResult, StepStartOutputs, TrainingBackend, Weighted
-from multitask_rl.training.backends.calls import RankCalls
+from multitask_rl.training.backend import (
+    Span,
+    StepResult,
+    StepStartOutputs,
+    TokenMeans,
+    TrainingBackend,
+    Weighted,
+)
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
-from multitask_rl.training.backends.rank_connections import Launch, RankConnections
+from multitask_rl.training.backends.rank_connections import Launch, RankCalls, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.replica import Replica, Setup, describe
-from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards
-from multitask_rl.training.backends.sharded_learner import (
+from multitask_rl.training.backends.sharded import (
+    ShardedPasses,
+    ShardedState,
+    Shards,
+    Traits,
     check_probe,
     check_shardable,
-    find_traits,
     probe,
     shard_learner,
 )
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import freeze
-from multitask_rl.training.backends.spread import OwnStream, SpreadEngine
 from multitask_rl.training.balance import deal, share_out
-from multitask_rl.training.metrics import TokenMeans
 from multitask_rl.training.runner import Passes
 
-__all__ = ["RankGroup"]
+__all__ = ["RankGroup", "SpreadEngine"]
+
+_OwnStream = Callable[[Sequence[GenerationRequest]], Iterator[list[Ended]]]
 
 
 class RankGroup(TrainingBackend):
     """The backend of several learner ranks; each computes with an ``InProcess`` of its own.
 
     Args:
-        main: of this process, with whole models; it computes rank 0's part unless the models are ``sharded``.
+        main: backend of this process, with whole models; computes rank 0's part unless ``sharded``.
         config: the run.
-        launch: how a rank is started.
+        launch: starts a rank.
         devices: of actor and critic in ranks 0, 1, ...
         context: ranks that share a sequence.
-        sharded: every rank holds a part of the actor and its reference; this process the whole actor besides.
+        sharded: every rank holds a part of actor and reference; this process also keeps the whole actor.
         tensor: ranks that compute every layer together; above 1 only with ``sharded``.
-        host: where this process can be reached by the others.
+        host: address by which the other ranks reach this process.
         num_threads: of torch in each rank on a CPU; 0 = torch's choice.
 
     Raises:
-        ConfigError: the models cannot be sent, or not be computed in parts of a sequence.
+        ConfigError: the models cannot be sent, or cannot be computed in parts.
         TrainingError: a rank did not start.
     """
 
@@ -81,31 +96,39 @@ class RankGroup(TrainingBackend):
         num_threads: int = 0,
     ) -> None:
         self._main = self._own = main
+        self._config = config
         self.runner = runner = main.runner
-        self.num_ranks, self._context, self._tensor = len(devices), context, tensor
-        self._peers = context * tensor
-        self._num_threads = num_threads
+        self.num_ranks, self._tensor, self._peers = len(devices), tensor, context * tensor
+        self._others = range(1, self.num_ranks)
         if sharded:
             check_shardable(runner, tensor)
         models = (runner.actor, runner.critic, runner.reference, runner.average)
-        parts = (*models, main.tasks, config)
         try:
-            frozen, self._tensors = freeze(parts)
+            frozen, self._tensors = freeze((*models, main.tasks, config))
         except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"learner ranks: the models cannot be sent to other processes: {error}; "
                 "name one device in device_map.actor"
             ) from error
-        self._seed, self._version, self._number_in_step = config.seed, -1, 0
+        self._version, self._number_in_step, self._num_loads = -1, 0, 0
         self._known = [-1] * len(self._tensors)
+        """Version of each tensor that the other ranks have."""
         self._places: dict[int, int] = {}
-        """Number of a tensor -> number of the parameter, of which every rank has a part."""
-        self._config = config
-        self._num_loads = 0
+        """Number of a tensor -> number of the sharded parameter that it is."""
         self._undo = contextlib.ExitStack()
         self._connections = RankConnections(launch, self.num_ranks, host)
         try:
-            self._ranks = self._start(frozen, devices, host)
+            store, port = host_store(host)
+            setup = Setup(
+                context=context,
+                tensor=tensor,
+                host=host,
+                port=port,
+                devices=[(str(runner.actor.device), str(runner.critic.device)), *devices[1:]],
+                num_threads=num_threads or torch.get_num_threads(),
+                frozen=frozen,
+            )
+            self._ranks = self._start(setup, store)
             self._undo.callback(self._ranks.close)
             self._connections.on_lost = self._ranks.abort
             self._calls = RankCalls(self._connections, self._ranks, num_threads)
@@ -115,7 +138,7 @@ class RankGroup(TrainingBackend):
                 self._shard()
             else:
                 self._state = SharedState(self._ranks, *main.optimizer.parameters)
-                self._wholes = [p for group in main.optimizer.parameters for p in group]
+                self._wholes = self._state.parameters
             main.optimizer.share_out(self._state)
             if context > 1:
                 runner.passes = ContextPasses(self._ranks)
@@ -125,32 +148,16 @@ class RankGroup(TrainingBackend):
             self.close()
             raise
 
-    def _start(self, frozen: bytes, devices: Sequence[tuple[str, str]], host: str) -> Ranks:
-        """Tell every rank what it is and meet it in the process groups."""
-        runner, (store, port) = self.runner, host_store(host)
-        for rank in range(1, self.num_ranks):
-            setup = Setup(
-                size=self.num_ranks,
-                context=self._context,
-                tensor=self._tensor,
-                host=host,
-                port=port,
-                device=devices[rank][0],
-                places={
-                    str(runner.critic.device): devices[rank][1],
-                    str(runner.actor.device): devices[rank][0],
-                },
-                num_threads=self._num_threads or torch.get_num_threads(),
-                frozen=frozen,
-            )
+    def _start(self, setup: Setup, store: Any) -> Ranks:
+        """Send every rank its setup and meet it in the process groups."""
+        for rank in self._others:
             self._connections.send(rank, setup)
         self._connections.collect("thawed", "start")
-        device = runner.actor.device
+        device = self.runner.actor.device
 
         def join() -> Ranks:
-            return Ranks(
-                0, self.num_ranks, self._context, self._tensor, address=host, store=store, device=device
-            )
+            sizes = (self.num_ranks, setup.context, setup.tensor)
+            return Ranks(0, *sizes, address=setup.host, store=store, device=device)
 
         try:
             # on a GPU nothing waits yet, and the thread's current device is set
@@ -160,11 +167,10 @@ class RankGroup(TrainingBackend):
             raise
 
     def _shard(self) -> None:
-        """Cut the models. Engine and checkpoints go on reading this process's whole actor."""
-        runner, number = self.runner, {}
+        """Cut the models of all ranks. This process keeps the whole actor for engines and checkpoints."""
+        runner = self.runner
         actor, reference = runner.actor, runner.reference
-        for place, (_, parameter) in enumerate(actor.model.named_parameters()):
-            number[parameter.data_ptr()] = place
+        number = {p.data_ptr(): place for place, p in enumerate(actor.model.parameters())}
         cut = {p.data_ptr() for p in (reference.parameters() if reference is not None else ())}
         self._places = {
             i: number[t.data_ptr()] for i, t in enumerate(self._tensors) if t.data_ptr() in number
@@ -172,13 +178,13 @@ class RankGroup(TrainingBackend):
         gone = [i for i, t in enumerate(self._tensors) if t.data_ptr() in cut]
         for i in gone:
             self._tensors[i] = torch.empty(0)
-        traits, expected = find_traits(actor.model), probe(actor.model, Passes())
-        # its buffers are the actor's own: what changes them changes both
+        traits, expected = Traits.of(actor.model), probe(actor.model, Passes())
+        # the copy shares the actor's buffers: a change of one is seen in the other
         same = {id(buffer): buffer for buffer in actor.model.buffers()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
         (self._own, self._state), _ = self._calls.call(
             Replica.shard,
-            dict.fromkeys(range(1, self.num_ranks), (self._places, gone, traits)),
+            dict.fromkeys(self._others, (self._places, gone, traits)),
             lambda: shard_learner(
                 double, runner.critic, reference, self._main.tasks, self._config, self._ranks, traits
             ),
@@ -201,17 +207,26 @@ class RankGroup(TrainingBackend):
         version = self.runner.actor.policy_version
         self._number_in_step = self._number_in_step + 1 if version == self._version else 0
         self._version = version
-        work: dict[int, tuple[Any, ...]] = {}
-        for rank in range(1, self.num_ranks):
-            sent = [(c.compact(), weight) for c, weight in parts[rank // self._peers]]
-            work[rank] = (sent, factor, coefficients, self._seed_of(rank))
+
+        def seed(rank: int) -> int:
+            """Return the seed of the adapters' dropout; ranks that share a layer have the same."""
+            place = (rank // self._tensor, version, self._number_in_step)
+            return derive_seed(self._config.seed, "learner rank", *place)
 
         def own_step() -> StepResult:
-            with self._own_stream():
+            if self._tensor == 1:
+                return self._own.step(parts[0], factor)
+            # the trainer's own random state stays as it is
+            with torch.random.fork_rng(devices=None if self._ranks.device.type == "cuda" else []):
+                torch.manual_seed(seed(0))
                 return self._own.step(parts[0], factor)
 
         began = time.monotonic()
-        own, others = self._calls.call(Replica.step, work, own_step)
+        own, others = self._calls.call(
+            Replica.step,
+            {r: (parts[r // self._peers], factor, coefficients, seed(r)) for r in self._others},
+            own_step,
+        )
         self._calls.note(began)
         means = TokenMeans()
         results = [own, *(result for result in others if result is not None)]
@@ -220,30 +235,14 @@ class RankGroup(TrainingBackend):
         self._remember()
         return StepResult(loss=sum(one.loss for one in results), norms=own.norms, means=means)
 
-    def _seed_of(self, rank: int) -> int:
-        """Return the seed of the adapters' dropout in the next step: peers in layers drop the same."""
-        return derive_seed(
-            self._seed, "learner rank", rank // self._tensor, self._version, self._number_in_step
-        )
-
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Let this rank drop what its peers drop; the trainer's own stream stays as it is."""
-        if self._tensor == 1:
-            yield
-            return
-        with torch.random.fork_rng(devices=None if self._ranks.device.type == "cuda" else []):
-            torch.manual_seed(self._seed_of(0))
-            yield
-
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
     ) -> StepStartOutputs:
-        """Return the outputs of all ``samples``; every rank computes a part."""
+        """Return the outputs of all ``samples``; every rank computes some of them."""
         self._synchronise()
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
-        work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in range(1, self.num_ranks)}
+        work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in self._others}
         own, others = self._calls.call(
             Replica.step_start_outputs,
             work,
@@ -252,16 +251,19 @@ class RankGroup(TrainingBackend):
         return StepStartOutputs.merge(shares, [own, *(result for result in others if result is not None)])
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return an engine that samples on all ranks; ``engine`` itself where that cannot be."""
+        """Return an engine that samples on all ranks.
+
+        ``engine`` itself if it has its own weights, or if the other ranks hold only parts of the weights.
+        """
         can_spread = engine.shares_weights and isinstance(self._state, SharedState)
         return SpreadEngine(engine, self.sample) if can_spread else engine
 
-    def sample(self, requests: Sequence[GenerationRequest], own: OwnStream) -> Iterator[list[Ended]]:
+    def sample(self, requests: Sequence[GenerationRequest], own: _OwnStream) -> Iterator[list[Ended]]:
         """Yield the samples of ``requests`` as they end; every rank samples some.
 
         Args:
             requests: those with a ``watch`` stay in this process.
-            own: this process's engine.
+            own: ``generate_stream`` of this process's engine.
         """
         self._synchronise()
         free = [i for i, request in enumerate(requests) if request.watch is None]
@@ -271,7 +273,7 @@ class RankGroup(TrainingBackend):
         connections, busy = self._connections, set[int]()
 
         def received(until: float | None = None) -> Iterator[list[Ended]]:
-            """Yield what the other ranks have sent, until all are done or at ``until`` nothing is there."""
+            """Yield what the other ranks send until all are done, or until nothing has come at ``until``."""
             while busy and (message := connections.receive("sampling", sorted(busy), until)):
                 rank, kind, content = message
                 if kind == "done":
@@ -281,7 +283,7 @@ class RankGroup(TrainingBackend):
 
         with self._calls.at_work():
             try:
-                for rank in range(1, self.num_ranks):
+                for rank in self._others:
                     if indices[rank]:
                         connections.send(rank, (Replica.sample, ([requests[i] for i in indices[rank]],)))
                         busy.add(rank)
@@ -291,18 +293,18 @@ class RankGroup(TrainingBackend):
                 yield from received()
             except GeneratorExit:
                 for _ in received():
-                    pass  # the rest is not wanted, but the next call needs an empty connection
+                    pass  # the next call needs an empty connection
                 raise
 
     def ema_update(self) -> None:
-        """Move the reference of every rank towards the actor."""
+        """Move the reference of every rank towards the actor, unless it is fixed."""
         if self.runner.average is not None:
             self._calls.call(Replica.ema_update, {}, self._main.ema_update)
             self._remember()
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Copy the weights that other ranks moved in parts into this process's whole actor."""
+        """Copy the parts of sharded weights from all ranks into this process's whole actor."""
         if self._own is self._main:
             return
         wholes = dict(self.runner.actor.model.named_parameters())
@@ -330,44 +332,16 @@ class RankGroup(TrainingBackend):
     # -- the same everywhere --------------------------------------------------------------------------------
 
     def _synchronise(self) -> None:
-        """Send what was changed here since the last call."""
+        """Send what changed here since the last call: tensors, and the state of the optimizer."""
         self._send_tensors()
-        optimizer = self._main.optimizer
-        if optimizer.num_loads != self._num_loads:
-            self._num_loads = optimizer.num_loads
-            self._share_out_state()
-
-    def _send_tensors(self) -> None:
-        changed = [i for i, t in enumerate(self._tensors) if t._version != self._known[i]]
-        whole = [i for i in changed if i not in self._places]
-        cut = [i for i in changed if i in self._places]
-        others = range(1, self.num_ranks)
-        if whole:
-            tensors = [self._tensors[i] for i in whole]
-            self._calls.call(
-                Replica.fill, dict.fromkeys(others, (whole,)), lambda: self._ranks.broadcast(tensors)
-            )
-        if cut:
-            numbers, wholes = [self._places[i] for i in cut], [self._tensors[i] for i in cut]
-            self._calls.call(
-                Replica.fill_parts,
-                dict.fromkeys(others, (numbers,)),
-                lambda: self._shards.fill(numbers, wholes),
-            )
-        self._remember()
-
-    @property
-    def _shards(self) -> Shards:
-        assert isinstance(self._state, ShardedState), "the models are whole"
-        return self._state.shards
-
-    def _share_out_state(self) -> None:
-        """Give every rank its part of the optimizer's state, all of which is here."""
-        optimizer = self._main.optimizer
+        optimizer, state = self._main.optimizer, self._state
+        if optimizer.num_loads == self._num_loads:
+            return
+        self._num_loads = optimizer.num_loads
         numbers = {id(p): str(number) for number, p in enumerate(self._wholes)}
         parts: dict[int, dict[str, torch.Tensor]] = {rank: {} for rank in range(self.num_ranks)}
         for name, value in optimizer.tensors(numbers).items():
-            for rank, part in self._state.deal(name, value):
+            for rank, part in state.deal(name, value):
                 parts[rank][name] = part
         own = parts.pop(0)
 
@@ -376,15 +350,31 @@ class RankGroup(TrainingBackend):
                 for value in part.values():
                     self._ranks.send(value, rank)
 
-        self._calls.call(
-            Replica.load_optimizer, {rank: (describe(part),) for rank, part in parts.items()}, send
-        )
+        work = {rank: (describe(part),) for rank, part in parts.items()}
+        self._calls.call(Replica.load_optimizer, work, send)
         is_elsewhere = self._own is not self._main
-        optimizer.forget(p for p in self._wholes if is_elsewhere or not self._state.is_own(p))
+        optimizer.forget(p for p in self._wholes if is_elsewhere or not state.is_own(p))
         if is_elsewhere:
-            self._own.optimizer.load_tensors(
-                own, {self._state.names[id(p)]: p for p in self._state.parameters}
-            )
+            self._own.optimizer.load_tensors(own, state.numbered)
+
+    def _send_tensors(self) -> None:
+        changed = [i for i, t in enumerate(self._tensors) if t._version != self._known[i]]
+        whole = [i for i in changed if i not in self._places]
+        cut = [i for i in changed if i in self._places]
+        if whole:
+            tensors = [self._tensors[i] for i in whole]
+            work = dict.fromkeys(self._others, (whole,))
+            self._calls.call(Replica.fill, work, lambda: self._ranks.broadcast(tensors))
+        if cut:
+            numbers, wholes = [self._places[i] for i in cut], [self._tensors[i] for i in cut]
+            work = dict.fromkeys(self._others, (numbers,))
+            self._calls.call(Replica.fill_parts, work, lambda: self._shards.fill(numbers, wholes))
+        self._remember()
+
+    @property
+    def _shards(self) -> Shards:
+        assert isinstance(self._state, ShardedState), "the models are whole"
+        return self._state.shards
 
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
         """Return the optimizer's state of all ranks (see ``TrainingBackend``)."""
@@ -413,7 +403,7 @@ class RankGroup(TrainingBackend):
     def load_optimizer(
         self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
     ) -> None:
-        """Restore the optimizer's state; the next call gives the other ranks their parts."""
+        """Restore the optimizer's state; the next call sends the other ranks their parts."""
         self._main.load_optimizer(tensors, parameters)
 
     def _remember(self) -> None:
@@ -423,3 +413,42 @@ class RankGroup(TrainingBackend):
         """End the other ranks. Idempotent."""
         self._connections.close()
         self._undo.close()
+
+
+class SpreadEngine(RolloutEngine):
+    """``engine`` in rank 0 and one like it in every other rank.
+
+    A sample carries its seed: the rank that draws it changes only the last bits of its log-probabilities.
+
+    Args:
+        engine: of this process, with ``shares_weights``.
+        sample: ``RankGroup.sample``.
+    """
+
+    shares_weights = True
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        sample: Callable[[Sequence[GenerationRequest], _OwnStream], Iterator[list[Ended]]],
+    ) -> None:
+        self._engine, self._sample = engine, sample
+        self.can_watch = engine.can_watch
+        self.policy_version = engine.policy_version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
+        return collect(requests, self.generate_stream(requests))
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        """Yield samples as they end (see ``RolloutEngine``)."""
+        return self._sample(requests, self._engine.generate_stream)
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor], policy_version: int) -> None:
+        """Note the version; the weights are the actor's own."""
+        self._engine.update_weights(weights, policy_version)
+        self.policy_version = policy_version
+
+    def close(self) -> None:
+        """Free the engine of this process. Idempotent."""
+        self._engine.close()

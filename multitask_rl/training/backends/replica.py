@@ -1,6 +1,6 @@
-"""A learner rank other than the trainer's: holds copies of the models and does what rank 0 says.
+"""A learner rank other than the trainer's: holds copies of the models and carries out rank 0's calls.
 
-It ends when the connection to rank 0 does.
+Its process ends when the connection to rank 0 does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,14 @@ from multitask_rl.training.backend import StepResult, StepStartOutputs, Weighted
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
-from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards
-from multitask_rl.training.backends.sharded_learner import Traits, probe, shard_learner
+from multitask_rl.training.backends.sharded import (
+    ShardedPasses,
+    ShardedState,
+    Shards,
+    Traits,
+    probe,
+    shard_learner,
+)
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.runner import ModelRunner
@@ -47,16 +53,14 @@ Described = tuple[str, torch.Size, torch.dtype]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What a rank is told at its start."""
+    """The first message to a rank."""
 
-    size: int
     context: int
     tensor: int
     host: str
     port: int
-    device: str
-    places: Mapping[str, str]
-    """Device of a tensor in rank 0 -> in this rank."""
+    devices: Sequence[tuple[str, str]]
+    """Of actor and critic, by rank."""
     num_threads: int
     frozen: bytes
     """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
@@ -64,15 +68,15 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """What a rank answers."""
+    """The answer to a call."""
 
     result: Any
     traffic: Traffic
 
 
 def main() -> None:
-    """Serve rank 0. One line on standard input says where it is: JSON of ``serve``'s arguments."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer's to handle: it hangs up
+    """Serve rank 0; standard input holds one line of JSON, the arguments of ``serve``."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer handles them and hangs up
         signal.signal(number, signal.SIG_IGN)
     serve(**json.loads(sys.stdin.readline()))
     sys.stdout.flush()
@@ -81,14 +85,14 @@ def main() -> None:
 
 
 def serve(*, host: str, port: int, token: str, rank: int) -> bool:
-    """Connect to rank 0 and do what it says until it hangs up; return whether nothing failed.
+    """Connect to rank 0 and carry out its calls until it hangs up; return whether all of them succeeded.
 
-    After a failure the process has to end: others may wait in collectives for it.
+    After a failure the process must end: other ranks may wait for it in collectives.
 
     Args:
         host: of rank 0.
-        port: its listening port.
-        token: proves to rank 0 that this process was started by it.
+        port: of rank 0.
+        token: proves that rank 0 started this process.
         rank: of this process.
     """
     sock = socket.create_connection((host, port))
@@ -102,13 +106,15 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
             replica = Replica(rank, channel.receive(), channel, address)
             while True:
                 method, arguments = channel.receive()
-                channel.send(("done", replica.do(method, arguments)))
+                result = method(replica, *arguments)
+                traffic, replica.ranks.traffic = replica.ranks.traffic, Traffic()
+                channel.send(("done", Done(result=result, traffic=traffic)))
         except (EOFError, ConnectionError):
             raise
         except MultitaskRLError as error:
             channel.send(("failed", (type(error), str(error))))
             return False
-        except Exception:  # noqa: BLE001 - rank 0 raises it; the collectives it may wait in end with this process
+        except Exception:  # noqa: BLE001 - rank 0 raises it; its collectives end with this process
             channel.send(("failed", (None, traceback.format_exc())))
             return False
     if replica is not None:
@@ -118,7 +124,7 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
 
 
 def register_outputs(model: nn.Module) -> None:
-    """Let unpickled models record hidden states: transformers notes in their ``__init__`` that they can."""
+    """Let unpickled models record hidden states; transformers registers them in their ``__init__`` only."""
     registry: dict[str, Any] = getattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():
         if hasattr(module, "_can_record_outputs"):
@@ -126,29 +132,35 @@ def register_outputs(model: nn.Module) -> None:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
-    """Return what a receiver needs to know of ``tensors``."""
+    """Return name, shape and type of ``tensors``, for their receiver."""
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
 
 class Replica:
-    """The models of this rank and what may be done with them."""
+    """The models of this rank and the methods that rank 0 calls."""
 
     def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
         torch.set_num_threads(setup.num_threads)
         self._channel = channel
         self._engine: RolloutEngine | None = None
-        device = torch.device(setup.device)
-        thawed, self._tensors = thaw(setup.frozen, setup.places)
+        main, own = setup.devices[0], setup.devices[rank]
+        places = {main[1]: own[1], main[0]: own[0]}
+        thawed, self._tensors = thaw(setup.frozen, places)
         actor, critic, reference, average, tasks, config = thawed
         for model in (actor.model, reference, critic.trunk):
             if model is not None:
                 register_outputs(model)
         self._config: RunConfig = config
-        critic.device = torch.device(setup.places[str(critic.device)])
+        critic.device = torch.device(places[str(critic.device)])
         channel.send(("thawed", None))
-        store = join_store(setup.host, setup.port)
         self.ranks = Ranks(
-            rank, setup.size, setup.context, setup.tensor, address=address, store=store, device=device
+            rank,
+            len(setup.devices),
+            setup.context,
+            setup.tensor,
+            address=address,
+            store=join_store(setup.host, setup.port),
+            device=torch.device(own[0]),
         )
         self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
         if config.model.compile:
@@ -160,22 +172,16 @@ class Replica:
         self._state: SharedState | ShardedState = SharedState(self.ranks, *self._own.optimizer.parameters)
         self._own.optimizer.share_out(self._state)
 
-    def do(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> Done:
-        """Call a ``method`` of this class; return its result and what was sent meanwhile."""
-        result = method(self, *arguments)
-        traffic, self.ranks.traffic = self.ranks.traffic, Traffic()
-        return Done(result=result, traffic=traffic)
-
     def fill(self, numbers: Sequence[int]) -> None:
         """Receive the tensors ``numbers`` from rank 0."""
         self.ranks.broadcast([self._tensors[i] for i in numbers])
 
     def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: Traits) -> None:
-        """Keep a part of actor and reference.
+        """Keep only a part of actor and reference.
 
         Args:
-            places: numbers of the tensors that are the actor's parameters.
-            gone: numbers of the reference's.
+            places: its keys are the numbers of the actor's tensors.
+            gone: numbers of the reference's tensors.
             traits: of the models.
         """
         for number in (*places, *gone):
@@ -190,12 +196,12 @@ class Replica:
         self._shards.fill(numbers)
 
     def gather(self) -> None:
-        """Show rank 0 the weights of this rank's parts."""
+        """Take part in gathering the whole weights for rank 0."""
         for _ in self._shards.gather():
             pass
 
     def probe(self) -> None:
-        """Take part in a pass over fixed tokens."""
+        """Take part in rank 0's ``probe``."""
         probe(self._own.runner.actor.model, ShardedPasses(self.ranks))
 
     @property
@@ -205,12 +211,11 @@ class Replica:
 
     def load_optimizer(self, described: Sequence[Described]) -> None:
         """Receive this rank's part of the optimizer's state from rank 0."""
-        state = {name: self.ranks.receive(shape, dtype, 0) for name, shape, dtype in described}
-        numbered = {self._state.names[id(p)]: p for p in self._state.parameters}
-        self._own.optimizer.load_tensors(state, numbered)
+        tensors = {name: self.ranks.receive(shape, dtype, 0) for name, shape, dtype in described}
+        self._own.optimizer.load_tensors(tensors, self._state.numbered)
 
     def describe_optimizer(self) -> list[Described]:
-        """Return what ``send_optimizer`` sends."""
+        """Describe what ``send_optimizer`` sends."""
         return describe(self._own.optimizer.tensors(self._state.names))
 
     def send_optimizer(self) -> None:
@@ -219,19 +224,19 @@ class Replica:
             self.ranks.send(tensor, 0)
 
     def check(self) -> None:
-        """Try whether the actor can be computed in parts of a sequence."""
+        """Take part in rank 0's ``check_model``."""
         actor = self._own.runner.actor
         check_model(self.ranks, actor.model, actor.pad_token_id)
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool
     ) -> StepStartOutputs | None:
-        """Return the outputs of this rank's samples; one of the peers answers."""
+        """Return the outputs of this rank's samples; only the first of the peers returns them."""
         found = self._own.step_start_outputs(task, samples, want_values=want_values, want_ref=want_ref)
-        return None if self.ranks.peer_index else found.compact()
+        return None if self.ranks.peer_index else found
 
     def sample(self, requests: Sequence[GenerationRequest]) -> None:
-        """Sample ``requests``; what ends is sent at once."""
+        """Sample ``requests``; send each sample when it ends."""
         if self._engine is None:
             name = self._config.rollout.engine
             build = load_plugin(ROLLOUT_ENGINES, name, expects=RolloutEngine).build
@@ -244,12 +249,12 @@ class Replica:
     def step(
         self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float], seed: int
     ) -> StepResult | None:
-        """Make an optimizer step with the others; one of the peers answers."""
+        """Make an optimizer step with the other ranks; only the first of the peers returns the result."""
         torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
         for name, coefficient in coefficients.items():
             self._own.tasks[name].kl_coefficient = coefficient
         result = self._own.step(active, factor)
-        return result if self.ranks.peer_index == 0 else None
+        return None if self.ranks.peer_index else result
 
     def ema_update(self) -> None:
         """Move the reference towards the actor."""

@@ -1,20 +1,19 @@
 """Models of which every learner rank holds a part: torch's FSDP2 over the ranks' own process group.
 
-A block of the model is gathered when its forward or backward pass needs it and given up after; its gradient
-arrives summed, cut like the weights. All ranks pass through a model together, so each must make as many
-passes as the others (``ModelRunner.cut`` adds idle ones).
-
-Ranks may compute every layer together besides (``tensor.py``); each then cuts its part of a layer further.
+A forward or backward pass gathers one block at a time and frees it; the block's gradient arrives summed and
+cut like the weights. All ranks make every pass together (``ModelRunner.cut`` adds idle passes). With tensor
+parallelism (``tensor.py``) FSDP2 cuts each rank's part of a layer further.
 
 Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,27 +24,52 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.modes import evaluating
+from multitask_rl.records import SamplingParams
+from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.backends.shared_state import SharedState
-from multitask_rl.training.backends.tensor import ShardSpec, cut_layers
-from multitask_rl.training.forward import TokenOutputs
-from multitask_rl.training.runner import Passes
+from multitask_rl.training.backends.tensor import ShardSpec, check_layers, cut_layers
+from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.critic import Critic
+from multitask_rl.training.forward import TokenOutputs, assume_split, split_head
+from multitask_rl.training.microbatch import make_microbatch
+from multitask_rl.training.runner import ModelRunner, Passes
+from multitask_rl.training.shared_prompt import supports_shared_prompts
 
-__all__ = ["ShardedPasses", "ShardedState", "Shards", "blocks", "forward_pass", "shard_model"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "ShardedPasses",
+    "ShardedState",
+    "Shards",
+    "Traits",
+    "blocks",
+    "check_probe",
+    "check_shardable",
+    "forward_pass",
+    "probe",
+    "shard_learner",
+    "shard_model",
+]
 
 
 def blocks(model: Any) -> list[nn.Module]:
-    """Return what is gathered as one, inner before outer: the layers that transformers would not part."""
+    """Return the modules that are gathered as one (``_no_split_modules`` of transformers), inner first."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in kinds]
 
 
 def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
-    """Leave this rank a part of each parameter of ``model``, in place; return what the peers have cut.
+    """Cut each parameter of ``model`` to this rank's part, in place; return the cuts of tensor parallelism.
 
     Args:
         model: a model of ``transformers``, adapted or not, the same on every rank.
-        ranks: all of them.
+        ranks: all ranks.
     """
     spec = cut_layers(model, ranks) if ranks.tensor > 1 else ShardSpec()
     mesh = ranks.mesh()
@@ -58,43 +82,39 @@ def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # a sum: the loss has counted all ranks' samples
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    # an expert that no token of this rank met
+    # an expert may get no token of this rank
     model.set_reduce_scatter_unused_params(True)
-    # the head is read outside of the model's own forward: any function may be the pass
-    model.one_pass = MethodType(_one_pass, model)
+
+    def one_pass(_model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        # a change in place of a view would lose FSDP's hook on it
+        return {
+            name: value.clone() if isinstance(value, Tensor) and value._is_view() else value
+            for name, value in act().items()
+        }
+
+    # the head is read outside the model's own forward: any function may be the pass
+    model.one_pass = MethodType(one_pass, model)
     register_fsdp_forward_method(model, "one_pass")
     return spec
 
 
-def _one_pass(_model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    # a hook on a view would be lost where the view is changed in place
-    return {
-        name: value.clone() if isinstance(value, Tensor) and value._is_view() else value
-        for name, value in act().items()
-    }
-
-
 def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``act`` returns, which makes one forward pass of the sharded ``model``.
+    """Return the result of ``act``, which makes one forward pass through the sharded ``model``.
 
     Args:
-        model: what ``act`` calls.
-        act: returns tensors that the backward pass begins at, by name.
+        model: ``act`` calls it.
+        act: returns the tensors from which the backward pass begins, by name.
     """
     found: dict[str, Any] = model.one_pass(act)
     if not any(p.requires_grad for p in model.parameters()):
-        model.reset_iter_state()  # what torch notes in a pass it else forgets after the backward pass
+        model.reset_iter_state()  # torch resets it in a backward pass, and there is none
     elif not torch.is_grad_enabled():
         model.reshard()  # torch keeps the outermost weights gathered for a backward pass
     return found
 
 
 class ShardedPasses(Passes):
-    """Passes through models of which every rank holds a part.
-
-    Args:
-        ranks: all of them.
-    """
+    """Passes through models of which every rank holds a part."""
 
     in_step = True
 
@@ -120,24 +140,12 @@ class ShardedPasses(Passes):
         return TokenOutputs(**forward_pass(model, act))
 
 
-def _note(names: set[str], name: str, _parameter: Tensor) -> None:
-    names.add(name)
-
-
-@torch.no_grad()
-def _collect(local: nn.Parameter, sharded: Any) -> None:
-    """Add the gradient of a backward pass to that of ``local``: in float32 where the weights are in less."""
-    arrived = sharded.grad.to_local().to(local.grad_dtype)
-    sharded.grad = None  # torch would add up in the type of the weights
-    local.grad = arrived if local.grad is None else local.grad.add_(arrived)
-
-
 class Shards:
-    """This rank's part of a sharded model's parameters, and how wholes are cut and put together.
+    """This rank's parts of a sharded model's parameters; cuts and joins whole tensors.
 
     Args:
         model: after ``shard_model``.
-        ranks: all of them.
+        ranks: all ranks.
         spec: what ``shard_model`` returned.
     """
 
@@ -147,27 +155,38 @@ class Shards:
         self.names = list(named)
         """Of the parameters, tied ones once."""
         self._sharded: list[Any] = list(named.values())
-        # what the optimizer moves shares its memory with torch's own parameter
+        # the optimizer's parameters share their memory with torch's own
         self.local = [
             nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in self._sharded
         ]
         """[names] this rank's parts; one may be empty."""
         self._met: set[str] = set()
-        """Parameters that a backward pass here gave a gradient."""
+        """Parameters that a backward pass in this process gave a gradient."""
+
+        # no hook may hold this object: it would keep the model for ever
+        def note(met: set[str], name: str, _parameter: Tensor) -> None:
+            met.add(name)
+
+        @torch.no_grad()
+        def collect(local: nn.Parameter, sharded: Any) -> None:
+            # torch would add up in the type of the weights
+            arrived = sharded.grad.to_local().to(local.grad_dtype)
+            sharded.grad = None
+            local.grad = arrived if local.grad is None else local.grad.add_(arrived)
+
         for name, gathered in self._unsharded():  # torch gathers into the same parameters every time
             if gathered.requires_grad:
-                # the set alone: a hook that held this object would keep it and the model for ever
-                cast(Any, gathered).register_post_accumulate_grad_hook(partial(_note, self._met, name))
+                cast(Any, gathered).register_post_accumulate_grad_hook(partial(note, self._met, name))
         for local, sharded in zip(self.local, self._sharded, strict=True):
             if sharded.requires_grad:
-                sharded.register_post_accumulate_grad_hook(partial(_collect, local))
+                sharded.register_post_accumulate_grad_hook(partial(collect, local))
 
     def is_cut(self, number: int) -> bool:
-        """The peers have different parts of the parameter."""
+        """Tensor parallelism cuts the parameter: the peers have different parts of it."""
         return self.names[number] in self._spec.dims
 
     def cut(self, number: int, whole: Tensor) -> list[Tensor]:
-        """Return the ranks' parts of ``whole``, of the parameter's shape; the last ones may be empty."""
+        """Return the parts of ``whole`` (of the parameter's shape) by rank; the last ones may be empty."""
         ranks = self._ranks
         columns = [whole] * ranks.tensor
         if self.is_cut(number):
@@ -177,7 +196,7 @@ class Shards:
         return [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
 
     def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole of the parts that are not empty, in the order of the ranks."""
+        """Return the whole tensor from its non-empty parts, in the order of the ranks."""
         peers = self._ranks.tensor
         if not self.is_cut(number):
             return torch.cat(list(parts[::peers]))
@@ -192,7 +211,7 @@ class Shards:
 
     @torch.no_grad()
     def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
-        """Take this rank's part of the parameters ``numbers``, which rank 0 has in ``wholes``."""
+        """Set this rank's parts of the parameters ``numbers`` from ``wholes`` of rank 0."""
         for place, number in enumerate(numbers):
             sharded = self._sharded[number]
             shape = list(sharded.shape)
@@ -205,25 +224,18 @@ class Shards:
             self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
 
     def take_gradients(self) -> None:
-        """Complete the gradients that the backward passes added to the local parts.
-
-        torch has zeros for parameters that no rank met. They get none: the optimizer leaves them alone.
-        """
+        """Complete the gradients that backward passes added to the local parts."""
+        # torch has zeros where no rank had a gradient; the optimizer must leave these parameters alone
         met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
         self._ranks.sum(met)
         self._met.clear()
         for local, number in zip(self.local, met.tolist(), strict=True):
             if not number:
                 local.grad = None
-        if self._ranks.tensor > 1:
-            self._agree()
-
-    def _agree(self) -> None:
-        """Give the peers the same gradient of what all of them have.
-
-        Each has a part of some; of the others, which should be the same already, they take the mean: sums in
-        another order (scattered adds on a GPU) would let the copies drift apart.
-        """
+        if self._ranks.tensor == 1:
+            return
+        # Peers get the same gradient of what all of them hold: the sum of partial gradients, the mean of
+        # the others. Those are equal up to the order of sums on a GPU, which would let the copies drift.
         chosen = [
             (local.grad, 1.0 if name in self._spec.partial else 1.0 / self._ranks.tensor)
             for name, local in zip(self.names, self.local, strict=True)
@@ -238,16 +250,13 @@ class Shards:
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole weights, each there until the next is asked for.
-
-        Every rank has to go through to the end.
-        """
+        """Yield names and whole weights, each valid until the next. Every rank must iterate to the end."""
         for name, found in self._unsharded():
             dim = self._spec.dims.get(name)
             yield name, found if dim is None else torch.cat(list(self._ranks.gather_peers(found)), dim)
 
     def _unsharded(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and what the peers of this rank have of the weights."""
+        """Yield names and weights, gathered over the ranks with other samples."""
         known = set(self.names)
         for module in [m for m in self._model.modules() if isinstance(m, FSDPModule)]:
             sharded = {id(p) for p in self._sharded}
@@ -259,12 +268,12 @@ class Shards:
 
 
 class ShardedState:
-    """``SharedState`` of a model in parts: each rank has the optimizer's state of its own part.
+    """``SharedState`` of a sharded model: each rank has the optimizer state of its own part.
 
     Value heads are whole on every rank and have an owner.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
         shards: of the actor.
         critic: value heads.
     """
@@ -274,9 +283,10 @@ class ShardedState:
         self._heads = SharedState(ranks, [], critic)
         self._trained = [number for number, p in enumerate(shards.local) if p.requires_grad]
         self._num_sharded = len(self._trained)
-        self.parameters = [*(shards.local[number] for number in self._trained), *critic]
-        self.names = {id(p): str(number) for number, p in enumerate(self.parameters)}
-        """``id(parameter)`` -> its number, by which ranks speak of it."""
+        parameters = [*(shards.local[number] for number in self._trained), *critic]
+        self.numbered = {str(number): p for number, p in enumerate(parameters)}
+        """The name of a parameter between ranks is its number."""
+        self.names = {id(p): name for name, p in self.numbered.items()}
 
     def is_own(self, parameter: nn.Parameter) -> bool:
         """Its state is in this process."""
@@ -284,18 +294,18 @@ class ShardedState:
         return number is not None and (int(number) < self._num_sharded or self._heads.is_own(parameter))
 
     def sum_gradients(self) -> None:
-        """Take the parts of the gradient, which have arrived summed; sum those of the value heads.
+        """Complete the gradients of the parts; sum those of the value heads.
 
         Raises:
-            TrainingError: the other ranks have ended.
+            TrainingError: another rank has ended.
         """
         self.shards.take_gradients()
         self._heads.sum_gradients()
 
     def norms(self) -> list[float | None]:
-        """Return the norm of the whole gradient of actor and critic; None where no rank had any."""
+        """Return the gradient norms of actor and critic over all ranks; None where no rank had a gradient."""
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
-        # what no peer has cut every peer has
+        # every peer holds the gradients that tensor parallelism does not cut
         for is_cut, share in ((True, 1.0), (False, 1.0 / self._ranks.tensor)):
             found = [
                 grad
@@ -311,11 +321,11 @@ class ShardedState:
         return [norm if number else None, self._heads.norms()[1]]
 
     def send_weights(self) -> None:
-        """Give every rank the value heads; parts of the model stay where they are."""
+        """Send the value heads to all ranks; parts of the model stay where they are."""
         self._heads.send_weights()
 
     def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
-        """Return which ranks are to have (what of) the whole state ``value`` of ``<number>|<key>``."""
+        """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
         number = int(name.partition("|")[0])
         if number >= self._num_sharded:
             return self._heads.deal(f"{number - self._num_sharded}|", value)
@@ -325,8 +335,124 @@ class ShardedState:
         return [(rank, value) for rank in self.shards.holders(self._trained[number])]
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole of what the ranks, in their order, have of ``<number>|<key>``."""
+        """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""
         number = int(name.partition("|")[0])
         if number >= self._num_sharded or not parts[0].dim():
             return parts[0]
         return self.shards.join(self._trained[number], parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """Results of trials that need the whole model."""
+
+    shares_prompts: bool
+    can_split_head: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Traits:
+        """Try ``model``, which is whole."""
+        can_split_head = split_head(model) is not None
+        return cls(shares_prompts=supports_shared_prompts(model), can_split_head=can_split_head)
+
+
+def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
+    """Refuse models that cannot be sharded, or whose layers cannot be cut into ``tensor`` parts.
+
+    Raises:
+        ConfigError: says why.
+    """
+    model, where = runner.actor.model, "device_map.actor=... sharded"
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ConfigError(f"{where} needs torch 2.13 or newer, this is {torch.__version__}")
+    if runner.critic.trunk is not None or runner.average is not None or runner.actor.config.compile:
+        raise ConfigError(
+            f"{where}: a critic with a trunk of its own, a reference that moves or compiled blocks cannot be "
+            "cut; take critic_trunk='actor', model.reference_decay=1 and model.compile=false"
+        )
+    odd = [name for name, p in model.named_parameters() if not p.dim() or not p.numel()]
+    if odd:
+        raise ConfigError(f"{where}: {odd[0]!r} of {type(model).__name__} is a single number or empty")
+    if tensor > 1:
+        check_layers(model, tensor)
+    for block in [*blocks(model), model]:
+        dtypes = {p.dtype for p in block.parameters() if p.requires_grad}
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"{where}: {type(block).__name__} trains weights of {len(dtypes)} types ("
+                f"{', '.join(sorted(map(str, dtypes)))}); set model.dtype=float32"
+            )
+
+
+@torch.no_grad()
+def probe(model: Any, passes: Passes) -> Tensor:
+    """Return log-probabilities of fixed tokens [12]; every rank calls this for a sharded model.
+
+    Args:
+        model: whole or sharded.
+        passes: run ``model``.
+
+    Raises:
+        ConfigError: the cut model cannot be run.
+    """
+    size = int(model.config.get_text_config().vocab_size)
+    ids = [(7 * i + 3) % size for i in range(24)]
+    batch = make_microbatch([0], [ids[:12]], [ids[12:]], layout="bucketed", pad_token_id=0)
+    batch = batch.to(next(model.parameters()).device)
+    try:
+        with evaluating(model):
+            out = passes.forward(model, batch, [SamplingParams()], mask=None, pad_token_id=0)
+            return out.logprobs.clone()
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"device_map.actor=... sharded: {type(model).__name__} cannot be computed in parts: {error}"
+        ) from error
+
+
+def check_probe(model: Any, found: Tensor, expected: Tensor) -> None:
+    """Compare the probes of the cut and of the whole model.
+
+    Raises:
+        ConfigError: they differ by more than rounding.
+    """
+    gap = float((found - expected).abs().max())
+    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    if not gap <= limit:
+        raise ConfigError(
+            f"device_map.actor=... sharded: {type(model).__name__} computes something else in parts than "
+            f"whole: log-probabilities move by {gap:.2g}; leave out tensor, or sharded"
+        )
+
+
+def shard_learner(
+    actor: Actor,
+    critic: Critic,
+    reference: PreTrainedModel | None,
+    tasks: Mapping[str, LearnerTask],
+    config: RunConfig,
+    ranks: Ranks,
+    traits: Traits,
+) -> tuple[InProcess, ShardedState]:
+    """Return the backend of this rank's part and its share of the optimizer's state.
+
+    Cuts ``actor`` and ``reference`` in place; value heads stay whole. Every rank calls this at the same time.
+    """
+    spec = shard_model(actor.model, ranks)
+    assume_split(actor.model, traits.can_split_head)
+    if reference is not None:
+        shard_model(reference, ranks)
+        assume_split(reference, traits.can_split_head)
+    shards = Shards(actor.model, ranks, spec)
+    runner = ModelRunner(
+        actor,
+        critic,
+        config,
+        reference,
+        passes=ShardedPasses(ranks),
+        shares_prompts=traits.shares_prompts,
+        is_whole=False,
+    )
+    own = InProcess(runner, tasks, config, [p for p in shards.local if p.requires_grad and p.numel()])
+    state = ShardedState(ranks, shards, list(critic.parameters()) if critic.is_used else [])
+    own.optimizer.share_out(state)
+    return own, state

@@ -1,8 +1,7 @@
-"""The optimizer's work shared out: every rank keeps the state of some parameters and moves those.
+"""ZeRO stage 1: every rank keeps the optimizer state of some whole parameters.
 
-Gradients are summed where a parameter's state is, which moves it and tells the others (ZeRO, stage 1). Whole
-parameters have an owner, not slices: what a checkpoint names lies in one place, and the moments of a value
-head stay where they are when another task's had no sample.
+A parameter's gradient is summed at its owner, which moves the parameter and sends it to the other ranks.
+A parameter that no rank gave a gradient (the value head of a task without samples) is left alone.
 
 Source: Rajbhandari et al., "ZeRO" (arXiv:1910.02054), sec. 5.1.
 """
@@ -21,16 +20,16 @@ from multitask_rl.training.balance import share_out
 __all__ = ["SharedState"]
 
 BUCKET_CELLS = 2**24
-"""Numbers sent at once: 64 MiB in float32."""
+"""Numbers in one message: 64 MiB in float32."""
 
 
 class SharedState:
-    """Which rank owns which parameter, and how gradients and weights travel. Alike on every rank.
+    """Which rank owns which parameter, and how gradients and weights travel. The same on every rank.
 
     Args:
         ranks: all of them.
         actor: parameters whose gradients are parts.
-        critic: parameters whose gradients every peer has whole.
+        critic: parameters whose whole gradients every peer has.
     """
 
     def __init__(
@@ -38,8 +37,9 @@ class SharedState:
     ) -> None:
         self._ranks = ranks
         self.parameters = [*actor, *critic]
-        self.names = {id(p): str(number) for number, p in enumerate(self.parameters)}
-        """``id(parameter)`` -> its number, by which ranks speak of it."""
+        self.numbered = {str(number): p for number, p in enumerate(self.parameters)}
+        """The name of a parameter between ranks is its number."""
+        self.names = {id(p): name for name, p in self.numbered.items()}
         self._share = [1.0] * len(actor) + [1.0 / ranks.peers] * len(critic)
         self._groups = [range(len(actor)), range(len(actor), len(self.parameters))]
         self._owner = [0] * len(self.parameters)
@@ -54,23 +54,29 @@ class SharedState:
         return number is not None and self._owner[int(number)] == self._ranks.rank
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of all ranks in float32, each at its owner; the others' copies are dropped.
-
-        A parameter that has a gradient on some rank gets one at its owner.
+        """Sum the gradients of all ranks in float32, each at its owner; the other ranks drop theirs.
 
         Raises:
-            TrainingError: the other ranks have ended.
+            TrainingError: another rank has ended.
         """
         ranks = self._ranks
         ranks.before_sum()
-        # one flag more keeps it from being empty; here early ranks wait for late ones, too
+        # the last flag keeps the tensor from being empty; early ranks wait for late ones here
         present = torch.tensor([*(float(p.grad is not None) for p in self.parameters), 0.0])
         present = present.to(ranks.device)
         ranks.sum(present)
         began = time.monotonic()
         self._moving = [number for number, n in enumerate(present.tolist()) if n]
         for owner, bucket in self._buckets():
-            flat = torch.cat([self._flat_gradient(number) for number in bucket])
+            pieces = []
+            for number in bucket:
+                parameter, share = self.parameters[number], self._share[number]
+                if parameter.grad is None:
+                    pieces.append(torch.zeros(parameter.numel(), device=ranks.device))
+                    continue
+                grad = parameter.grad.detach().reshape(-1).to(device=ranks.device, dtype=torch.float32)
+                pieces.append(grad if share == 1.0 else grad * share)
+            flat = torch.cat(pieces)
             ranks.sum(flat, at=owner)
             for number, part in zip(bucket, self._split(flat, bucket), strict=True):
                 parameter = self.parameters[number]
@@ -84,7 +90,7 @@ class SharedState:
         ranks.traffic.seconds += ranks.summed_at - began
 
     def norms(self) -> list[float | None]:
-        """Return the norm of the whole gradient of actor and critic; None where no rank had any."""
+        """Return the gradient norms of actor and critic over all ranks; None where no rank had a gradient."""
         squares = torch.zeros(len(self._groups), dtype=torch.float64, device=self._ranks.device)
         for place, group in enumerate(self._groups):
             own = [g for i in group if (g := self.parameters[i].grad) is not None]
@@ -99,7 +105,7 @@ class SharedState:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Give every rank the weights that their owners have moved since ``sum_gradients``."""
+        """Send the weights that their owners moved to all ranks."""
         ranks = self._ranks
         began = time.monotonic()
         for owner, bucket in self._buckets():
@@ -117,19 +123,12 @@ class SharedState:
         ranks.traffic.seconds += time.monotonic() - began
 
     def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
-        """Return which ranks are to have (what of) the whole state ``value`` of ``<number>|<key>``."""
+        """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
         return [(self._owner[int(name.partition("|")[0])], value)]
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole of what the ranks, in their order, have of ``<number>|<key>``."""
+        """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""
         return parts[0]
-
-    def _flat_gradient(self, number: int) -> Tensor:
-        parameter, share = self.parameters[number], self._share[number]
-        if parameter.grad is None:
-            return torch.zeros(parameter.numel(), device=self._ranks.device)
-        flat = parameter.grad.detach().reshape(-1).to(device=self._ranks.device, dtype=torch.float32)
-        return flat if share == 1.0 else flat * share
 
     def _split(self, flat: Tensor, bucket: Sequence[int]) -> list[Tensor]:
         chosen = [self.parameters[number] for number in bucket]
@@ -137,7 +136,7 @@ class SharedState:
         return [part.view(p.shape) for part, p in zip(parts, chosen, strict=True)]
 
     def _buckets(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield owner and numbers of the parameters that move, of one type and bounded size."""
+        """Yield owner and numbers of parameters that move, of one type and bounded size together."""
         waiting: dict[tuple[int, torch.dtype], list[int]] = {}
         cells: dict[tuple[int, torch.dtype], int] = {}
         for number in self._moving:

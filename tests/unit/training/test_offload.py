@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from model_builders import build_model
-from multitask_rl.training.offload import ActivationOffload
+from multitask_rl.training.runner import ActivationOffload
 
 IDS = torch.randint(2, 40, (3, 50), generator=torch.Generator().manual_seed(0))
 

@@ -11,8 +11,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.records import SamplingParams
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import forward_tokens
-from multitask_rl.training.microbatch import build_microbatches
-from multitask_rl.training.packing import supports_packing
+from multitask_rl.training.microbatch import build_microbatches, supports_packing
 from multitask_rl.training.runner import ModelRunner
 
 SIZES = {

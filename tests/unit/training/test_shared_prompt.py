@@ -28,8 +28,7 @@ from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import forward_tokens, split_head
 from multitask_rl.training.microbatch import build_microbatches, padding_share
-from multitask_rl.training.offload import ActivationOffload
-from multitask_rl.training.runner import ModelRunner
+from multitask_rl.training.runner import ActivationOffload, ModelRunner
 from multitask_rl.training.shared_prompt import cut_by_length, supports_shared_prompts
 
 

@@ -27,8 +27,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.models.lora import add_adapters
 from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.replica import register_outputs
-from multitask_rl.training.backends.sharded import Shards, forward_pass, shard_model
-from multitask_rl.training.backends.sharded_learner import check_shardable
+from multitask_rl.training.backends.sharded import Shards, check_shardable, forward_pass, shard_model
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.masters import Masters
 from multitask_rl.training.runner import ModelRunner
