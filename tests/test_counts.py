@@ -27,7 +27,7 @@ FOREIGN = {
     "rollout": (16, "transformers models; objects inside vLLM"),
     "run": (2, "the configuration of a user's algorithm"),
     "sandbox": (21, "builtins, the interpreter, objects of a candidate program, limits by name"),
-    "scoring": (27, "a user's plugin or a value it returned; objects of other reward libraries"),
+    "scoring": (22, "a user's plugin or a value it returned; objects of other reward libraries"),
     "step": (1, "records of a user's stage"),
     "testing": (2, "nodes of a syntax tree; finders of the interpreter"),
     "tracking": (2, "numbers of other libraries"),

@@ -1,4 +1,4 @@
-"""Circuit breaker: a plugin that only fails is not called for a while, so that it does not cost its limit."""
+"""Circuit breaker: a plugin that only fails is not called for a while, which saves its time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INFRA_IN_A_ROW = 20
 
 
 class CircuitBreaker:
-    """Opens when a plugin hangs or its machinery keeps failing; while open, its samples fail at once.
+    """Opens when a plugin hangs or its infrastructure keeps failing; while open, its samples fail at once.
 
     After the rest one success closes it; a failure opens it again for twice as long.
     """
@@ -31,11 +31,11 @@ class CircuitBreaker:
 
     @property
     def suspicious(self) -> bool:
-        """It opened and no success has closed it since."""
+        """It opened, and no success has closed it."""
         return self._open_until > 0.0
 
     def refusal(self) -> Failure | None:
-        """Return the failure to give at once, or None if calls may go out."""
+        """Return the failure of every sample now, or None if calls may go out."""
         left = self._open_until - time.monotonic()
         if left <= 0:
             return None
@@ -43,11 +43,11 @@ class CircuitBreaker:
         return Failure(kind=self._kind, message=message, source=self._source)
 
     def success(self) -> None:
-        """Take note of a result that is no machinery failure."""
+        """Note a result that is no ``infra`` failure."""
         self._infra, self._rest_s, self._open_until = 0, FIRST_REST_S, 0.0
 
     def infra(self, message: str) -> None:
-        """Take note of a final ``infra`` failure."""
+        """Note a final ``infra`` failure."""
         self._infra += 1
         if self._infra >= (1 if self.suspicious else INFRA_IN_A_ROW):
             self.open(FailureKind.infra, f"{self._infra} infrastructure failures in a row ({message})")

@@ -2,87 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.records import (
-    NOT_APPLICABLE,
-    Failure,
-    FailureKind,
-    NotApplicable,
-    RewardResult,
-    Rollout,
-    Score,
-    Verdict,
-)
-from multitask_rl.scoring.results import failure_of, to_result, to_verdict
+from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.records import Failure, FailureKind, Rollout
+from multitask_rl.scoring.adapt import find_plugin
+from multitask_rl.scoring.results import Result, failure_of, no_column, to_result, to_verdict
 from multitask_rl.scoring.shapes import UNDECLARED
 
-__all__ = ["Grader", "Result", "decode", "encode"]
+__all__ = ["Grader", "PluginFacts", "PluginPlan"]
 
-Result = RewardResult | Verdict
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginFacts:
+    """Properties of a built plugin that its lane and its worker go by."""
+
+    traits: PluginTraits = field(default_factory=PluginTraits)
+    one_by_one: bool = False
+    """It scores each response alone: nothing is gained by larger calls."""
+    text_only: bool = False
+    """It reads no token ids."""
+    waits: bool = False
+    """Its calls wait for others, so their length does not grow with their rollouts."""
+    independent: bool = False
+    """A result does not depend on its batch: rollouts may be sent alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginPlan:
+    """A plugin with one configuration on one device, found and checked but not built."""
+
+    kind: str
+    """``reward`` or ``constraint``."""
+    reference: str
+    config: Mapping[str, Any]
+    source: str
+    """Name of the plugin in failures."""
+    where: str
+    """Its place in the tasks file, for messages."""
+    key: bytes
+    """Digest of plugin, version and configuration: equal plans share a lane and cached results."""
+    isolate: bool
+    """It runs in worker processes."""
+    memory_mb: int = 0
+    """MiB that a worker may add to what it holds when the plugin is ready; 0 = no limit."""
+
+    def build(self) -> Grader:
+        """Return the plugin behind its checks, warmed up.
+
+        Raises:
+            MultitaskRLError: it cannot be built or warmed up.
+        """
+        plugin = find_plugin(self.kind, self.reference, self.where).build(self.config)
+        grader = Grader(self.kind, plugin, self.source)
+        try:
+            grader.warm_up()
+        except Exception as error:
+            kind = type(error) if isinstance(error, MultitaskRLError) else PluginError
+            raise kind(self.failed(error)) from error
+        return grader
+
+    def failed(self, error: BaseException) -> str:
+        """Return the message for an ``error`` of the plugin before its first call."""
+        what = f"{self.where}: {self.kind} {self.reference!r} failed its warm-up"
+        return f"{what}: {type(error).__name__}: {error}"
 
 
 class Grader:
-    """Calls one reward or constraint.
-
-    Args:
-        kind: ``reward`` or ``constraint``.
-        plugin: the built plugin.
-        source: its name in failures.
-    """
+    """Calls the reward or constraint ``plugin``; ``source`` is its name in failures."""
 
     def __init__(self, kind: str, plugin: Any, source: str) -> None:
-        self.source = source
         self.traits: PluginTraits = getattr(plugin, "traits", UNDECLARED)
-        self.one_by_one = bool(getattr(plugin, "one_by_one", False))
-        """The plugin looks at each response alone: nothing is gained by larger calls."""
-        self.text_only = bool(getattr(plugin, "text_only", False))
-        """It reads no token ids."""
-        self.waits = bool(getattr(plugin, "is_async", False))
-        """Its calls wait for others rather than compute."""
-        self.independent = (
-            self.traits.independent
-            or self.traits.deterministic
-            or self.one_by_one
-            or bool(getattr(plugin, "independent", False))
+        one_by_one = bool(getattr(plugin, "one_by_one", False))
+        independent = self.traits.independent or self.traits.deterministic or one_by_one
+        self.source = source
+        self.facts = PluginFacts(
+            traits=self.traits,
+            one_by_one=one_by_one,
+            text_only=bool(getattr(plugin, "text_only", False)),
+            waits=bool(getattr(plugin, "is_async", False)),
+            independent=independent or bool(getattr(plugin, "independent", False)),
         )
-        """A result does not depend on the batch it was computed in."""
         self._plugin = plugin
         self._is_reward = kind == "reward"
-        self._call = plugin.score if self._is_reward else plugin.judge
 
     def warm_up(self) -> None:
-        """Run the plugin's own ``warm_up()`` if it has one (load a model, ping an endpoint)."""
+        """Run the plugin's own ``warm_up()``, if it has one."""
         warm_up = getattr(self._plugin, "warm_up", None)
         if warm_up is not None:
             warm_up()
 
     def close(self) -> None:
-        """Run the plugin's own ``close()`` if it has one."""
+        """Run the plugin's own ``close()``, if it has one."""
         close = getattr(self._plugin, "close", None)
         if close is not None:
             close()
 
     def grade(self, rollouts: Sequence[Rollout]) -> list[Result]:
-        """Return one result per rollout, in order; never raises what the plugin raised."""
-        if not self.traits.needs:
+        """Return one result per rollout, in order; an error of the plugin becomes a failure."""
+        needs = self.traits.needs
+        if all(name in rollout.row for rollout in rollouts for name in needs):
             return self._grade(rollouts)
-        missing = [self._missing(rollout) for rollout in rollouts]
-        graded = iter(self._grade([r for r, m in zip(rollouts, missing, strict=True) if m is None]))
-        return [next(graded) if m is None else m for m in missing]
+        lacks = [[repr(name) for name in needs if name not in rollout.row] for rollout in rollouts]
+        graded = iter(self._grade([r for r, names in zip(rollouts, lacks, strict=True) if not names]))
+        return [
+            Failure(
+                kind=FailureKind.data, message=no_column(" and no ".join(names), r.row), source=self.source
+            )
+            if names
+            else next(graded)
+            for r, names in zip(rollouts, lacks, strict=True)
+        ]
 
     def _grade(self, rollouts: Sequence[Rollout]) -> list[Result]:
         if not rollouts:
             return []
         try:
-            raw = list(self._call(rollouts))
+            plugin = self._plugin
+            raw = list(plugin.score(rollouts) if self._is_reward else plugin.judge(rollouts))
         except BaseException as error:  # noqa: BLE001 - the boundary where an error becomes data
             failure = failure_of(error, self.source)
             if len(rollouts) > 1 and failure.kind is not FailureKind.infra:
-                if self.independent:  # one bad sample must not cost its batch mates their score
+                if self.facts.independent:  # one bad sample must not cost the others their score
                     half = len(rollouts) // 2
                     return [*self._grade(rollouts[:half]), *self._grade(rollouts[half:])]
                 message = f"{failure.message} (so its whole batch fails: independent=True is not declared)"
@@ -94,37 +138,3 @@ class Grader:
         if self._is_reward:
             return [to_result(value, self.traits, self.source) for value in raw]
         return [to_verdict(value, self.source) for value in raw]
-
-    def _missing(self, rollout: Rollout) -> Failure | None:
-        absent = [name for name in self.traits.needs if name not in rollout.row]
-        if not absent:
-            return None
-        return Failure(
-            kind=FailureKind.data,
-            message=f"the row has no column {' and no '.join(map(repr, absent))} "
-            f"(columns: {', '.join(map(str, rollout.row)) or 'none'})",
-            source=self.source,
-        )
-
-
-def encode(result: Result) -> tuple[Any, ...]:
-    """Return ``result`` as a tuple of plain values (a frozen slots dataclass pickles ten times slower)."""
-    if isinstance(result, Score):
-        return ("s", result.value, dict(result.components)) if result.components else ("s", result.value)
-    if isinstance(result, NotApplicable):
-        return ("n",)
-    if isinstance(result, Verdict):
-        return ("v", result.cost, result.violated, result.reason, result.applicable)
-    return ("f", result.kind.value, result.message, result.source)
-
-
-def decode(parts: tuple[Any, ...]) -> Result:
-    """Return what ``encode`` was given."""
-    tag = parts[0]
-    if tag == "s":
-        return Score(value=parts[1], components=parts[2]) if len(parts) > 2 else Score(value=parts[1])
-    if tag == "n":
-        return NOT_APPLICABLE
-    if tag == "v":
-        return Verdict(cost=parts[1], violated=parts[2], reason=parts[3], applicable=parts[4])
-    return Failure(kind=FailureKind(parts[1]), message=parts[2], source=parts[3])

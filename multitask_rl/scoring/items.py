@@ -1,16 +1,18 @@
-"""Parts of a lane: items, calls of several items, the latch that a caller waits on, the run-wide limit."""
+"""Parts of a lane: items, calls of several items, the runners that make calls, the run-wide limit."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from multitask_rl.records import Failure, FailureKind, Rollout
-from multitask_rl.scoring.grader import Result
+from multitask_rl.scoring.results import Result
 
-__all__ = ["Call", "Item", "Latch", "Limiter", "Runner", "Trouble", "probe_of"]
+__all__ = ["STALL_S", "Call", "Item", "Latch", "Limiter", "Runner"]
+
+STALL_S = 0.4
 
 
 class Latch:
@@ -21,7 +23,7 @@ class Latch:
         self._count = 0
 
     def expect(self, count: int) -> None:
-        """Add so many open items, before any of them is handed on."""
+        """Add open items, before any of them is submitted."""
         with self._condition:
             self._count += count
 
@@ -36,16 +38,6 @@ class Latch:
         """Return whether all items are closed, after at most ``timeout_s``."""
         with self._condition:
             return self._condition.wait_for(lambda: self._count <= 0, timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """The failure of a rollout that was scored alone."""
-
-    failure: Failure
-    """What it is if the plugin does not answer an empty response either."""
-    is_overrun: bool
-    """A limit of time or memory was passed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +57,11 @@ class Item:
     attempts: int = 0
     """Retries after ``infra`` failures."""
     deaths: int = 0
-    """Worker processes that died while it was being scored."""
+    """Worker processes that died while they scored it."""
     spent: float = 0.0
-    """Seconds that it was being scored in processes that it ended."""
+    """Seconds that it took in processes that it ended."""
     alone: bool = False
-    """It was in a call that died, failed or stalled: it is sent by itself from now on."""
+    """It was in a call that died, failed or stalled: from now on it is sent by itself."""
     started: float = 0.0
     """``time.monotonic()`` of its last call."""
     began: float = 0.0
@@ -80,8 +72,10 @@ class Item:
     """Its seconds are in the task's numbers."""
     ready_at: float = 0.0
     """Not before (pause before a retry)."""
-    trouble: Trouble | None = None
-    """It is not tried again; its result depends on its probe."""
+    trouble: Failure | None = None
+    """Its failure if the plugin does not answer the probe either; it is not tried again."""
+    passed_limit: bool = False
+    """The trouble is a limit of time or memory."""
     probe: Item | None = None
     """The same row with an empty response: does the plugin answer that?"""
     subject: Item | None = None
@@ -94,8 +88,14 @@ class Item:
 
     @property
     def has_overrun(self) -> bool:
-        """Its result is what its task gives a response that passes a limit."""
+        """Its result is the one that its task gives a response that passes a limit."""
         return self.result is not None and self.result is self.overrun
+
+    def make_probe(self) -> Item:
+        """Return its new probe, which tells a bad response from a plugin that is down."""
+        rollout = replace(self.rollout, response="", response_ids=[], rollout_logprobs=[])
+        self.probe = Item(rollout, Latch(), f"{self.label} (empty response)", alone=True, subject=self)
+        return self.probe
 
     def conclusion(self) -> Result | None:
         """Return the result that follows from its trouble and its probe; None while one is not known."""
@@ -103,14 +103,7 @@ class Item:
             return None
         known = self.probe.result
         answers = not isinstance(known, Failure) or known.kind in (FailureKind.data, FailureKind.grader)
-        overrun = self.overrun if self.trouble.is_overrun and answers else None
-        return self.trouble.failure if overrun is None else overrun
-
-
-def probe_of(item: Item) -> Item:
-    """Return the probe of ``item``, which distinguishes a bad response from a plugin that is down."""
-    rollout = replace(item.rollout, response="", response_ids=[], rollout_logprobs=[])
-    return Item(rollout, Latch(), f"{item.label} (empty response)", alone=True, subject=item)
+        return self.overrun if self.passed_limit and answers and self.overrun is not None else self.trouble
 
 
 @dataclass(slots=True, eq=False)
@@ -119,15 +112,15 @@ class Call:
 
     items: list[Item]
     each: bool
-    """Rollout by rollout, each result sent at once and under its own time limit."""
+    """Rollout by rollout: each result is sent at once and has its own time limit."""
     began: float = field(default_factory=time.monotonic)
-    """When the result it waits for was asked for."""
+    """Start of the wait for its next result."""
     position: int = 0
     """Items answered so far."""
     at: int = 0
     """With ``each``: index of the item being scored, as far as the runner has looked."""
     hedged: bool = False
-    """All it holds up was sent again."""
+    """All items that it holds up were sent again."""
 
     def open(self) -> list[Item]:
         """Return the items without a result."""
@@ -139,21 +132,47 @@ class Call:
         current = self.items[at : at + 1] if self.each else self.items
         return [item for item in current if item.result is None]
 
+    def is_out_of_patience(self, now: float, limit: float) -> bool:
+        """Whether it has been silent so long that the plugin may be down."""
+        return now - self.began > max(STALL_S, limit / 4)
 
-class Runner(Protocol):
-    """Makes calls for a lane from a thread of its own."""
+    def held_up(self, now: float, queued: Collection[int], *, limit: float, waits: bool) -> list[Item]:
+        """Return the items of this stalled call that are due to be sent again, each alone.
 
-    call: Call | None
-    """Under way."""
+        Items behind the current one are due at once. Of a batch, one item is due first, to show that the
+        plugin answers; when the patience is over, all are, because the item that hangs is not known.
+
+        Args:
+            now: ``time.monotonic()``.
+            queued: ids of the items that are queued already.
+            limit: seconds for one item.
+            waits: the plugin waits for others: a second request costs money, not time.
+        """
+        if len(self.items) < 2 or self.hedged:
+            return []
+        is_late = now - self.began > limit if waits else self.is_out_of_patience(now, limit)
+        if self.each or is_late:
+            self.hedged = True
+            current = self.current()[: self.each]
+            due = [item for item in self.open() if item not in current and (self.each or not item.alone)]
+        else:
+            due = self.open()[: not any(item.alone for item in self.items)]
+        return [item for item in due if id(item) not in queued]
+
+
+class Runner(threading.Thread):
+    """A daemon thread that makes a lane's calls until it is closed."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(name=f"reward-{source}", daemon=True)
+        self.call: Call | None = None
+        """The call under way."""
+        self._closing = threading.Event()
 
     @property
     def closed(self) -> bool:
         """It takes no further call."""
-        ...
-
-    def start(self) -> None:
-        """Begin to take calls."""
-        ...
+        return self._closing.is_set()
 
     def wait_up(self) -> None:
         """Return once it can take calls.
@@ -161,19 +180,21 @@ class Runner(Protocol):
         Raises:
             MultitaskRLError: its plugin cannot be built.
         """
-        ...
 
     def abort(self) -> None:
-        """Give the call under way up."""
-        ...
+        """End the call under way, if it can be ended."""
 
     def close(self) -> None:
-        """Stop, and leave nothing behind."""
-        ...
+        """End the thread and free what it holds. Idempotent."""
+        raise NotImplementedError
+
+    def _join(self, timeout_s: float) -> None:
+        if self.is_alive() and self is not threading.current_thread():
+            self.join(timeout_s)
 
 
 class Limiter:
-    """The run-wide bound on calls under way. Every lane may always have one, whatever the others do."""
+    """The run-wide bound on calls under way. Every lane may always have one."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._running, self._lock = limit, 0, threading.Lock()
@@ -187,6 +208,6 @@ class Limiter:
             return True
 
     def leave(self) -> None:
-        """A call ended."""
+        """Note that a call ended."""
         with self._lock:
             self._running -= 1

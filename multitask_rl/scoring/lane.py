@@ -1,14 +1,9 @@
 """One plugin's queue: sizes its calls, retries, hedges and gives up; its runners make the calls.
 
-A lane never blocks another lane. A call of a plugin that scores responses one by one is limited to about 50
-ms of work, so that a response that hangs delays few others. A plugin that takes batches gets up to its
-``batch_size``. A call that stalls is hedged: its open items are sent again, each alone, to another runner,
-and the first result of an item counts. If results depend on their batch, no call is split.
-
-A response that exceeds its limit or kills a worker process triggers a probe: the same row with an empty
-response. If the plugin answers the probe, the response is the cause and only it fails. Otherwise the plugin
-is
-down: its breaker opens and the waiting items fail.
+A call that stalls is hedged: its open items are sent again, each alone, to another runner, and the first
+result of an item counts. A response that passes its limit or kills a worker triggers a probe: the same row
+with an empty response. If the plugin answers the probe, only the response fails. Otherwise the plugin is
+down: its breaker opens and the queued items fail. A batch whose results depend on each other is never split.
 """
 
 from __future__ import annotations
@@ -18,52 +13,38 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, FailureKind
 from multitask_rl.scoring.breaker import CircuitBreaker
-from multitask_rl.scoring.grader import Grader, Result
-from multitask_rl.scoring.hedging import (
-    GROW_AFTER_S,
-    STALL_S,
-    call_size,
-    held_up,
-    is_out_of_patience,
-    next_size,
-)
-from multitask_rl.scoring.items import Call, Item, Limiter, Runner, Trouble, probe_of
-from multitask_rl.scoring.worker.process import WorkerProcess
+from multitask_rl.scoring.grader import PluginFacts
+from multitask_rl.scoring.items import STALL_S, Call, Item, Limiter, Runner
+from multitask_rl.scoring.results import Result
 
 __all__ = ["Lane"]
 
 SPARE_RUNNERS = 2
-"""Beyond ``num_workers``, started only while others stall."""
+"""Runners beyond ``num_workers``, started only while others stall."""
+GROW_AFTER_S = 0.1
+ONE_BY_ONE_CALL_S = 0.05
+"""Work in a call of a plugin that is only a loop, so that a response that hangs delays few others."""
+BATCH_CALL_S = 5.0
 RETRY_PAUSE_S = 0.2
 ENDED_AT = 0.9
 """A check is ended after this share of its ``timeout_s``. The rest is for ending it, so that one response
 delays its step by less than ``timeout_s``."""
 OUTSIDE_KILLS = 10
-"""How often an item is sent again after SIGKILL or SIGTERM, which are rarely the item's fault."""
+"""Times that an item is sent again after SIGKILL or SIGTERM, which are rarely the item's fault."""
 
 
 class Lane:
-    """The work of one plugin.
+    """The work of the plugin ``source``: ``num_workers`` calls at once unless others stall.
 
-    Args:
-        source: the plugin's name in failures.
-        num_workers: calls at once in normal running.
-        retries: of ``infra`` failures.
-        limiter: the run-wide bound.
+    ``retries`` counts tries after ``infra`` failures; ``limiter`` is the run-wide bound on calls.
     """
 
     def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
         self.source = source
-        self.traits = PluginTraits()
-        """The built plugin's, once its first runner is up; likewise the three below."""
-        self.one_by_one = False
-        self.waits = False
-        """A call's length does not grow with its rollouts: it is never cut for the time it takes."""
-        self.independent = False
-        """A result does not depend on its batch: items may be sent alone."""
+        self.facts = PluginFacts()
+        """Those of the built plugin, once its first runner is up."""
         self.num_workers = num_workers
         self.retries = retries
         self.breaker = CircuitBreaker(source)
@@ -71,7 +52,7 @@ class Lane:
         self.make_runner: Callable[[], Runner] | None = None
         """Makes another runner; None = it runs in the trainer's process, once."""
         self.error: Exception | None = None
-        """A bug in a runner; the pool raises it."""
+        """A bug in a runner; the round that waits raises it."""
         self._limiter = limiter
         self._condition = threading.Condition()
         self._queue: deque[Item] = deque()
@@ -80,7 +61,7 @@ class Lane:
         self._first: Runner | None = None
         self._closed = False
 
-    # ------------------------------------------------------------------ the pool's side
+    # ------------------------------------------------------------------ called by the pool
 
     def start(self, runner: Runner) -> None:
         """Start ``runner``, the lane's first; it may not be up yet."""
@@ -110,7 +91,7 @@ class Lane:
             self._condition.notify_all()
 
     def cancel(self, items: Sequence[Item]) -> None:
-        """Give up those of ``items`` that no call has taken yet."""
+        """Fail those of ``items`` that no call has taken yet."""
         with self._condition:
             unwanted = set(map(id, items))
             for item in self._queue:
@@ -120,12 +101,25 @@ class Lane:
     def tick(self) -> None:
         """Hedge calls that stall, start another runner where work waits."""
         with self._condition:
-            now = time.monotonic()
+            now, calls = time.monotonic(), self._calls()
             if self.make_runner is None:
-                self._give_up_overdue(now)
-            elif self._queue or self._calls():
+                for call in calls:
+                    limit = self.facts.traits.timeout_s * (1 if call.each else len(call.items))
+                    if now - call.began > limit:
+                        reason = f"a call lasts more than {limit:g} s, and in this process it cannot be ended"
+                        if call.open():
+                            self.breaker.open(FailureKind.timeout, reason)
+                        self._fail_everything(FailureKind.timeout, self._timeout().message)
+            elif self._queue or calls:
                 self._hedge_stalled(now)
-                self._grow(now)
+                stalled = sum(now - call.began > STALL_S for call in calls)
+                most = self.num_workers + min(SPARE_RUNNERS, stalled)
+                is_due = self._queue and not self._closed and now - self._waiting_since >= GROW_AFTER_S
+                if is_due and len(calls) == len(self.runners) < most:
+                    runner = self.make_runner()
+                    self.runners.append(runner)
+                    runner.start()
+                    self._waiting_since = now
             if self._queue:  # a place may have become free, a pause may have ended
                 self._condition.notify_all()
 
@@ -147,21 +141,16 @@ class Lane:
         for runner in list(self.runners):
             runner.close()
 
-    # ------------------------------------------------------------------ the runners' side
+    # ------------------------------------------------------------------ called by runners
 
     @property
     def limit_s(self) -> float:
         """Seconds after which the check of one response is ended."""
-        return ENDED_AT * self.traits.timeout_s
+        return ENDED_AT * self.facts.traits.timeout_s
 
     def limit_of(self, call: Call) -> float:
-        """Return how many seconds ``call`` may take to its next result: tries of an item share its limit."""
+        """Return the seconds for the next result of ``call``; all tries of an item share its limit."""
         return self.limit_s * (1 if call.each else len(call.items)) - sum(item.spent for item in call.items)
-
-    def learn(self, plugin: Grader | WorkerProcess) -> None:
-        """Take over what the built plugin says of itself."""
-        self.traits, self.one_by_one, self.waits = plugin.traits, plugin.one_by_one, plugin.waits
-        self.independent = plugin.independent
 
     def take(self, runner: Runner) -> Call | None:
         """Return the next call for ``runner`` (its ``call`` is set); None = stop. Blocks."""
@@ -170,20 +159,20 @@ class Lane:
                 self._refuse_if_open()
                 now = time.monotonic()
                 self._queue = deque(item for item in self._queue if item.is_open)
-                size = next_size(self._queue, now, self._call_size())
+                size = self._next_size(now)
                 if size and self._limiter.enter(first=not self._calls()):
                     items = [self._queue.popleft() for _ in range(size)]
                     for item in items:
                         item.started = now
                         item.began = item.began or now
                     self._waiting_since = now
-                    runner.call = Call(items, each=self.one_by_one or items[0].alone, began=now)
+                    runner.call = Call(items, each=self.facts.one_by_one or items[0].alone, began=now)
                     return runner.call
                 self._condition.wait(GROW_AFTER_S if self._queue else None)
             return None
 
     def finished(self, runner: Runner) -> None:
-        """``runner`` ended its call; what has no result is queued again."""
+        """End the call of ``runner``; its items without a result are queued again."""
         with self._condition:
             call, runner.call = runner.call, None
             if call is None:
@@ -207,10 +196,15 @@ class Lane:
                 self._mean_s = share if not self._mean_s else 0.8 * self._mean_s + 0.2 * share
             for item, result in zip(items, results, strict=True):
                 item.seconds += share
-                if isinstance(result, Failure) and result.kind is FailureKind.infra:
-                    self._retry(item, result, now)
-                else:
+                if not isinstance(result, Failure) or result.kind is not FailureKind.infra:
                     self.breaker.success()
+                    self._settle(item, result)
+                elif item.result is None and item.attempts < self.retries:
+                    item.ready_at = now + RETRY_PAUSE_S * 2**item.attempts
+                    item.attempts += 1
+                    item.alone = self.facts.independent
+                elif item.result is None:
+                    self.breaker.infra(result.message)
                     self._settle(item, result)
             for item in call.items[call.position : call.position + 1]:
                 item.started = now
@@ -223,8 +217,8 @@ class Lane:
         with self._condition:
             suspects = call.current()
             for item in call.open():
-                item.alone = item.alone or self.independent
-            if len(suspects) != 1 and self.independent:
+                item.alone = item.alone or self.facts.independent
+            if len(suspects) != 1 and self.facts.independent:
                 return
             what = "this sample" if len(suspects) == 1 else "this batch"
             allowed = OUTSIDE_KILLS if outside else 1 if out_of_memory else self.retries
@@ -242,7 +236,7 @@ class Lane:
                         message = f"its worker process {reason}, on an empty response too"
                         self._give_rest(FailureKind.infra, message, message)
                 elif item.deaths > allowed and len(suspects) == 1:
-                    self._stuck(item, Trouble(failure, is_overrun=out_of_memory))
+                    self._stuck(item, failure, passed_limit=out_of_memory)
                 elif item.deaths > allowed:
                     self._settle(item, failure)
 
@@ -253,43 +247,43 @@ class Lane:
         """
         with self._condition:
             for item in call.open():
-                if len(call.items) == 1 or not self.independent:
+                if len(call.items) == 1 or not self.facts.independent:
                     text = f"the row cannot be sent to the worker process: {message}"
                     self._settle(item, self._failure(FailureKind.data, text))
-                item.alone = self.independent
+                item.alone = self.facts.independent
 
     def timed_out(self, call: Call) -> None:
-        """The time limit of ``call`` passed."""
+        """Handle the end of the time limit of ``call``: only a probe tells whether the plugin is down."""
         with self._condition:
             now, limit, failure = time.monotonic(), self.limit_s, self._timeout()
             culprits = call.current()
             is_down = False
             for item in culprits:
-                if item.subject is not None or not (call.each or self.independent):
+                if item.subject is not None or not (call.each or self.facts.independent):
                     self._settle(item, failure)
                     is_down |= item.subject is not None
                     continue
                 if call.each or len(call.items) == 1:  # of several one hangs: each is sent alone
-                    self._stuck(item, Trouble(failure, is_overrun=True))
+                    self._stuck(item, failure, passed_limit=True)
                 probe = item.probe
                 if probe is not None and probe.result is None and 0 < probe.started <= now - limit / 2:
                     self._settle(probe, failure)
                     is_down = True
             for item in call.open():
-                item.alone = item.alone or self.independent
+                item.alone = item.alone or self.facts.independent
             is_silent = now - self._last_answer >= 0.9 * limit
             if is_down and is_silent and (self._waiting() or self.breaker.suspicious):
                 reason = f"{failure.message}, to an empty response neither"
                 self._give_rest(FailureKind.timeout, reason, failure.message)
 
     def unavailable(self, message: str) -> None:
-        """No worker can be started: all waiting items fail."""
+        """Fail the queued items: no worker can be started."""
         with self._condition:
             self.breaker.open(FailureKind.infra, message)
             self._refuse_if_open()
 
     def leave(self, runner: Runner) -> None:
-        """``runner`` could not be started."""
+        """Forget ``runner``, which could not be started."""
         with self._condition:
             if runner in self.runners:
                 self.runners.remove(runner)
@@ -303,22 +297,21 @@ class Lane:
         return any(i.is_open for items in (self._queue, *(c.items for c in self._calls())) for i in items)
 
     def _probe(self, item: Item) -> None:
-        """Ask, before all else, whether the plugin answers the row of ``item`` with an empty response."""
+        """Ask first whether the plugin answers the row of ``item`` with an empty response."""
         if item.probe is None and item.subject is None:
-            item.probe = probe_of(item)
-            self._queue.appendleft(item.probe)
+            self._queue.appendleft(item.make_probe())
             self._waiting_since = min(self._waiting_since, time.monotonic() - GROW_AFTER_S)
             self._condition.notify_all()
 
-    def _stuck(self, item: Item, trouble: Trouble) -> None:
-        """``item`` is not tried again; what it gets depends on its probe."""
-        if item.result is None and item.trouble is None:
-            item.trouble = trouble
+    def _stuck(self, item: Item, trouble: Failure, *, passed_limit: bool) -> None:
+        """Do not try ``item`` again; its result depends on its probe."""
+        if item.is_open:
+            item.trouble, item.passed_limit = trouble, passed_limit
             self._probe(item)
             self._settle(item, item.conclusion())
 
     def _give_rest(self, kind: FailureKind, reason: str, message: str) -> None:
-        """The plugin is down: open the breaker and fail the waiting items."""
+        """Open the breaker and fail all items: the plugin is down."""
         self.breaker.open(kind, reason)
         self._fail_everything(kind, message)
         for runner in self.runners:
@@ -326,70 +319,58 @@ class Lane:
                 runner.abort()
 
     def _call_size(self) -> int:
-        most = max(1, self.traits.batch_size)
-        if self.independent and self.breaker.suspicious:
-            most = 1
-        elif self.independent and not self.waits:
-            most = call_size(most, self._mean_s, self.limit_s, one_by_one=self.one_by_one)
-        return most
+        """Return the most items for a call, from the seconds that an item has taken so far."""
+        facts, most = self.facts, max(1, self.facts.traits.batch_size)
+        if not facts.independent:
+            return most
+        if self.breaker.suspicious:
+            return 1
+        if facts.waits:
+            return most
+        if not self._mean_s:
+            return 1 if facts.one_by_one else most
+        # An eighth of the limit is well within the patience of Call.is_out_of_patience.
+        target = ONE_BY_ONE_CALL_S if facts.one_by_one else min(BATCH_CALL_S, self.limit_s / 8)
+        return max(1, min(most, int(target / self._mean_s)))
+
+    def _next_size(self, now: float) -> int:
+        """Rotate the queue until its first item may go; return how many from there make the next call."""
+        for _ in range(len(self._queue)):
+            if self._queue[0].ready_at <= now:
+                break
+            self._queue.rotate(-1)
+        else:
+            return 0
+        size, most = 1, min(self._call_size(), len(self._queue))
+        while size < most and not self._queue[0].alone:
+            item = self._queue[size]
+            if item.alone or item.ready_at > now:
+                break
+            size += 1
+        return size
 
     def _hedge_stalled(self, now: float) -> None:
-        queued: set[int] | None = None
+        queued = set(map(id, self._queue))
         for call in self._calls():
             current = call.current()
             if now - call.began <= STALL_S or not current:
                 continue
-            impatient = is_out_of_patience(call, now, self.limit_s)
-            if impatient and (len(current) == 1 or not self.independent):
+            impatient = call.is_out_of_patience(now, self.limit_s)
+            if impatient and (len(current) == 1 or not self.facts.independent):
                 self._probe(current[0])
-            if not self.independent:
+            if not self.facts.independent:
                 continue
-            queued = queued or set(map(id, self._queue))
             sent = [item for item in call.items if item.alone and item.is_open]
-            if impatient and sent and not self.waits and all(item.probe is None for item in call.items):
-                self._probe(sent[0])  # beside the item, not after its limit: a plugin that is down costs one
-            due = held_up(call, now, queued, limit=self.limit_s, waits=self.waits)
+            if impatient and sent and not self.facts.waits and all(item.probe is None for item in call.items):
+                self._probe(sent[0])  # beside the item: if the plugin is down, that costs one limit, not two
+            due = call.held_up(now, queued, limit=self.limit_s, waits=self.facts.waits)
             for item in due:
                 item.alone = True
-                if not call.each:  # it has been under way; all its tries share one limit
+                if not call.each:  # all its tries share one limit
                     item.spent += now - call.began
             self._queue.extend(due)
             if due:
                 self._waiting_since = now - GROW_AFTER_S
-
-    def _grow(self, now: float) -> None:
-        if not self._queue or self._closed or now - self._waiting_since < GROW_AFTER_S:
-            return
-        calls = self._calls()
-        stalled = sum(now - call.began > STALL_S for call in calls)
-        most = self.num_workers + min(SPARE_RUNNERS, stalled)
-        if self.make_runner is not None and len(calls) == len(self.runners) < most:
-            runner = self.make_runner()
-            self.runners.append(runner)
-            runner.start()
-            self._waiting_since = now
-
-    def _give_up_overdue(self, now: float) -> None:
-        """In the trainer's process a call cannot be killed: its items fail, as does what queues behind."""
-        for call in self._calls():
-            limit = self.traits.timeout_s * (1 if call.each else len(call.items))
-            if now - call.began <= limit:
-                continue
-            if call.open():
-                reason = f"a call is out for more than {limit:g} s, and in this process it cannot be ended"
-                self.breaker.open(FailureKind.timeout, reason)
-            self._fail_everything(FailureKind.timeout, self._timeout().message)
-
-    def _retry(self, item: Item, failure: Failure, now: float) -> None:
-        if item.result is not None:
-            return
-        if item.attempts >= self.retries:
-            self.breaker.infra(failure.message)
-            self._settle(item, failure)
-            return
-        item.attempts += 1
-        item.alone = self.independent
-        item.ready_at = now + RETRY_PAUSE_S * 2 ** (item.attempts - 1)
 
     def _refuse_if_open(self) -> None:
         if self._queue and (refusal := self.breaker.refusal()) is not None:
@@ -407,7 +388,7 @@ class Lane:
         return Failure(kind=kind, message=message, source=self.source)
 
     def _timeout(self) -> Failure:
-        message = f"no result within its time limit of {self.traits.timeout_s:g} s"
+        message = f"no result within its time limit of {self.facts.traits.timeout_s:g} s"
         return self._failure(FailureKind.timeout, message)
 
     def _settle(self, item: Item, result: Result | None) -> None:

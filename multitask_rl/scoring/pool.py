@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from multitask_rl.config.run import ScoringConfig
@@ -29,13 +28,14 @@ from multitask_rl.records import (
     Verdict,
 )
 from multitask_rl.scoring.cache import ResultCache
-from multitask_rl.scoring.grader import Result
+from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
-from multitask_rl.scoring.pending import TICK_S, Answering, Pending
-from multitask_rl.scoring.round import Judge, Round
+from multitask_rl.scoring.pending import Pending
+from multitask_rl.scoring.results import Result
+from multitask_rl.scoring.round import TICK_S, Round, TaskPlugin
 from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
-from multitask_rl.scoring.wiring import LanePlan, plan_lane, start_lane
+from multitask_rl.scoring.wiring import plan_plugin, start_lane
 
 __all__ = ["RewardPool"]
 
@@ -45,7 +45,7 @@ Verdicts = dict[str, Verdict | Failure]
 
 
 class RewardPool:
-    """Scores and judges; usable from several threads.
+    """Scores rollouts and judges their constraints; usable from several threads.
 
     Args:
         specs: tasks by name.
@@ -55,20 +55,12 @@ class RewardPool:
     """
 
     def __init__(
-        self,
-        specs: Mapping[str, TaskSpec],
-        config: ScoringConfig,
-        *,
-        seed: int,
-        devices: Mapping[str, str],
+        self, specs: Mapping[str, TaskSpec], config: ScoringConfig, *, seed: int, devices: Mapping[str, str]
     ) -> None:
-        self._specs = specs
-        self._config = config
-        self._seed = seed
-        self._devices = devices
+        self._specs, self._config, self._seed, self._devices = specs, config, seed, devices
         self._lanes: dict[bytes, Lane] = {}
-        self._rewards: dict[str, list[Judge]] = {name: [] for name in specs}
-        self._constraints: dict[str, list[Judge]] = {name: [] for name in specs}
+        self._rewards: dict[str, list[TaskPlugin]] = {name: [] for name in specs}
+        self._constraints: dict[str, list[TaskPlugin]] = {name: [] for name in specs}
         self._lock = threading.Lock()
         self._is_started = False
         self._closing = threading.Event()
@@ -83,54 +75,43 @@ class RewardPool:
             PluginError, ConfigError, MissingExtraError: the first plugin that cannot be used; nothing is left
                 running.
         """
-        plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, LanePlan]] = []
+        plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, PluginPlan]] = []
         for task in self._specs.values():
             _check_names(task)
             for specs in (task.rewards, task.judged):
                 for index, spec in enumerate(cast(list[RewardSpec | ConstraintSpec], specs)):
-                    plan = plan_lane(task, spec, index, seed=self._seed, devices=self._devices)
+                    plan = plan_plugin(task, spec, index, seed=self._seed, devices=self._devices)
                     plans.append((task, spec, plan))
         try:
-            self._start_lanes({plan.key: plan for _, _, plan in plans})
+            limiter = Limiter(self._config.max_concurrency)
+            # Processes first: they start while models are loaded in this one.
+            for plan in sorted({p.key: p for _, _, p in plans}.values(), key=lambda p: not p.isolate):
+                self._lanes[plan.key] = start_lane(plan, config=self._config, limiter=limiter)
+            for lane in self._lanes.values():
+                lane.wait_ready()
+            threading.Thread(target=self._tick, name="reward-pool", daemon=True).start()
             for task, spec, plan in plans:
-                lane = self._lanes[plan.key]
-                weight = _signed_weight(task, spec, lane)
-                overrun = _overrun(spec, lane, plan.task.where)
-                judge = Judge(spec.name or spec.plugin, weight, plan.key, lane, overrun)
                 own = self._rewards if isinstance(spec, RewardSpec) else self._constraints
-                own[task.name].append(judge)
+                own[task.name].append(_task_plugin(task, spec, plan, self._lanes[plan.key]))
             self._is_started = True
         except BaseException:
             self.close()
             raise
 
-    def _start_lanes(self, plans: Mapping[bytes, LanePlan]) -> None:
-        limiter = Limiter(self._config.max_concurrency)
-        # Processes first: they start while models are loaded in this one.
-        for plan in sorted(plans.values(), key=lambda p: not p.isolate):
-            self._lanes[plan.key] = start_lane(
-                plan,
-                config=self._config,
-                limiter=limiter,
-            )
-        for lane in self._lanes.values():
-            lane.wait_ready()
-        threading.Thread(target=self._tick, name="reward-pool", daemon=True).start()
-
     def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
         """Return the traits of the rewards, by task and reward name."""
         return {
-            task: {judge.name: judge.lane.traits for judge in judges}
-            for task, judges in self._rewards.items()
+            task: {plugin.name: plugin.lane.facts.traits for plugin in plugins}
+            for task, plugins in self._rewards.items()
         }
 
     def begin_scoring(self) -> Pending[Scored]:
-        """Return an open round of rewards: rollouts are added as they end, see ``score`` for the results."""
-        return Answering(self._round(self._rewards), self._lock, self._scored)
+        """Return an open round of rewards, to which rollouts are added as they end; results as ``score``."""
+        return self._round(self._rewards, self._scored)
 
     def begin_judging(self) -> Pending[Verdicts]:
-        """Return an open round of constraints, see ``judge`` for the results."""
-        return Answering(self._round(self._constraints), self._lock, self._verdicts)
+        """Return an open round of constraints; results as ``judge``."""
+        return self._round(self._constraints, self._verdicts)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Return one record per rollout, in order.
@@ -151,19 +132,16 @@ class RewardPool:
 
         Args:
             rollouts: whole responses, or partial ones.
-            only: names of the constraints to ask about each rollout: a look at partial responses, whose
-                failures count in no error budget (the whole response is judged later); None = all.
+            only: names of the constraints to ask about each partial response, whose failures count in no
+                error budget: the whole response is judged later; None = all.
 
         Raises:
             RewardError: a task's error budget is spent.
         """
-        if only is None:
-            return _all_at_once(self.begin_judging(), rollouts)
-        looks = partial(self._verdicts, is_look=True)
-        return _all_at_once(Answering(self._round(self._constraints, only), self._lock, looks), rollouts)
+        return _all_at_once(self._round(self._constraints, self._verdicts, only), rollouts)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Return per task what was counted since the last call (see ``TaskCounts.metrics``)."""
+        """Return per task the numbers of ``TaskCounts.metrics`` since the last call."""
         with self._lock:
             counts, self._counts = self._counts, {name: TaskCounts() for name in self._counts}
         return {name: own.metrics() for name, own in counts.items() if own.results}
@@ -202,66 +180,65 @@ class RewardPool:
     # ------------------------------------------------------------------ inside
 
     def _round(
-        self, judges: Mapping[str, list[Judge]], only: Sequence[Collection[str]] | None = None
-    ) -> Round:
+        self,
+        plugins: Mapping[str, list[TaskPlugin]],
+        collect: Callable[[Round[T], Sequence[int]], list[T]],
+        only: Sequence[Collection[str]] | None = None,
+    ) -> Round[T]:
         if not self._is_started:  # without plugins every reward would be 0 and every response allowed
             raise RuntimeError("the reward pool was asked before it was started; call start() first")
-        return Round(judges, self._cache, only)
+        return Round(plugins, self._cache, self._lock, collect, only)
 
-    def _scored(self, asking: Round, indices: Sequence[int]) -> list[Scored]:
+    def _scored(self, asking: Round[Any], indices: Sequence[int]) -> list[Scored]:
         with self._lock:
-            rollouts = [asking.rollouts[i] for i in indices]
-            answers = self._answers(asking, indices)
-            scored = [self._combine(r, own) for r, own in zip(rollouts, answers, strict=True)]
+            scored = [self._combine(rollout, own) for rollout, own in self._answers(asking, indices)]
             for record in scored:
                 if record.rollout.failure is None:
                     self._budgets[record.rollout.task].add(record.failure)
-            self._check_budgets(rollouts)
+            for task in {record.rollout.task for record in scored}:
+                self._budgets[task].check()
         return scored
 
-    def _verdicts(self, asking: Round, indices: Sequence[int], *, is_look: bool = False) -> list[Verdicts]:
+    def _verdicts(self, asking: Round[Any], indices: Sequence[int]) -> list[Verdicts]:
         verdicts: list[Verdicts] = []
         with self._lock:
-            rollouts = [asking.rollouts[i] for i in indices]
-            for rollout, results in zip(rollouts, self._answers(asking, indices), strict=True):
+            answers = self._answers(asking, indices)
+            for rollout, results in answers:
                 own = {name: r for name, r in results.items() if isinstance(r, (Verdict, Failure))}
                 verdicts.append(own)
                 failure = next((r for r in own.values() if isinstance(r, Failure)), None)
-                # successes are counted once, when the rollout is scored
-                if failure is not None and not is_look:
+                # A success is counted once, when the rollout is scored.
+                if failure is not None and asking.only is None:
                     self._budgets[rollout.task].add(failure)
-            self._check_budgets(rollouts)
+            for task in {rollout.task for rollout, _ in answers}:
+                self._budgets[task].check()
         return verdicts
 
-    def _check_budgets(self, rollouts: Sequence[Rollout]) -> None:
-        for task in {rollout.task for rollout in rollouts}:
-            self._budgets[task].check()
-
-    def _answers(self, asking: Round, indices: Sequence[int]) -> list[dict[str, Result]]:
-        """Return the results of ``indices`` by name; count them. The lock is held."""
+    def _answers(self, asking: Round[Any], indices: Sequence[int]) -> list[tuple[Rollout, dict[str, Result]]]:
+        """Return rollouts with their results by name; count them. The lock is held."""
         asking.remember()
-        answers: list[dict[str, Result]] = []
+        answers: list[tuple[Rollout, dict[str, Result]]] = []
         for index in indices:
-            counts = self._counts[asking.rollouts[index].task]
+            rollout = asking.rollouts[index]
+            counts = self._counts[rollout.task]
             own: dict[str, Result] = {}
-            for judge, result in asking.hits[index]:
-                own[judge.name] = result
+            for plugin, result in asking.hits[index]:
+                own[plugin.name] = result
                 counts.hits += 1
-            for judge, item in asking.asked[index]:
+            for plugin, item in asking.asked[index]:
                 assert item.result is not None, item.label
-                own[judge.name] = item.result
+                own[plugin.name] = item.result
                 if item.counted:  # an equal rollout asked for it
                     counts.hits += 1
                 else:
-                    counts.seconds[judge.name] += item.seconds
+                    counts.seconds[plugin.name] += item.seconds
                     counts.overruns += item.has_overrun
                 item.counted = True
             counts.add(own.values())
-            answers.append(own)
+            answers.append((rollout, own))
         return answers
 
     def _tick(self) -> None:
-        """Hedge and grow the lanes, whoever waits for them."""
         while not self._closing.wait(TICK_S):
             for lane in self._lanes.values():
                 lane.tick()
@@ -272,15 +249,15 @@ class RewardPool:
         breakdown: dict[str, RewardResult] = {n: r for n, r in results.items() if not isinstance(r, Verdict)}
         terms: list[tuple[float, float]] = []
         failure = None
-        weighted = [judge for judge in self._rewards[rollout.task] if judge.weight]
-        for judge in weighted:
-            result = breakdown[judge.name]
+        weighted = [plugin for plugin in self._rewards[rollout.task] if plugin.weight]
+        for plugin in weighted:
+            result = breakdown[plugin.name]
             if isinstance(result, Failure):
                 failure = failure or result
-            terms.append((judge.weight, result.value if isinstance(result, Score) else math.nan))
+            terms.append((plugin.weight, result.value if isinstance(result, Score) else math.nan))
         applicable = [weight * value for weight, value in terms if not math.isnan(value)]
         if weighted and not applicable and failure is None:
-            names = ", ".join(judge.name for judge in weighted)
+            names = ", ".join(plugin.name for plugin in weighted)
             failure = Failure(
                 kind=FailureKind.data,
                 message=f"none of the task's rewards applies to the sample ({names})",
@@ -308,35 +285,33 @@ def _check_names(task: TaskSpec) -> None:
             )
 
 
-def _overrun(spec: RewardSpec | ConstraintSpec, lane: Lane, where: str) -> RewardResult | Verdict | None:
-    """Return the result of a response that passes the plugin's limits; None = a failure.
+def _task_plugin(
+    task: TaskSpec, spec: RewardSpec | ConstraintSpec, plan: PluginPlan, lane: Lane
+) -> TaskPlugin:
+    """Return the plugin of one task, with its weight and the value of an overrun.
 
     Raises:
-        ConfigError: the tasks file's ``overrun`` is outside the declared range.
+        ConfigError: the weight or the tasks file's ``overrun`` does not fit the declared traits.
     """
+    name, weight, traits = spec.name or spec.plugin, spec.weight, lane.facts.traits
     if isinstance(spec, ConstraintSpec):
-        return Verdict(cost=1.0, violated=True, reason="the response passes the limits of its check")
-    traits = lane.traits
+        verdict = Verdict(cost=1.0, violated=True, reason="the response passes the limits of its check")
+        return TaskPlugin(name, weight, plan.key, lane, verdict)
+    if not traits.higher_is_better:
+        if weight < 0:
+            raise ConfigError(
+                f"tasks.{task.name}.rewards: {name!r} declares that lower values are better and is "
+                f"subtracted already; its weight {weight:g} would reward high values. Make it positive."
+            )
+        weight = -weight
     value = spec.overrun
     if value is None:
         worst = traits.low if traits.higher_is_better else traits.high
         value = worst if math.isfinite(worst) else 0.0 if traits.higher_is_better else None
     elif not traits.low <= value <= traits.high:
         raise ConfigError(
-            f"{where}.overrun: {value:g} is outside the range that {spec.name or spec.plugin!r} declares, "
+            f"{plan.where}.overrun: {value:g} is outside the range that {name!r} declares, "
             f"[{traits.low:g}, {traits.high:g}]"
         )
-    return None if value is None else Score(value=value, components={OVERRUN: 1.0})
-
-
-def _signed_weight(task: TaskSpec, spec: RewardSpec | ConstraintSpec, lane: Lane) -> float:
-    """Return the factor of a reward's value in the sum: its weight, negative where lower is better."""
-    if lane.traits.higher_is_better or not isinstance(spec, RewardSpec):
-        return spec.weight
-    if spec.weight < 0:
-        raise ConfigError(
-            f"tasks.{task.name}.rewards: {spec.name or spec.plugin!r} declares that lower values are better "
-            f"and is subtracted already; its weight {spec.weight:g} would reward high values. Make it "
-            "positive."
-        )
-    return -spec.weight
+    overrun = None if value is None else Score(value=value, components={OVERRUN: 1.0})
+    return TaskPlugin(name, weight, plan.key, lane, overrun)

@@ -1,4 +1,4 @@
-"""Conversion of a plugin's return value or exception to a typed result; the only place that does it.
+"""Typed results from what a plugin returns or raises.
 
 No fault of a plugin becomes a reward of 0: a value that is not a finite number in the declared range is a
 ``grader`` failure that names the plugin and the value.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import DataError, SandboxError
@@ -23,7 +23,11 @@ from multitask_rl.records import (
     Verdict,
 )
 
-__all__ = ["failure_of", "is_out_of_memory", "to_result", "to_verdict"]
+__all__ = ["Result", "each", "failure_of", "is_out_of_memory", "no_column", "to_result", "to_verdict"]
+
+Result = RewardResult | Verdict
+
+T = TypeVar("T")
 
 _VALUE_KEYS = ("score", "value", "reward")
 _MAX_MESSAGE = 500
@@ -31,15 +35,12 @@ _MEMORY = "raised MemoryError"
 
 
 def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
-    """Return the reward result that ``raw`` stands for.
+    """Return the result of a reward for ``raw``, the value that the plugin ``source`` returned.
 
-    Args:
-        raw: a number, ``None`` (not applicable), a ``Score``, a ``Failure``, or a mapping with ``score`` and
-            further numbers as components.
-        traits: holds the declared range.
-        source: the plugin, for messages.
+    ``raw`` is a number, None (not applicable), a ``Score``, a ``Failure``, or a mapping with ``score`` and
+    further numbers, which become components.
     """
-    if type(raw) is float:  # the fast way of almost every score
+    if type(raw) is float:  # almost every score: skips the checks of types
         return _checked(raw, {}, traits, source)
     if raw is None or isinstance(raw, NotApplicable):
         return NOT_APPLICABLE
@@ -59,10 +60,10 @@ def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
 
 
 def to_verdict(raw: Any, source: str) -> Verdict | Failure:
-    """Return the verdict that ``raw`` stands for.
+    """Return the verdict for ``raw``, the value that the constraint ``source`` returned.
 
-    A bare number is a cost in [0, 1], violated from 0.5 on. ``None`` means that the constraint does not
-    apply to the sample (satisfied).
+    A bare number is a cost in [0, 1], violated from 0.5 on. None means that the constraint does not apply to
+    the sample: it is satisfied.
     """
     if raw is None or isinstance(raw, NotApplicable):
         return Verdict(cost=0.0, violated=False, applicable=False)
@@ -75,13 +76,30 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     if not 0.0 <= cost <= 1.0:  # also refuses NaN
         return _grader(f"returned the cost {cost!r}, outside [0, 1]", source)
     if is_verdict:
-        return Verdict(
-            cost=cost,
-            violated=bool(raw.violated),
-            reason=str(raw.reason),
-            applicable=bool(raw.applicable),
-        )
+        violated, applicable = bool(raw.violated), bool(raw.applicable)
+        return Verdict(cost=cost, violated=violated, reason=str(raw.reason), applicable=applicable)
     return Verdict(cost=cost, violated=cost >= 0.5)
+
+
+def each(function: Callable[[T], Any], inputs: Sequence[T], source: str) -> list[Any]:
+    """Call ``function`` on each input; an error becomes the failure of its input.
+
+    The error of a single input is raised: the grader types it under the name that the tasks file gives.
+    """
+    values: list[Any] = []
+    for one in inputs:
+        try:
+            values.append(function(one))
+        except Exception as error:
+            if len(inputs) == 1:
+                raise
+            values.append(failure_of(error, source))
+    return values
+
+
+def no_column(names: str, row: Mapping[str, Any]) -> str:
+    """Return the message for a row without the columns ``names``."""
+    return f"the row has no column {names} (columns: {', '.join(map(str, row)) or 'none'})"
 
 
 def failure_of(error: BaseException, source: str) -> Failure:
@@ -98,7 +116,7 @@ def failure_of(error: BaseException, source: str) -> Failure:
     return Failure(kind=kind, message=message[:_MAX_MESSAGE], source=source)
 
 
-def is_out_of_memory(result: object) -> bool:
+def is_out_of_memory(result: Result) -> bool:
     """Return whether ``result`` is the failure of a plugin that was refused memory."""
     return isinstance(result, Failure) and result.message.startswith(_MEMORY)
 
@@ -125,7 +143,7 @@ def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, so
 
 
 def _number(value: Any) -> float | None:
-    """Return ``value`` as a float, or None if it is no number (text that looks like one is not)."""
+    """Return ``value`` as a float, or None if it is no number; text is none."""
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, (str, bytes, complex)) or not hasattr(value, "item"):

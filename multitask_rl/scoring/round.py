@@ -1,26 +1,39 @@
-"""One round of scoring: the items of one step, with cached results and results that are still open."""
+"""One round of scoring: the questions about the rollouts of a batch, asked as the rollouts end."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from multitask_rl.records import Failure, Rollout
-from multitask_rl.scoring.cache import ResultCache, RowDigests
-from multitask_rl.scoring.grader import Result
+from multitask_rl.scoring.cache import ResultCache, content_key
 from multitask_rl.scoring.items import Item, Latch
 from multitask_rl.scoring.lane import Lane
+from multitask_rl.scoring.pending import POLL_S, Span
+from multitask_rl.scoring.results import Result
 
-__all__ = ["Judge", "Round"]
+__all__ = ["TICK_S", "Round", "TaskPlugin"]
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+HEARTBEAT_S = 10.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class TaskPlugin:
     """One reward or constraint of one task."""
 
     name: str
     weight: float
-    """Factor of its value in the task's reward (rewards only)."""
+    """Factor of its value in the task's reward: negative where lower values are better (rewards only)."""
     key: bytes
     """Digest of plugin and configuration."""
     lane: Lane
@@ -28,110 +41,158 @@ class Judge:
     """The result of a response that passes the plugin's limits; None = a failure."""
 
 
-class Round:
-    """Every question once: the cache's answers, one item per new question, shared by equal rollouts.
+class Round(Generic[T]):
+    """A ``Pending`` of the reward pool: cached answers, and one item per new question.
 
-    Rollouts may be added while earlier ones are being scored. A plugin that looks at responses one by one
-    gets them at once; one that takes batches gets them when the round is sealed, in the order given there,
-    so that its batches (and the last bits of a model's scores) do not depend on when a response ended.
+    Equal rollouts share an item. A plugin that scores responses one by one gets them at once. One that takes
+    batches gets them when the round is sealed, in the order given there, so that its batches (and the last
+    bits of a model's scores) do not depend on when a response ended.
 
     Args:
-        judges: by task.
+        plugins: by task.
         cache: of results of deterministic plugins.
-        only: names of the judges to ask about each rollout; None = all.
+        lock: the pool's; covers the questions.
+        collect: turns answered indices of the round into results.
+        only: names of the plugins to ask about each rollout; None = all.
     """
 
     def __init__(
         self,
-        judges: Mapping[str, Sequence[Judge]],
+        plugins: Mapping[str, Sequence[TaskPlugin]],
         cache: ResultCache,
+        lock: threading.Lock,
+        collect: Callable[[Round[T], Sequence[int]], list[T]],
         only: Sequence[Collection[str]] | None = None,
     ) -> None:
-        self._only = only
+        self.only = only
         self.rollouts: list[Rollout] = []
-        self.hits: list[list[tuple[Judge, Result]]] = []
-        """Per rollout: judge, result that was known."""
-        self.asked: list[list[tuple[Judge, Item]]] = []
-        """Per rollout: judge, the item that will know."""
-        self.latch = Latch()
-        self.lanes: set[Lane] = set()
+        self.hits: list[list[tuple[TaskPlugin, Result]]] = []
+        """Per rollout: plugin, cached result."""
+        self.asked: list[list[tuple[TaskPlugin, Item]]] = []
+        """Per rollout: plugin, the item that gets the result."""
+        self._plugins, self._cache, self._lock, self._collect = plugins, cache, lock, collect
+        self._latch = Latch()
+        self._lanes: set[Lane] = set()
         """Those that were asked."""
-        self._judges = judges
-        self._cache = cache
-        self._keys: dict[tuple[bytes, str], Item] = {}
-        """By the cache's key and what an overrun is worth, which is the task's word and not the plugin's."""
-        self._digests = RowDigests()
+        self._items: dict[tuple[bytes, str], Item] = {}
+        """By the cache's key and the value of an overrun, which depends on the task."""
+        self._prompts: dict[int, bytes] = {}
         self._held: dict[int, list[tuple[Lane, Item]]] = {}
+        """By index: items for plugins that take batches."""
 
-    def add(self, rollouts: Sequence[Rollout]) -> dict[Lane, list[Item]]:
-        """Take rollouts (those with a failure are not asked about); return what to submit now."""
-        now: dict[Lane, list[Item]] = {}
-        for rollout in rollouts:
-            index = len(self.rollouts)
-            self.rollouts.append(rollout)
-            self.hits.append([])
-            self.asked.append([])
-            if rollout.failure is not None:
-                continue
-            for judge in self._judges[rollout.task]:
-                if self._only is not None and judge.name not in self._only[index]:
-                    continue
-                item = self._ask(index, rollout, judge)
-                if item is not None and judge.lane.one_by_one:
-                    now.setdefault(judge.lane, []).append(item)
-                elif item is not None:
-                    self._held.setdefault(index, []).append((judge.lane, item))
-        return now
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """See ``Pending``; nothing is asked about rollouts with a failure."""
+        begun: dict[Lane, list[Item]] = {}
+        with self._lock:
+            for index, rollout in enumerate(rollouts, len(self.rollouts)):
+                self.rollouts.append(rollout)
+                self.hits.append([])
+                self.asked.append([])
+                for plugin in self._plugins[rollout.task] if rollout.failure is None else ():
+                    if self.only is not None and plugin.name not in self.only[index]:
+                        continue
+                    item = self._ask(index, rollout, plugin)
+                    if item is not None and plugin.lane.facts.one_by_one:
+                        begun.setdefault(plugin.lane, []).append(item)
+                    elif item is not None:
+                        self._held.setdefault(index, []).append((plugin.lane, item))
+        for lane, items in begun.items():
+            lane.submit(items)
 
-    def seal(self, order: Sequence[int] | None = None) -> dict[Lane, list[Item]]:
-        """Return what was held back for plugins that take batches.
-
-        Args:
-            order: indices of all rollouts in the order to hand them on; default: as they were added.
-        """
+    def seal(self, order: Sequence[int] | None = None) -> None:
+        """See ``Pending``."""
         rest: dict[Lane, list[Item]] = {}
         for index in range(len(self.rollouts)) if order is None else order:
             for lane, item in self._held.pop(index, ()):
                 rest.setdefault(lane, []).append(item)
-        return rest
+        for lane, items in rest.items():
+            lane.submit(items)
 
     def is_done(self, index: int) -> bool:
-        """Whether every question about a rollout is answered."""
+        """See ``Pending``."""
         return all(item.result is not None for _, item in self.asked[index])
 
     def known(self, index: int) -> dict[str, Result] | None:
-        """Return the answers about a rollout by name; None while one is open."""
-        found = {judge.name: result for judge, result in self.hits[index]}
-        for judge, item in self.asked[index]:
+        """See ``Pending``."""
+        found = {plugin.name: result for plugin, result in self.hits[index]}
+        for plugin, item in self.asked[index]:
             if item.result is None:
                 return None
-            found[judge.name] = item.result
+            found[plugin.name] = item.result
         return found
 
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
+        """See ``Pending``; every 10 s the log says what is waited for."""
+        began = time.monotonic()
+        next_report = HEARTBEAT_S
+        had_to_wait = False
+        while not (is_enough is not None and is_enough()) and not self._latch.wait(
+            TICK_S if is_enough is None else POLL_S
+        ):
+            had_to_wait = True
+            for lane in self._lanes:
+                if lane.error is not None:
+                    raise lane.error
+            if time.monotonic() - began < next_report:
+                continue
+            next_report += HEARTBEAT_S
+            for seconds, item in filter(None, (lane.oldest() for lane in self._lanes)):
+                sample = f"{item.rollout.prompt.prompt_id}[{item.rollout.sample}]"
+                logger.warning("waiting for %s, sample %s, %.0f s", item.label, sample, seconds)
+        if not had_to_wait and time.monotonic() - began < POLL_S:
+            return ""
+        answered = [item for own in self.asked for _, item in own if item.result is not None]
+        return max(answered, key=lambda item: item.ended).rollout.task if answered else ""
+
+    def results(self, indices: Sequence[int]) -> list[T]:
+        """See ``Pending``."""
+        return self._collect(self, indices)
+
+    def spans(self, indices: Sequence[int]) -> dict[str, Span]:
+        """See ``Pending``."""
+        found: dict[str, Span] = {}
+        now = time.monotonic()
+        for item in (item for index in indices for _, item in self.asked[index] if item.began):
+            low, high = found.get(item.rollout.task, (math.inf, 0.0))
+            found[item.rollout.task] = (min(low, item.began), max(high, item.ended or now))
+        return found
+
+    def cancel(self, indices: Sequence[int]) -> None:
+        """See ``Pending``."""
+        gone = set(indices)
+        wanted = {id(item) for i, own in enumerate(self.asked) if i not in gone for _, item in own}
+        unwanted: dict[Lane, list[Item]] = {}
+        for plugin, item in (pair for index in gone for pair in self.asked[index]):
+            if item.result is None and id(item) not in wanted:
+                unwanted.setdefault(plugin.lane, []).append(item)
+        for lane, items in unwanted.items():
+            lane.cancel(items)
+
     def remember(self) -> None:
-        """Put what was found out into the cache; failures and overruns are not kept."""
-        for (key, overrun), item in list(self._keys.items()):
+        """Put new results into the cache, except failures and overruns."""
+        for (key, overrun), item in list(self._items.items()):
             if item.result is not None:
                 if not isinstance(item.result, Failure) and not item.has_overrun:
                     self._cache.put(key, item.result)
-                del self._keys[key, overrun]
+                del self._items[key, overrun]
 
-    def _ask(self, index: int, rollout: Rollout, judge: Judge) -> Item | None:
-        """Note the question; return the item if it is a new one."""
-        item, key = None, b""
-        if judge.lane.traits.deterministic:
-            key = self._digests.key(judge.key, rollout)
+    def _ask(self, index: int, rollout: Rollout, plugin: TaskPlugin) -> Item | None:
+        """Note the question; return its item if it is a new one."""
+        key, place = b"", (b"", "")
+        if plugin.lane.facts.traits.deterministic:
+            key = content_key(plugin.key, rollout, self._prompts)
             known = self._cache.get(key)
             if known is not None:
-                self.hits[index].append((judge, known))
+                self.hits[index].append((plugin, known))
                 return None
-            item = self._keys.get((key, repr(judge.overrun)))
-        is_new = item is None
-        if item is None:
-            item = Item(rollout, self.latch, f"{rollout.task}/{judge.name}", overrun=judge.overrun)
-            self.latch.expect(1)
-            self.lanes.add(judge.lane)
-            if key:
-                self._keys[key, repr(judge.overrun)] = item
-        self.asked[index].append((judge, item))
-        return item if is_new else None
+            place = (key, repr(plugin.overrun))
+            if place in self._items:
+                self.asked[index].append((plugin, self._items[place]))
+                return None
+        item = Item(rollout, self._latch, f"{rollout.task}/{plugin.name}", overrun=plugin.overrun)
+        self._latch.expect(1)
+        self._lanes.add(plugin.lane)
+        if key:
+            self._items[place] = item
+        self.asked[index].append((plugin, item))
+        return item

@@ -1,21 +1,14 @@
-"""Rewards written as functions: one response, a batch, or async, turned into the ``Reward`` contract.
+"""Rewards written as functions: of one response, of a batch, or async.
 
-How a function is read (by the names of its parameters, nothing else):
-
-* A parameter named ``responses`` or ``rollouts`` makes it a **batch** function: every argument is a list,
-  the result is a list. Any other function is asked about **one response** at a time.
-* ``response`` / ``responses`` is the text, ``rollout`` / ``rollouts`` the record, ``prompt`` / ``prompts``
-  the row's ``prompt`` column or, without one, the text the model saw. If no parameter is called ``response``
-  or ``rollout``, the first one takes the response.
-* Every other parameter is a column of the row; one with a default may be missing. ``**row`` takes the rest.
-* A key of the tasks file's ``config`` fills the parameter of that name instead.
+The names of its parameters say what a function gets; docs/write-a-reward.md has the table. A parameter
+``responses`` or ``rollouts`` makes it a batch function: every argument is a list, the result is a list.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,14 +17,14 @@ from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout
-from multitask_rl.scoring.results import failure_of
+from multitask_rl.scoring.results import each, failure_of, no_column
 
 __all__ = ["UNDECLARED", "EventLoop", "FunctionPlugin", "Signature", "with_traits"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNDECLARED = PluginTraits(deterministic=False)
-"""Traits of a function that declares none. It may draw or read a clock, so it is not cached."""
+"""Traits of a function that declares none: it may draw or read a clock, so it is not cached."""
 
 _BATCH = {"responses": "response", "rollouts": "rollout", "prompts": "prompt"}
 _SPECIAL = ("response", "rollout", "prompt")
@@ -41,7 +34,7 @@ _FOREIGN_HINTS = {"completions": "trl:", "solution_str": "verl:"}
 def with_traits(**traits: Any) -> Callable[[F], F]:
     """Declare the traits of a function: ``@with_traits(low=0, high=1, timeout_s=5, deterministic=True)``.
 
-    What is not named stays as it is of a function without traits: it is not cached.
+    A trait that is not named has the value of a function without traits: ``deterministic`` is False.
 
     Raises:
         PluginError: a name that ``PluginTraits`` does not have.
@@ -60,7 +53,7 @@ def with_traits(**traits: Any) -> Callable[[F], F]:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a reward function asks for."""
+    """The parameters of a reward function."""
 
     batch: bool
     positional: tuple[str, ...]
@@ -70,16 +63,11 @@ class Signature:
     takes_row: bool
     """It has ``**row``."""
     response_parameter: str
-    """Which parameter takes the response; empty = by the special names."""
+    """The parameter that takes the response; empty = those with a special name."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], reference: str, where: str = "") -> Signature:
-        """Read ``function``.
-
-        Args:
-            function: the reward or constraint.
-            reference: how the tasks file names it.
-            where: place for messages.
+        """Read ``function``; ``reference`` is its name in the tasks file, ``where`` a place for messages.
 
         Raises:
             PluginError: it cannot be called with a response.
@@ -120,16 +108,22 @@ class Signature:
 
 
 class EventLoop:
-    """One event loop for all calls of a plugin: clients it keeps between calls stay usable."""
+    """One event loop for all calls of a plugin, so that its clients stay usable between calls."""
 
     def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run ``coroutine`` to its end."""
+    def value_of(self, value: Any) -> Any:
+        """Return ``value``, or its result if it is awaitable."""
+        if not inspect.isawaitable(value):
+            return value
+
+        async def wait() -> Any:
+            return await value
+
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(coroutine)
+        return self._runner.run(wait())
 
     def __del__(self) -> None:
         self.close()  # a reward built in a script or notebook has no pool to close it
@@ -142,51 +136,43 @@ class EventLoop:
 
 
 class FunctionPlugin:
-    """A function as a reward and as a constraint: both ask the same question, one reads it as a cost."""
+    """A function as a reward, or as a constraint, whose value is a cost."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        label: str,
-        config: Mapping[str, Any],
-        where: str,
-        reference: str,
+        self, function: Callable[..., Any], label: str, config: Mapping[str, Any], where: str, reference: str
     ) -> None:
         self.function = function
         self.label = label
-        self.signature = Signature.of(function, reference, where)
+        self.signature = signature = Signature.of(function, reference, where)
         self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
-        self.one_by_one = not self.signature.batch and not self.is_async
+        self.one_by_one = not signature.batch and not self.is_async
         """Whether a call with many rollouts is only a loop."""
-        self.independent = not self.signature.batch
-        self.text_only = not {"rollout", "rollouts"} & set(self.signature.names)
-        """It never sees token ids, so none need to be sent to it."""
+        self.independent = not signature.batch
+        self.text_only = not {"rollout", "rollouts"} & set(signature.names)
+        """It does not see token ids, so none are sent to it."""
         self._loop = EventLoop()
         self._bound = dict(config)
-        reserved = {*_SPECIAL, *_BATCH, self.signature.response_parameter}
-        check_keys(config, set(self.signature.names) - reserved, Where(path=(f"{where}.config",)))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
+        reserved = {*_SPECIAL, *_BATCH, signature.response_parameter}
+        check_keys(config, set(signature.names) - reserved, Where(path=(f"{where}.config",)))
+        given = {*_SPECIAL, *(_BATCH if signature.batch else ()), signature.response_parameter, *config}
+        self.columns = tuple(name for name in signature.required if name not in given)
         """Columns that every row must have."""
-        given = {*_SPECIAL, *self._bound, self.signature.response_parameter}
-        given |= set(_BATCH) if self.signature.batch else set()
-        return tuple(name for name in self.signature.required if name not in given)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """Return what the function says, one per rollout; a row that lacks a column is a ``data`` failure."""
-        results: list[Any] = [None] * len(rollouts)
-        calls: list[tuple[int, dict[str, Any]]] = []
-        for index, rollout in enumerate(rollouts):
-            arguments = self._arguments(rollout)
-            if isinstance(arguments, Failure):
-                results[index] = arguments
-            else:
-                calls.append((index, arguments))
-        for (index, _), value in zip(calls, self._call_all([a for _, a in calls]), strict=True):
-            results[index] = value
-        return results
+        """Return the function's value per rollout; a row that lacks a column is a ``data`` failure."""
+        asked = [self._arguments(rollout) for rollout in rollouts]
+        arguments = [one for one in asked if not isinstance(one, Failure)]
+        if not arguments:
+            values = []
+        elif self.signature.batch:
+            values = self._call_batch(arguments)
+        elif self.is_async:
+            values = self._loop.value_of(self._gather(arguments))
+        else:
+            values = each(self._call, arguments, self.label)
+        answers = iter(values)
+        return [one if isinstance(one, Failure) else next(answers) for one in asked]
 
     judge = score
 
@@ -194,38 +180,43 @@ class FunctionPlugin:
         """Free the event loop."""
         self._loop.close()
 
-    def _call_all(self, arguments: list[dict[str, Any]]) -> list[Any]:
-        if not arguments:
-            return []
-        if self.signature.batch:
-            return self._call_batch(arguments)
-        if self.is_async:
-            return list(self._loop.run(self._gather(arguments)))
-        if len(arguments) == 1:  # its own errors reach the caller, who types them
-            return [self._call(arguments[0])]
-        return [self._try(one) for one in arguments]
+    def _arguments(self, rollout: Rollout) -> dict[str, Any] | Failure:
+        """Return the arguments by name; those of a batch function are still single values."""
+        signature, row = self.signature, rollout.row
+        special = {"response": rollout.response, "rollout": rollout}
+        special["prompt"] = row.get("prompt", rollout.prompt.text)
+        arguments: dict[str, Any] = {}
+        for name in signature.names:
+            meaning = _BATCH.get(name, name) if signature.batch else name
+            if name == signature.response_parameter:
+                arguments[name] = rollout.response
+            elif name in self._bound:
+                arguments[name] = self._bound[name]
+            elif meaning in special:
+                arguments[name] = special[meaning]
+            elif name in row:
+                arguments[name] = row[name]
+            elif name in signature.required:
+                message = no_column(repr(name), row)
+                return Failure(kind=FailureKind.data, message=message, source=self.label)
+        if signature.takes_row:
+            arguments.update({str(k): v for k, v in row.items() if k not in arguments})
+        return arguments
 
     def _call(self, arguments: dict[str, Any]) -> Any:
-        if not self.signature.positional:
-            return self.function(**arguments)
         positional = [arguments.pop(name) for name in self.signature.positional if name in arguments]
         return self.function(*positional, **arguments)
 
-    def _try(self, arguments: dict[str, Any]) -> Any:
-        try:
-            return self._call(arguments)
-        except Exception as error:  # noqa: BLE001 - the boundary where a plugin's error becomes data
-            return failure_of(error, self.label)
-
     def _call_batch(self, arguments: list[dict[str, Any]]) -> list[Any]:
-        columns = {name: [one.get(name) for one in arguments] for name in _all_keys(arguments)}
+        names = dict.fromkeys(name for one in arguments for name in one)
+        columns = {name: [one.get(name) for one in arguments] for name in names}
         columns.update(self._bound)
-        values = self._call(columns)
-        if inspect.isawaitable(values):
-            values = self._loop.run(_awaited(values))
-        values = _as_list(values, self.label)
+        values = self._loop.value_of(self._call(columns))
+        if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+            raise TypeError(f"a batch function returns a list, {self.label} returned {type(values).__name__}")
+        values = list(values)
         if len(values) != len(arguments):
-            # Not raised: the responses one by one would each get what was meant for the batch.
+            # Not raised: after an error the responses are asked about one by one, outside their batch.
             message = f"returned {len(values)} results for {len(arguments)} responses"
             return [Failure(kind=FailureKind.grader, message=message, source=self.label)] * len(arguments)
         return values
@@ -241,50 +232,3 @@ class FunctionPlugin:
                 return failure_of(error, self.label)
 
         return await asyncio.gather(*(one(keywords) for keywords in arguments))
-
-    def _arguments(self, rollout: Rollout) -> dict[str, Any] | Failure:
-        """Return the keywords of one call, with the singular value under each parameter's own name."""
-        signature, row = self.signature, rollout.row
-        arguments: dict[str, Any] = {}
-        for name in signature.names:
-            meaning = _BATCH.get(name, name) if signature.batch else name
-            if name == signature.response_parameter:
-                arguments[name] = rollout.response
-            elif name in self._bound:
-                arguments[name] = self._bound[name]
-            elif meaning in _SPECIAL:
-                arguments[name] = _special(meaning, rollout)
-            elif name in row:
-                arguments[name] = row[name]
-            elif name in signature.required:
-                return Failure(
-                    kind=FailureKind.data,
-                    message=f"the row has no column {name!r} (columns: {', '.join(map(str, row)) or 'none'})",
-                    source=self.label,
-                )
-        if signature.takes_row:
-            arguments.update({str(k): v for k, v in row.items() if k not in arguments})
-        return arguments
-
-
-def _special(meaning: str, rollout: Rollout) -> Any:
-    if meaning == "response":
-        return rollout.response
-    if meaning == "rollout":
-        return rollout
-    return rollout.row.get("prompt", rollout.prompt.text)
-
-
-def _all_keys(arguments: list[dict[str, Any]]) -> dict[str, None]:
-    """Return the union of the keys in order of appearance; a column some rows lack is None there."""
-    return dict.fromkeys(name for one in arguments for name in one)
-
-
-def _as_list(values: Any, label: str) -> list[Any]:
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
-        raise TypeError(f"a batch function returns a list, {label} returned {type(values).__name__}")
-    return list(values)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

@@ -1,4 +1,4 @@
-"""What the pool counts per task: failures by kind, seconds, cache hits, and the error budget."""
+"""Counts per task: failures by kind, seconds, cache hits, and the error budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from multitask_rl.errors import RewardError
 from multitask_rl.records import Event, Failure, FailureKind, Scored
-from multitask_rl.scoring.grader import Result
+from multitask_rl.scoring.results import Result
 
 __all__ = ["ErrorBudget", "ScoreTally", "TaskCounts"]
 
@@ -70,7 +70,7 @@ class ErrorBudget:
         return sum(f is not None for f in self._recent) / max(1, len(self._recent))
 
     def add(self, failure: Failure | None) -> None:
-        """Take note of one sample."""
+        """Count one sample."""
         self._recent.append(failure)
 
     def check(self) -> None:
@@ -81,11 +81,11 @@ class ErrorBudget:
         """
         if len(self._recent) < MIN_SAMPLES:
             return
-        rate = self.rate
+        rate, failures = self.rate, filter(None, self._recent)
         if rate > self._limit:
             raise RewardError(
                 f"task {self._task!r}: {rate:.0%} of its last {len(self._recent)} samples could not be "
-                f"scored, allowed are {self._limit:.0%} (scoring.max_failure_rate). {self._report()} "
+                f"scored, allowed are {self._limit:.0%} (scoring.max_failure_rate). {_report(failures)} "
                 "Failed samples are never counted as 0; mend the plugin or the data (multitask-rl plugins "
                 "check NAME)."
             )
@@ -93,13 +93,13 @@ class ErrorBudget:
             self._warned = True
             self._pending.append(
                 f"{rate:.0%} of the last {len(self._recent)} samples could not be scored; the run stops "
-                f"above {self._limit:.0%}. {self._report()}"
+                f"above {self._limit:.0%}. {_report(failures)}"
             )
         elif rate <= self._limit / 4:
             self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, JSON-able; empty for a spent budget, because a resume follows a repair."""
+        """Return the window, JSON-able; empty if the budget is spent: a resume follows a repair."""
         recent = [] if self.rate > self._limit else list(self._recent)
         return {"recent": [asdict(f) if f else None for f in recent], "warned": self._warned}
 
@@ -114,31 +114,22 @@ class ErrorBudget:
     def events(self, step: int) -> list[Event]:
         """Return the warnings since the last call."""
         pending, self._pending = self._pending, []
+        data = {"failure_rate": self.rate, "max_failure_rate": self._limit}
         return [
-            Event(
-                step=step,
-                source="rewards",
-                kind="warn",
-                reason=reason,
-                task=self._task,
-                data={"failure_rate": self.rate, "max_failure_rate": self._limit},
-            )
+            Event(step=step, source="rewards", kind="warn", reason=reason, task=self._task, data=data)
             for reason in pending
         ]
 
-    def _report(self) -> str:
-        return _report(f for f in self._recent if f is not None)
-
 
 class ScoreTally:
-    """Which tasks had a sample scored since the run was started; a short run spends no error budget."""
+    """Tasks that had a sample scored since the start: a short run spends no error budget."""
 
     def __init__(self) -> None:
         self._scored: set[str] = set()
         self._failures: defaultdict[str, list[Failure]] = defaultdict(list)
 
     def note(self, records: Iterable[Scored]) -> None:
-        """Take note of records; those that the engine could not produce count neither way."""
+        """Count records, except samples that the engine could not produce."""
         for record in records:
             task = record.rollout.task
             if record.failure is None:
@@ -148,7 +139,7 @@ class ScoreTally:
                 self._failures[task].append(record.failure)
 
     def check(self) -> None:
-        """Compare at the end of a run.
+        """Check the tasks at the end of a run.
 
         Raises:
             RewardError: a task had samples and every one failed; the message says why.

@@ -5,43 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
-from multitask_rl.errors import ConfigError, PluginError
+from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import absolute_reference
-from multitask_rl.scoring.adapt import PluginSource, find_plugin
-from multitask_rl.scoring.grader import Grader
+from multitask_rl.scoring.adapt import find_plugin
+from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.output import PluginOutput
-from multitask_rl.scoring.worker.main import WorkerTask
-from multitask_rl.scoring.worker.runners import LocalRunner, ProcessRunner
+from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
 from multitask_rl.seeding import derive_seed
 
-__all__ = ["LanePlan", "plan_lane", "start_lane"]
+__all__ = ["plan_plugin", "start_lane"]
 
 
-@dataclass(frozen=True, slots=True)
-class LanePlan:
-    """One plugin with one configuration on one device."""
-
-    source: PluginSource
-    task: WorkerTask
-    key: bytes
-    """Digest of plugin, version and configuration: equal plans share a lane, and cached results."""
-
-    @property
-    def isolate(self) -> bool:
-        """It runs in worker processes."""
-        return self.source.isolates(self.task.config)
-
-
-def plan_lane(
+def plan_plugin(
     task: TaskSpec, spec: RewardSpec | ConstraintSpec, index: int, *, seed: int, devices: Mapping[str, str]
-) -> LanePlan:
-    """Find the plugin of ``spec`` and check its shape and configuration; nothing is built.
+) -> PluginPlan:
+    """Find the plugin of ``spec``, number ``index`` of its kind; check its shape and configuration.
 
     A ``Config`` with a field ``device`` or ``seed`` gets the run's, unless the tasks file gives it.
 
@@ -65,37 +49,28 @@ def plan_lane(
         config.setdefault("seed", derive_seed(seed, "reward", spec.plugin))
     source.check(config)
     identity = json.dumps([kind, reference, source.located.version, config], sort_keys=True, default=repr)
-    worker_task = WorkerTask(
-        kind=kind, reference=reference, config=config, source=spec.name or spec.plugin, where=where
+    return PluginPlan(
+        kind=kind,
+        reference=reference,
+        config=config,
+        source=spec.name or spec.plugin,
+        where=where,
+        key=hashlib.blake2b(identity.encode(), digest_size=16).digest(),
+        isolate=source.isolates(config),
     )
-    return LanePlan(source, worker_task, hashlib.blake2b(identity.encode(), digest_size=16).digest())
 
 
-def start_lane(plan: LanePlan, *, config: ScoringConfig, limiter: Limiter) -> Lane:
+def start_lane(plan: PluginPlan, *, config: ScoringConfig, limiter: Limiter) -> Lane:
     """Return the lane of ``plan`` with its first runner started; a worker process may not be up yet.
 
     Raises:
         MultitaskRLError: a plugin of the trainer's process cannot be built or warmed up.
     """
-    task = replace(plan.task, memory_mb=config.worker_memory_mb)
-    lane = Lane(task.source, num_workers=config.num_workers, retries=config.retries, limiter=limiter)
+    lane = Lane(plan.source, num_workers=config.num_workers, retries=config.retries, limiter=limiter)
     if plan.isolate:
-        output = PluginOutput(task.source)
-        lane.make_runner = lambda: ProcessRunner(lane, task, output)
-        runner: ProcessRunner | LocalRunner = ProcessRunner(lane, task, output)
+        limited, output = replace(plan, memory_mb=config.worker_memory_mb), PluginOutput(plan.source)
+        lane.make_runner = lambda: ProcessRunner(lane, limited, output)
+        lane.start(lane.make_runner())
     else:
-        runner = LocalRunner(lane, _build(plan.source, task))
-    lane.start(runner)
+        lane.start(LocalRunner(lane, plan))
     return lane
-
-
-def _build(source: PluginSource, task: WorkerTask) -> Grader:
-    grader = Grader(task.kind, source.build(task.config), task.source)
-    try:
-        grader.warm_up()
-    except Exception as error:
-        raise PluginError(
-            f"{task.where}: {task.kind} {task.reference!r} failed its warm-up: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return grader

@@ -17,8 +17,9 @@ from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.scoring.grader import Grader, Result
+from multitask_rl.scoring.grader import Grader
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.scoring.results import Result
 from multitask_rl.testing.builders import make_rollout
 
 __all__ = [

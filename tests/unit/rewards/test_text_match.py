@@ -8,7 +8,7 @@ import pytest
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
-from multitask_rl.scoring.wiring import plan_lane
+from multitask_rl.scoring.wiring import plan_plugin
 from multitask_rl_rewards.text_match import F1, ExactMatch, Rouge
 from reward_builders import real_rows, rollout
 
@@ -36,11 +36,11 @@ def test_exact_match_ignores_case_articles_and_punctuation():
 @pytest.mark.parametrize("plugin", ["exact_match", "f1", "rouge"])
 def test_a_pattern_of_the_user_runs_where_it_can_be_killed(plugin):
     plans = [
-        plan_lane(TaskSpec(name="t"), RewardSpec(plugin=plugin, config=config), 0, seed=0, devices={})
+        plan_plugin(TaskSpec(name="t"), RewardSpec(plugin=plugin, config=config), 0, seed=0, devices={})
         for config in ({"pattern": "(x+x+)+y"}, {"pattern": ""}, {})
     ]
     assert [plan.isolate for plan in plans] == [True, False, False]
-    assert [plan.source.build(plan.task.config).traits.isolate for plan in plans] == [True, False, False]
+    assert [plan.build().traits.isolate for plan in plans] == [True, False, False]
 
 
 def test_any_of_several_references_counts():

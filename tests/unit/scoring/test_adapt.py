@@ -12,7 +12,8 @@ from multitask_rl.contracts import Constraint, Reward
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
 from multitask_rl.scoring.adapt import resolve_constraint, resolve_reward
-from multitask_rl.scoring.grader import Grader, decode, encode
+from multitask_rl.scoring.grader import Grader
+from multitask_rl.scoring.process import decode, encode
 from multitask_rl.testing.builders import make_rollout
 
 FOREIGN = Path(__file__).parents[2] / "fixtures" / "foreign_rewards"
@@ -103,7 +104,7 @@ def test_a_function_is_cached_only_where_it_says_that_it_is_deterministic(
         f"@with_traits({declared})\ndef f(responses): return [0.0] * len(responses)\n",
     )
     grader = Grader("reward", resolve_reward(RewardSpec(plugin=f"{file}:f"), "here"), "f")
-    assert (grader.traits.deterministic, grader.independent) == (expected, expected)
+    assert (grader.traits.deterministic, grader.facts.independent) == (expected, expected)
 
 
 def test_config_fills_parameters_of_a_function(tmp_path: Path) -> None:

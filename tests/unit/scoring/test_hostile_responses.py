@@ -13,7 +13,6 @@ from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import FailureKind, Rollout, Score, Verdict
-from multitask_rl.scoring.hedging import held_up
 from multitask_rl.scoring.items import Call, Item, Latch
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
@@ -260,7 +259,7 @@ def test_a_batch_that_stalls_is_sent_again_whole_before_its_limit() -> None:
     call = Call(items, each=False, began=10.0)
 
     def due(now: float, *, waits: bool = False) -> list[Item]:
-        return held_up(call, now, (), limit=4.0, waits=waits)
+        return call.held_up(now, (), limit=4.0, waits=waits)
 
     assert due(10.5) == items[:1]
     items[0].alone = True

@@ -91,7 +91,7 @@ def test_calls_of_a_function_that_waits_are_not_cut_for_the_time_they_take(pool)
         scored = pool.score(batch_of("patient", 20))
         assert [s.reward for s in scored] == [1.0] * 40
     lane = next(j.lane for j in pool._rewards["patient"])
-    assert lane._call_size() == lane.traits.batch_size
+    assert lane._call_size() == lane.facts.traits.batch_size
 
 
 class Scripted:

@@ -21,7 +21,7 @@ from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError, PluginError, RewardError
 from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Rollout, Score, Verdict
 from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.scoring.wiring import plan_lane
+from multitask_rl.scoring.wiring import plan_plugin
 from multitask_rl.testing.builders import make_rollout
 
 PLUGINS = """
@@ -491,7 +491,7 @@ def test_constraints_and_rewards_have_devices_of_their_own(tmp_path: Path) -> No
 
     def device(spec: RewardSpec | ConstraintSpec, **devices: str) -> str:
         named = {f"{role}.t": place for role, place in devices.items()}
-        return str(plan_lane(task, spec, 0, seed=0, devices=named).task.config["device"])
+        return str(plan_plugin(task, spec, 0, seed=0, devices=named).config["device"])
 
     both = {"reward": "cuda:1", "constraint": "cuda:2"}
     assert (device(reward, **both), device(constraint, **both)) == ("cuda:1", "cuda:2")
@@ -511,7 +511,7 @@ def test_a_hang_in_this_process_times_out_and_recovers(plugin_file: Path) -> Non
 def test_waiting_is_said_aloud(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("multitask_rl.scoring.pending.HEARTBEAT_S", 0.3)
+    monkeypatch.setattr("multitask_rl.scoring.round.HEARTBEAT_S", 0.3)
     open_pool("hangs").score(of("hangs", "hang"))
     assert "waiting for hangs/hangs, sample hangs/0[0], " in caplog.text
 

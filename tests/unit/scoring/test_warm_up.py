@@ -12,7 +12,7 @@ from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.scoring.wiring import plan_lane, start_lane
+from multitask_rl.scoring.wiring import plan_plugin, start_lane
 from multitask_rl.testing import make_rollout
 
 PLUGIN = """
@@ -76,7 +76,7 @@ def test_a_plugin_that_failed_before_anything_waited_for_it_stops_the_start(tmp_
     file = tmp_path / "warm_plugin.py"
     file.write_text(PLUGIN.replace("ISOLATE", "True"))
     spec = RewardSpec(plugin=f"{file}:Cold", name="warm")
-    plan = plan_lane(TaskSpec(name="t", rewards=[spec]), spec, 0, seed=0, devices={})
+    plan = plan_plugin(TaskSpec(name="t", rewards=[spec]), spec, 0, seed=0, devices={})
     lane = start_lane(plan, config=ScoringConfig(num_workers=1), limiter=Limiter(1))
     try:
         deadline = time.monotonic() + 30.0

@@ -9,12 +9,12 @@ import threading
 import time
 
 from multitask_rl.errors import MultitaskRLError
-from multitask_rl.scoring.grader import Grader, Result
-from multitask_rl.scoring.items import Call
+from multitask_rl.scoring.grader import PluginPlan
+from multitask_rl.scoring.items import Call, Runner
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.output import PluginOutput
-from multitask_rl.scoring.worker.main import OUT_OF_MEMORY, WorkerTask
-from multitask_rl.scoring.worker.process import WorkerDiedError, WorkerProcess
+from multitask_rl.scoring.process import OUT_OF_MEMORY, WorkerDiedError, WorkerProcess
+from multitask_rl.scoring.results import Result
 
 __all__ = ["LocalRunner", "ProcessRunner"]
 
@@ -26,47 +26,20 @@ unavailable."""
 _OUTSIDE_SIGNALS = (9, 15)
 
 
-class _Thread:
-    """A daemon thread that takes the lane's calls until the lane closes."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.call: Call | None = None
-        self._closing = threading.Event()
-        self._lane = lane
-        self._thread = threading.Thread(target=self._run, name=f"reward-{lane.source}", daemon=True)
-
-    @property
-    def closed(self) -> bool:
-        """It takes no further call."""
-        return self._closing.is_set()
-
-    def start(self) -> None:
-        """Begin to take calls."""
-        self._thread.start()
-
-    def wait_up(self) -> None:
-        """Return once it can take calls."""
-
-    def _run(self) -> None:
-        raise NotImplementedError
-
-    def _join(self, timeout_s: float) -> None:
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+class _AnsweredElsewhereError(Exception):
+    """Hedges answered every item of the call; its process is not waited for."""
 
 
-class ProcessRunner(_Thread):
+class ProcessRunner(Runner):
     """Owns one worker process at a time; replaces it when it dies or is killed for its time limit."""
 
-    def __init__(self, lane: Lane, task: WorkerTask, output: PluginOutput) -> None:
-        super().__init__(lane)
-        self._task, self._output = task, output
+    def __init__(self, lane: Lane, plan: PluginPlan, output: PluginOutput) -> None:
+        super().__init__(lane.source)
+        self._lane, self._plan, self._output = lane, plan, output
         self._worker: WorkerProcess | None = None
         self._lock = threading.Lock()
         self._up = threading.Event()
         self._error: Exception | None = None
-        self.num_started = 0
-        """Processes started so far."""
 
     @property
     def pid(self) -> int:
@@ -75,7 +48,7 @@ class ProcessRunner(_Thread):
         return worker.pid if worker is not None else 0
 
     def wait_up(self) -> None:
-        """Return once the first process is ready and the lane knows the plugin's traits.
+        """Return once the first process is ready and the lane knows the plugin's facts.
 
         Raises:
             MultitaskRLError: the plugin cannot be built.
@@ -96,33 +69,37 @@ class ProcessRunner(_Thread):
         self.abort()
         self._join(5.0)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Start a process, make the lane's calls, kill the process."""
+        lane = self._lane
         try:
-            worker = self._start_worker()
-            lane = self._lane
-            lane.learn(worker)
+            self._start_worker()
         except Exception as error:  # noqa: BLE001 - raised again by wait_up
             self._error = error
-            self._lane.leave(self)
+            lane.leave(self)
             return
         finally:
             self._up.set()
         try:
-            while self._ensure_worker() and (call := self._lane.take(self)) is not None:
-                try:
-                    self._make(call)
-                finally:
-                    self._lane.finished(self)
-        except Exception as error:  # noqa: BLE001 - a bug of ours: raised again where the caller waits
-            self._lane.error = error
+            while not self.closed:
+                if self._worker is None:
+                    self._restart_worker()
+                elif (call := lane.take(self)) is None:
+                    break
+                else:
+                    try:
+                        self._make(call, self._worker)
+                    finally:
+                        lane.finished(self)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: raised again by the round that waits
+            lane.error = error
         with self._lock:
             last, self._worker = self._worker, None
         if last is not None:
             last.kill()
 
-    def _make(self, call: Call) -> None:
-        worker, lane = self._worker, self._lane
-        assert worker is not None, "no process to call"
+    def _make(self, call: Call, worker: WorkerProcess) -> None:
+        lane = self._lane
         limit = lane.limit_of(call)
         try:
             worker.submit([item.rollout for item in call.items], each=call.each)
@@ -140,17 +117,13 @@ class ProcessRunner(_Thread):
             self._drop(worker)
             if not self.closed and call.open():
                 logger.warning("%s: its worker process %s; started again", lane.source, error.reason)
-                lane.died(
-                    call,
-                    error.reason,
-                    outside=error.signal in _OUTSIDE_SIGNALS,
-                    out_of_memory=error.returncode == OUT_OF_MEMORY,
-                )
+                outside, out_of_memory = error.signal in _OUTSIDE_SIGNALS, error.returncode == OUT_OF_MEMORY
+                lane.died(call, error.reason, outside=outside, out_of_memory=out_of_memory)
         except pickle.PicklingError as error:
             lane.unsendable(call, str(error))
 
     def _results(self, worker: WorkerProcess, call: Call, deadline: float) -> list[Result]:
-        """Wait for results in slices, to see what hedges have answered meanwhile."""
+        """Wait for results in slices, to see whether hedges have answered meanwhile."""
         while True:
             now = time.monotonic()
             if now >= deadline:
@@ -161,30 +134,26 @@ class ProcessRunner(_Thread):
             if not call.open():
                 raise _AnsweredElsewhereError
 
-    def _ensure_worker(self) -> bool:
-        """Return whether there is a process to call; False = the lane closes."""
-        while self._worker is None and not self._closing.is_set():
-            try:
-                self._start_worker()
-            except (MultitaskRLError, OSError) as error:
-                if self._closing.is_set():
-                    break
+    def _restart_worker(self) -> None:
+        try:
+            self._start_worker()
+        except (MultitaskRLError, OSError) as error:
+            if not self.closed:
                 logger.error("%s: no worker process: %s", self._lane.source, error)
                 self._lane.unavailable(f"its worker process cannot be started: {error}")
                 self._closing.wait(1.0)
-        return not self._closing.is_set()
 
-    def _start_worker(self) -> WorkerProcess:
+    def _start_worker(self) -> None:
         crashes, kills, reason = 0, 0, "was not started"
         while crashes < START_CRASHES and kills < START_KILLS:
-            worker = WorkerProcess(self._task, self._output)
+            worker = WorkerProcess(self._plan, self._output)
             with self._lock:
                 self._worker = worker
-                self.num_started += 1
             try:
                 if self.closed:
                     worker.terminate()
-                worker.wait_ready()
+                self._lane.facts = worker.wait_ready()
+                return
             except WorkerDiedError as error:
                 self._drop(worker)
                 if self.closed:
@@ -194,8 +163,6 @@ class ProcessRunner(_Thread):
             except MultitaskRLError:
                 self._drop(worker)
                 raise
-            else:
-                return worker
         raise OSError(f"it {reason} while starting, {max(1, crashes + kills)} times in a row")
 
     def _drop(self, worker: WorkerProcess) -> None:
@@ -204,20 +171,13 @@ class ProcessRunner(_Thread):
         worker.kill()
 
 
-class _AnsweredElsewhereError(Exception):
-    """Hedges answered every item of the call; its process is not waited for."""
+class LocalRunner(Runner):
+    """Calls a plugin in the trainer's process, one call at a time; a call that hangs cannot be ended."""
 
-
-class LocalRunner(_Thread):
-    """Calls a plugin in the trainer's process, one call at a time; a hang can only be left behind."""
-
-    def __init__(self, lane: Lane, grader: Grader) -> None:
-        super().__init__(lane)
-        self._grader = grader
-        lane.learn(grader)
-
-    def abort(self) -> None:
-        """Do nothing: a thread cannot be stopped."""
+    def __init__(self, lane: Lane, plan: PluginPlan) -> None:
+        super().__init__(lane.source)
+        self._lane, self._grader = lane, plan.build()
+        lane.facts = self._grader.facts
 
     def close(self) -> None:
         """End the thread, unless it hangs, and free the plugin. Idempotent."""
@@ -225,22 +185,20 @@ class LocalRunner(_Thread):
             return
         self._closing.set()
         self._join(1.0)
-        if not self._thread.is_alive():
+        if not self.is_alive():
             self._grader.close()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Make the lane's calls."""
+        lane = self._lane
         try:
-            self._serve(self._lane)
-        except Exception as error:  # noqa: BLE001 - a bug of ours: raised again where the caller waits
-            self._lane.error = error
-
-    def _serve(self, lane: Lane) -> None:
-        while (call := lane.take(self)) is not None:
-            try:
-                pieces = [[item] for item in call.items] if call.each else [call.items]
-                for piece in pieces:
-                    began = time.monotonic()
-                    results = self._grader.grade([item.rollout for item in piece])
-                    lane.answer(call, results, time.monotonic() - began)
-            finally:
-                lane.finished(self)
+            while (call := lane.take(self)) is not None:
+                try:
+                    for piece in [[item] for item in call.items] if call.each else [call.items]:
+                        began = time.monotonic()
+                        results = self._grader.grade([item.rollout for item in piece])
+                        lane.answer(call, results, time.monotonic() - began)
+                finally:
+                    lane.finished(self)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: raised again by the round that waits
+            lane.error = error

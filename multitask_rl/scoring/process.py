@@ -1,0 +1,253 @@
+"""The trainer's side of one worker process: start, talk, kill; and what travels between the two."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from multitask_rl.boundary.channel import Channel
+from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.records import (
+    NOT_APPLICABLE,
+    Failure,
+    FailureKind,
+    NotApplicable,
+    Prompt,
+    Rollout,
+    Score,
+    Verdict,
+)
+from multitask_rl.scoring.grader import PluginFacts, PluginPlan
+from multitask_rl.scoring.output import PluginOutput
+from multitask_rl.scoring.results import Result
+
+__all__ = ["OUT_OF_MEMORY", "Progress", "WorkerDiedError", "WorkerProcess", "decode", "encode"]
+
+START_LIMIT_S = 180.0
+"""Seconds for a plugin to become ready (imports, model downloads); afterwards the start fails."""
+OUT_OF_MEMORY = 77
+"""Exit status of a worker that was refused memory: its state is no longer to be trusted."""
+
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[4]); from multitask_rl.scoring.worker import main; "
+    "main()"
+)
+_PROGRESS = struct.Struct("=II")
+
+
+class Progress:
+    """Call and rollout that a worker is scoring, in memory that it shares with the trainer.
+
+    It identifies the rollout that caused a hang or a crash, even if the process can no longer send.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _PROGRESS.size)
+
+    def set(self, call: int, index: int) -> None:
+        """Note that the rollout ``index`` of ``call`` is begun."""
+        _PROGRESS.pack_into(self._memory, 0, call, index)
+
+    def get(self, call: int) -> int:
+        """Return the index of the rollout of ``call`` that was begun last; 0 = none yet."""
+        noted, index = _PROGRESS.unpack_from(self._memory, 0)
+        return int(index) if noted == call else 0
+
+
+def encode(result: Result) -> tuple[Any, ...]:
+    """Return ``result`` as a tuple of plain values (a frozen slots dataclass pickles ten times slower)."""
+    if isinstance(result, Score):
+        return ("s", result.value, dict(result.components)) if result.components else ("s", result.value)
+    if isinstance(result, NotApplicable):
+        return ("n",)
+    if isinstance(result, Verdict):
+        return ("v", result.cost, result.violated, result.reason, result.applicable)
+    return ("f", result.kind.value, result.message, result.source)
+
+
+def decode(parts: tuple[Any, ...]) -> Result:
+    """Return what ``encode`` was given."""
+    tag = parts[0]
+    if tag == "s":
+        return Score(value=parts[1], components=parts[2]) if len(parts) > 2 else Score(value=parts[1])
+    if tag == "n":
+        return NOT_APPLICABLE
+    if tag == "v":
+        return Verdict(cost=parts[1], violated=parts[2], reason=parts[3], applicable=parts[4])
+    return Failure(kind=FailureKind(parts[1]), message=parts[2], source=parts[3])
+
+
+class WorkerDiedError(Exception):
+    """The process ended without being asked to; ``signal`` killed it (0 = it exited by itself)."""
+
+    def __init__(self, returncode: int | None) -> None:
+        super().__init__(returncode)
+        self.signal = -returncode if returncode is not None and returncode < 0 else 0
+        self.returncode = returncode
+
+    @property
+    def reason(self) -> str:
+        """How it ended, in words."""
+        if self.returncode == OUT_OF_MEMORY:
+            return "ran out of memory"
+        if self.signal:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(self.signal).name}"
+        return f"ended with code {self.returncode}"
+
+
+class WorkerProcess:
+    """A clean interpreter with one plugin. Not thread-safe: one thread starts and uses it.
+
+    The kernel kills the process when that thread ends, so the thread must outlive it.
+    """
+
+    def __init__(self, plan: PluginPlan, output: PluginOutput) -> None:
+        ours, theirs = socket.socketpair()
+        # -P: a file of the working directory named like a standard module must not be imported in its place.
+        command = [sys.executable, "-P", "-c", _BOOT]
+        with theirs, tempfile.TemporaryFile() as memory:
+            memory.truncate(mmap.PAGESIZE)
+            fds = [theirs.fileno(), memory.fileno()]
+            self._progress = Progress(memory.fileno())
+            printed = output.open()
+            try:
+                self._process = subprocess.Popen(
+                    [*command, *map(str, [*fds, os.getpid()]), json.dumps(sys.path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,  # a plugin's print must not end up in the program's output
+                    stderr=printed,
+                    pass_fds=fds,
+                    start_new_session=True,  # its own group: killed with its children, spared by Ctrl-C
+                )
+            finally:
+                os.close(printed)
+        self._channel = Channel(ours)
+        self._plan = plan
+        self._calls = 0
+        self._text_only = False
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def wait_ready(self) -> PluginFacts:
+        """Hand over the plan and wait until the plugin is built.
+
+        Raises:
+            MultitaskRLError: the plugin cannot be built, by its type.
+            WorkerDiedError: the process ended.
+        """
+        plan = self._plan
+        try:
+            self._channel.send(plan)
+            state, *answer = self._channel.receive(time.monotonic() + START_LIMIT_S)
+        except TimeoutError as error:
+            self.kill()
+            raise PluginError(
+                f"{plan.where}: {plan.kind} {plan.reference!r} was not ready after {START_LIMIT_S:g} s"
+            ) from error
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if state == "refused":
+            self.kill()
+            error_class: type[MultitaskRLError] = answer[0]
+            raise error_class(answer[1])
+        facts: PluginFacts = answer[0]
+        self._text_only = facts.text_only
+        return facts
+
+    def submit(self, rollouts: Sequence[Rollout], *, each: bool) -> None:
+        """Begin a call; ``each``: rollout by rollout, results sent as they come.
+
+        Raises:
+            WorkerDiedError: the process ended.
+        """
+        self._calls += 1
+        sent = _without_tokens(rollouts) if self._text_only else rollouts
+        try:
+            self._channel.send((self._calls, each, sent))
+        except OSError as error:
+            raise self._died() from error
+
+    def results(self, deadline: float) -> list[Result]:
+        """Return the next results of the call under way.
+
+        Raises:
+            TimeoutError: none arrived before ``deadline`` (``time.monotonic()``).
+            WorkerDiedError: the process ended.
+        """
+        try:
+            call, encoded = self._channel.receive(deadline)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if call != self._calls:  # the plugin itself writes to the socket
+            self.terminate()
+            raise self._died()
+        return [decode(parts) for parts in encoded]
+
+    def at(self) -> int:
+        """Return the index of the rollout being scored in the call under way (with ``each``)."""
+        return self._progress.get(self._calls)
+
+    def terminate(self) -> None:
+        """Kill the process and its children; a waiting call raises ``WorkerDiedError``. Thread-safe."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the process and its children, and free everything. Idempotent."""
+        if self._process.returncode is None:
+            self.terminate()
+            self._process.wait()
+        self._channel.close()
+
+    def _died(self) -> WorkerDiedError:
+        try:
+            code: int | None = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # its socket is closed, but it lives
+            code = None
+        self.terminate()  # its children may live
+        self.kill()
+        return WorkerDiedError(code)
+
+
+def _without_tokens(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return copies without token ids and log-probabilities, which are most of the cost of sending.
+
+    Rollouts that share a prompt share its copy.
+    """
+    prompts: dict[int, Prompt] = {}
+    slim = []
+    for rollout in rollouts:
+        prompt = prompts.get(id(rollout.prompt))
+        if prompt is None:
+            prompt = prompts[id(rollout.prompt)] = replace(rollout.prompt, prompt_ids=[])
+        slim.append(
+            Rollout(
+                prompt=prompt,
+                sample=rollout.sample,
+                attempt=rollout.attempt,
+                response=rollout.response,
+                finish_reason=rollout.finish_reason,
+                policy_version=rollout.policy_version,
+                sampling=rollout.sampling,
+                verdicts=rollout.verdicts,
+            )
+        )
+    return slim

@@ -1,0 +1,102 @@
+"""The worker process: builds one plugin and grades what it is sent, until its socket closes.
+
+``process.WorkerProcess`` starts it as a clean interpreter. It is never forked: a trainer holds gigabytes and
+threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from multitask_rl.boundary.channel import Channel
+from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.scoring.grader import PluginPlan
+from multitask_rl.scoring.process import OUT_OF_MEMORY, Progress, encode
+from multitask_rl.scoring.results import is_out_of_memory
+
+__all__ = ["main"]
+
+FLUSH_S = 0.003
+"""Most seconds between messages: a message per result would cost more than most results."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the trainer. Arguments: descriptors of socket and progress, process id of the trainer."""
+    socket_fd, progress_fd, parent = map(int, sys.argv[1:4])
+    if (
+        sys.platform == "linux"
+    ):  # the kernel kills this process, even in a hang, when its trainer's thread ends
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the trainer died before the request took hold
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    # When the machine runs out of memory, the kernel ends this process and not the trainer.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("500")
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
+        _serve(Channel(socket.socket(fileno=socket_fd)), Progress(progress_fd))
+    # Threads and exit handlers of a plugin must not keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _serve(channel: Channel, progress: Progress) -> None:
+    own = os.getpid()
+
+    def end_fork() -> None:
+        """End this process if it is a fork of the worker that a plugin let return."""
+        if os.getpid() != own:
+            os._exit(0)
+
+    plan: PluginPlan = channel.receive()
+    try:
+        grader = plan.build()
+    except BaseException as error:  # noqa: BLE001 - foreign code; the trainer raises the error
+        end_fork()
+        kind, message = type(error), str(error)
+        if not isinstance(error, MultitaskRLError):
+            kind, message = PluginError, plan.failed(error)
+        channel.send(("refused", kind, message))
+        return
+    end_fork()
+    channel.send(("ready", grader.facts))
+    if plan.memory_mb:
+        _limit_memory(plan.memory_mb)
+    while True:
+        call, each, rollouts = channel.receive()
+        size = 1 if each else len(rollouts)
+        results: list[tuple[Any, ...]] = []
+        sent = time.monotonic()
+        for start in range(0, len(rollouts), size):
+            progress.set(call, start)
+            graded = grader.grade(rollouts[start : start + size])
+            end_fork()
+            if any(map(is_out_of_memory, graded)):
+                os._exit(OUT_OF_MEMORY)
+            results += map(encode, graded)
+            now = time.monotonic()
+            if now - sent >= FLUSH_S or start + size >= len(rollouts):
+                channel.send((call, results))
+                results, sent = [], now
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Refuse this process more private memory than it has now and ``megabytes`` (Linux)."""
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        held = next((int(line.split()[1]) for line in file if line.startswith("VmData:")), 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = (held << 10) + (megabytes << 20)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
