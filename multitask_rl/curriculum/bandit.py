@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar
 
 from multitask_rl.config.schema.ranges import Fraction, Positive, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
-from multitask_rl.curriculum.signal import TaskSignal
 
 __all__ = ["Bandit", "BanditConfig"]
 
@@ -53,13 +52,13 @@ class Bandit(SchedulerPolicy):
         self.scale = dict.fromkeys(self.tasks, _MIN_SCALE)
         """Largest recent change of each task's level; decays by 1 % per step."""
 
-    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
-        for task, signal in signals.items():
-            self.scale[task] = max(0.99 * self.scale[task], abs(signal.progress), _MIN_SCALE)
-        errors = [self.level_error(task) for task in signals]
+    def _learn(self, progress: Mapping[str, float]) -> None:
+        for task, change in progress.items():
+            self.scale[task] = max(0.99 * self.scale[task], abs(change), _MIN_SCALE)
+        errors = [self.level_error(task) for task in progress]
         largest = max(*self.scale.values(), _NOISE * max(errors))
-        for task, signal in signals.items():
-            self.log_values[task] += self.config.rate * signal.progress / largest
+        for task, change in progress.items():
+            self.log_values[task] += self.config.rate * change / largest
         probs = softmax(self.log_values)
         share = self.config.share
         mixed = {task: (1.0 - share) * p + share * self.prior[task] for task, p in probs.items()}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
 from multitask_rl.curriculum.quotas import normalise
-from multitask_rl.curriculum.signal import REWARD_SCORE, TaskSignal, TaskTrace
+from multitask_rl.curriculum.signal import REWARD_SCORE, TaskTrace
 from multitask_rl.records import TaskStats
 
 __all__ = ["SchedulerPolicy", "SchedulerPolicyConfig", "softmax"]
@@ -79,20 +79,20 @@ class SchedulerPolicy:
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> None:
         """Update from the statistics of one step. A task without prompts or finite value stays as it is."""
-        signals: dict[str, TaskSignal] = {}
+        progress: dict[str, float] = {}
         for task in self.tasks:
             if task in stats:
-                signal = self.traces[task].observe(
+                change = self.traces[task].observe(
                     stats[task],
                     metric_key=self.config.metric_key,
                     smoothing=self.config.smoothing,
                     known_range=self.ranges.get(task),
                     prompts_averaged=self.config.prompts_averaged,
                 )
-                if signal is not None:
-                    signals[task] = signal
-        if signals:
-            self._learn(signals, step)
+                if change is not None:
+                    progress[task] = change
+        if progress:
+            self._learn(progress)
 
     def calibrate(self, held_out: Mapping[str, float], errors: Mapping[str, float] | None = None) -> None:
         """Correct the levels by mean held-out rewards; no effect when ``metric_key`` is another metric."""
@@ -136,9 +136,7 @@ class SchedulerPolicy:
         prior and certainty and ``e_k`` the standard error of ``v_k - m``: values within two standard errors
         of the mean become the mean, at four they keep three quarters of their distance.
 
-        Args:
-            values: a number per task with statistics.
-            errors: standard errors of ``values``.
+        ``errors`` are the standard errors of ``values``.
         """
         q = normalise({task: self.prior[task] * self.certainty(task) for task in values})
         mean = math.fsum(q[task] * value for task, value in values.items())
@@ -177,8 +175,12 @@ class SchedulerPolicy:
         """Return how far the task's level is below its target, >= 0."""
         return max(0.0, self.targets[task] - self.level(task))
 
-    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
-        """Update the policy's own state; levels and informative shares are already up to date."""
+    def _learn(self, progress: Mapping[str, float]) -> None:
+        """Update the policy's own state; levels and informative shares are already up to date.
+
+        Args:
+            progress: change of the smoothed level in this step, of every task that had prompts.
+        """
 
     def _preferences(self) -> dict[str, float]:
         """Return a number >= 0 per task, in proportion to the prior at equal evidence; see ``weights``."""
@@ -192,12 +194,7 @@ class SchedulerPolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``state_dict``. Tasks missing in it start fresh; state of tasks that are gone is dropped.
-
-        Args:
-            state: result of ``state_dict``, perhaps of a run with other tasks.
-            renamed: old name -> new name.
-        """
+        """Restore ``state_dict``. Tasks missing in it start fresh; state of removed tasks is dropped."""
         names = renamed or {}
         for old, saved in state["traces"].items():
             if (task := names.get(old, old)) in self.traces:

@@ -54,24 +54,20 @@ class DeficitLearnability(SchedulerPolicy):
     config: DeficitLearnabilityConfig
 
     def _preferences(self) -> dict[str, float]:
-        scores, errors = {}, {}
+        config, scores, errors = self.config, dict[str, float](), dict[str, float]()
         for task in self.tasks:
             if self.traces[task].steps:
+                learnable, learnable_error = 1.0, 0.0
+                informative = max(self.informative(task), config.min_informative)
+                if informative < config.enough_informative:
+                    learnable = math.sqrt(informative / config.enough_informative)
+                    error = self.traces[task].informative_error
+                    learnable_error = min(0.5, 0.5 * learnable * error / informative)
                 deficit = self.deficit(task)
-                learnable, error = self._learnability(task)
                 scores[task] = deficit * learnable
-                errors[task] = math.hypot(learnable * self.level_error(task), deficit * error)
+                errors[task] = math.hypot(learnable * self.level_error(task), deficit * learnable_error)
         top = max(scores.values(), default=0.0)
         if not top > 0.0:
             return dict.fromkeys(self.tasks, 0.0)
         cleared = self.clear(scores, errors)
-        sharpness = self.config.sharpness
-        return {t: self.prior[t] * (cleared.get(t, 0.0) / top) ** sharpness for t in self.tasks}
-
-    def _learnability(self, task: str) -> tuple[float, float]:
-        """Return the task's learnability in (0, 1] and its standard error."""
-        informative = max(self.informative(task), self.config.min_informative)
-        if informative >= self.config.enough_informative:
-            return 1.0, 0.0
-        learnable = math.sqrt(informative / self.config.enough_informative)
-        return learnable, min(0.5, 0.5 * learnable * self.traces[task].informative_error / informative)
+        return {t: self.prior[t] * (cleared.get(t, 0.0) / top) ** config.sharpness for t in self.tasks}

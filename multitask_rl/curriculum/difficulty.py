@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from multitask_rl.curriculum.shown_range import ShownRange
+from multitask_rl.curriculum.signal import ShownRange
 
 __all__ = ["PoolEstimate", "RewardRange", "pool_shares"]
 

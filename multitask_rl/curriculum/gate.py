@@ -42,28 +42,30 @@ class UnlearnableGate:
         for task in policy.tasks:
             if task not in stats or stats[task].num_prompts <= 0:
                 continue
-            informative = policy.informative(task)
-            is_learnt = policy.level(task) >= _LEARNT * policy.targets[task]
+            informative, level = policy.informative(task), policy.level(task)
+            is_learnt = level >= _LEARNT * policy.targets[task]
             is_dead = informative < _MIN_INFORMATIVE and not is_learnt
             self._dead_steps[task] = self._dead_steps[task] + 1 if is_dead else 0
             if task not in self.held and self._dead_steps[task] >= _STEPS:
                 self.held.add(task)
-                events.append(self._alarm(policy, task, step))
+                kind, effect = "alarm", "held at its floor"
+                if not policy.adaptive:
+                    effect = "its weight is kept, the policy does not adapt"
+                reason = (
+                    f"{task} looks unlearnable: under {_MIN_INFORMATIVE:.0%} of its groups gave a gradient "
+                    f"for {_STEPS} steps at level {level:.2f}; {effect}. Warm-start it by supervised "
+                    "learning, make it easier, or check its reward."
+                )
             elif task in self.held and (informative > _RELEASE_INFORMATIVE or is_learnt):
                 self.held.remove(task)
+                kind = "release"
                 reason = f"{task} gives a gradient again in {informative:.0%} of its groups: released"
-                events.append(Event(step=step, source="scheduler", kind="release", reason=reason, task=task))
+            else:
+                continue
+            data = {"informative": informative, "level": level}
+            event = Event(step=step, source="scheduler", kind=kind, reason=reason, task=task, data=data)
+            events.append(event)
         return events
-
-    def _alarm(self, policy: SchedulerPolicy, task: str, step: int) -> Event:
-        held = "held at its floor" if policy.adaptive else "its weight is kept, the policy does not adapt"
-        reason = (
-            f"{task} looks unlearnable: under {_MIN_INFORMATIVE:.0%} of its groups gave a gradient for "
-            f"{_STEPS} steps at level {policy.level(task):.2f}; {held}. Warm-start it by supervised "
-            "learning, make it easier, or check its reward."
-        )
-        data = {"informative": policy.informative(task), "level": policy.level(task)}
-        return Event(step=step, source="scheduler", kind="alarm", reason=reason, task=task, data=data)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from multitask_rl.config.schema.ranges import NotNegative, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
-from multitask_rl.curriculum.signal import TaskSignal
 
 __all__ = ["MTGRPO", "MTGRPOConfig"]
 
@@ -45,7 +44,7 @@ class MTGRPO(SchedulerPolicy):
     def _start(self) -> None:
         self.logits = {task: math.log(self.prior[task]) for task in self.tasks}
 
-    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
+    def _learn(self, progress: Mapping[str, float]) -> None:
         seen = [task for task in self.tasks if self.traces[task].steps]
         probs = softmax({task: self.logits[task] for task in seen})
         levels = self.clear(
@@ -53,8 +52,7 @@ class MTGRPO(SchedulerPolicy):
             {task: self.level_error(task) for task in seen},
         )
         scores = {
-            task: (signals[task].progress if task in signals else 0.0) + self.config.level_weight * level
-            for task, level in levels.items()
+            task: progress.get(task, 0.0) + self.config.level_weight * level for task, level in levels.items()
         }
         mean = math.fsum(probs[task] * scores[task] for task in seen)
         for task in seen:

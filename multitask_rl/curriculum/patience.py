@@ -14,7 +14,6 @@ from typing import Annotated, ClassVar
 
 from multitask_rl.config.schema.ranges import Count, NotNegative, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
-from multitask_rl.curriculum.signal import TaskSignal
 
 __all__ = ["Patience", "PatienceConfig"]
 
@@ -50,8 +49,8 @@ class Patience(SchedulerPolicy):
         self.waited = dict.fromkeys(self.tasks, 0.0)
         """Steps since the best level rose or the weight last changed."""
 
-    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
-        for task in signals:
+    def _learn(self, progress: Mapping[str, float]) -> None:
+        for task in progress:
             level = self.level(task)
             if level > self.best[task] + self.config.min_delta:
                 self.best[task], self.waited[task] = level, 0
@@ -59,12 +58,10 @@ class Patience(SchedulerPolicy):
             self.waited[task] += 1
             if self.waited[task] >= self.config.patience:
                 self.waited[task] = 0
-                self._move(task, down=self.config.literal or self.deficit(task) == 0.0)
-
-    def _move(self, task: str, *, down: bool) -> None:
-        bound = self.config.max_change
-        scale = self.scale[task] * (self.config.factor if down else 1.0 / self.config.factor)
-        self.scale[task] = min(bound, max(1.0 / bound, scale))
+                bound, factor = self.config.max_change, self.config.factor
+                is_lowered = self.config.literal or self.deficit(task) == 0.0
+                scale = self.scale[task] * (factor if is_lowered else 1.0 / factor)
+                self.scale[task] = min(bound, max(1.0 / bound, scale))
 
     def _preferences(self) -> dict[str, float]:
         return {task: self.prior[task] * self.scale[task] for task in self.tasks}

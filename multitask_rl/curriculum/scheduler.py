@@ -58,10 +58,8 @@ class DynamicTaskWeightScheduler:
     Args:
         initial_weights: weight per task, >= 0, normalised; a missing task gets the mean of the given weights.
             A task with weight 0 and no ``min_share`` is not trained. None = equal weights.
-        metric_key: see ``SchedulerConfig``.
-        patience: steps without improvement that make a plateau; same as ``patience`` in ``policy_config``.
-            None = the policy's default. An event warns if the policy does not use it.
-        min_weight: see ``SchedulerConfig``.
+        metric_key, min_weight: see ``SchedulerConfig``.
+        patience: same as ``patience`` in ``policy_config``. An event warns if the policy does not use it.
         policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
         policy_config: further keys of the policy's ``Config``.
 
@@ -71,6 +69,16 @@ class DynamicTaskWeightScheduler:
     """
 
     _gate: UnlearnableGate
+    _floors: dict[str, float]
+    _factors: dict[str, float]
+    _calibrated_at: int
+    _carry: dict[str, float]
+    _tie_break: dict[str, int]
+    _reported: dict[str, float]
+    _reported_at: int
+    _has_warned_missing: bool
+    _bound_events: list[Event]
+    _pending: list[Event]
 
     def __init__(
         self,
@@ -81,7 +89,12 @@ class DynamicTaskWeightScheduler:
         policy: str | type[SchedulerPolicy] = _DEFAULTS.policy,
         **policy_config: Any,
     ) -> None:
-        self.initial_weights = _check_weights(initial_weights or {})
+        given = initial_weights or {}
+        for task, weight in given.items():
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not is_number or not 0.0 <= weight < math.inf:
+                raise ConfigError(f"weight of task {task!r} must be a finite number >= 0, got {weight!r}")
+        self.initial_weights = {task: float(weight) for task, weight in given.items()}
         self.min_weight = SchedulerConfig(min_weight=min_weight).min_weight
         self.policy_class: type[SchedulerPolicy] = (
             load_plugin(SCHEDULERS, policy, expects=("Config", "update", "weights"))
@@ -94,20 +107,10 @@ class DynamicTaskWeightScheduler:
             policy_config.setdefault("patience", patience)
         self._unused_patience = None if knows_patience else patience
         where = Where(path=("scheduler", "policy_config"))
-        given = build_dataclass(self.policy_class.Config, policy_config, where)
-        self.policy_config = dataclasses.replace(given, metric_key=metric_key)
+        config = build_dataclass(self.policy_class.Config, policy_config, where)
+        self.policy_config = dataclasses.replace(config, metric_key=metric_key)
         self._policy: SchedulerPolicy | None = None
         self.tasks: tuple[str, ...] = ()
-        self._floors: dict[str, float] = {}
-        self._factors: dict[str, float] = {}
-        self._calibrated_at = -1
-        self._carry: dict[str, float] = {}
-        self._tie_break: dict[str, int] = {}
-        self._reported: dict[str, float] = {}
-        self._reported_at = -_STEPS_BETWEEN_REPORTS
-        self._has_warned_missing = False
-        self._bound_events: list[Event] = []
-        self._pending: list[Event] = []
 
     def bind(
         self,
@@ -137,14 +140,35 @@ class DynamicTaskWeightScheduler:
         if not tasks or len(set(tasks)) != len(tasks):
             raise ConfigError(f"the scheduler needs at least one task and no name twice, got {list(tasks)!r}")
         for key, names in (("initial_weights", self.initial_weights), ("min_share", min_shares or {})):
-            _check_known(key, names, self.tasks)
-        weights, filled = self._complete_weights()
-        given = {task: share for task, share in (min_shares or {}).items() if share is not None}
-        active = [task for task in tasks if weights[task] > 0.0 or given.get(task, 0.0) > 0.0]
+            for name in names:
+                if name not in tasks:
+                    raise ConfigError(
+                        f"{key} names the task {name!r}, which does not exist{suggest(name, tasks)} "
+                        f"(known tasks: {', '.join(tasks)})"
+                    )
+        given = self.initial_weights
+        mean = math.fsum(given.values()) / len(given) if given else 1.0
+        weights = {task: given.get(task, mean) for task in tasks}
+        if math.fsum(weights.values()) > 0.0:
+            weights = normalise(weights)
+        own_floors = {task: share for task, share in (min_shares or {}).items() if share is not None}
+        active = [task for task in tasks if weights[task] > 0.0 or own_floors.get(task, 0.0) > 0.0]
         if not active:
             raise ConfigError("every task has weight 0; give at least one task a weight above 0")
-        self._floors = self._complete_floors(active, given)
-        # A task of weight 0 with a min_share still needs a prior above 0.
+        floor = self.min_weight
+        if floor is None:
+            floor = min(_DEFAULT_MIN_WEIGHT, _MAX_DEFAULT_FLOORS / len(active))
+        self._floors = {task: own_floors.get(task, floor) for task in active}
+        bad = {task: share for task, share in self._floors.items() if not 0.0 <= share <= 1.0}
+        if bad:
+            raise ConfigError(f"min_share must be in [0, 1], got {bad}")
+        if (total := math.fsum(self._floors.values())) > 1.0 + 1e-9:
+            raise ConfigError(
+                f"the floors of {len(active)} tasks add up to {total:g}, more than the whole step: lower "
+                f"scheduler.min_weight (now {floor:g}, at most {1.0 / len(active):g} here) or the tasks' "
+                f"min_share ({own_floors or 'none given'})"
+            )
+        # a task of weight 0 with a min_share still needs a prior above 0
         prior = {task: weights[task] or self._floors[task] for task in active}
         self._policy = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
         self._gate = UnlearnableGate(active)
@@ -155,27 +179,69 @@ class DynamicTaskWeightScheduler:
         self._reported = self.weights()
         self._reported_at = -_STEPS_BETWEEN_REPORTS
         self._has_warned_missing = False
-        self._bound_events = [
-            self._bound_event(filled),
-            *self._unused_settings(),
-            *self._estimated_scales(),
-        ]
+        self._bound_events = self._describe_start(self._policy)
         self._pending = list(self._bound_events)
 
-    def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
-        """Update from the statistics of ``step`` and return events.
+    def _describe_start(self, policy: SchedulerPolicy) -> list[Event]:
+        """Return the initial shares, and warnings of an unused setting and of estimated ranges."""
+        given, shares = self.initial_weights, self._reported
+        filled = [task for task in self.tasks if given and task not in given]
+        listed = ", ".join(f"{task} {share:.3f}" for task, share in shares.items())
+        reason = f"initial shares {listed} by policy {self.policy_name}"
+        if filled:
+            reason += f"; no weight given for {', '.join(filled)}: each gets the mean of the given weights"
+        data: dict[str, Any] = {"given": dict(given), "filled": filled, "to": shares, "floors": self._floors}
+        events = [Event(step=0, source="scheduler", kind="weights", reason=reason, data=data)]
+        if self._unused_patience is not None:
+            reason = (
+                f"patience={self._unused_patience} has no effect: the policy {self.policy_name} does not "
+                "wait for plateaus; leave it out, or set policy to patience"
+            )
+            events.append(Event(step=0, source="scheduler", kind="warn", reason=reason))
+        unknown = [task for task in policy.tasks if task not in policy.ranges]
+        if policy.adaptive and self.policy_config.metric_key == REWARD_SCORE and unknown:
+            reason = (
+                f"the rewards of {', '.join(unknown)} declare no range: the scheduler estimates the scale of "
+                "their levels from observed rewards; declare low and high (with_traits or PluginTraits) so "
+                "that levels of different tasks are comparable from the start"
+            )
+            data = {"tasks": unknown}
+            events.append(Event(step=0, source="scheduler", kind="warn", reason=reason, data=data))
+        return events
 
-        Args:
-            stats: statistics of the tasks that had prompts; the state of other tasks does not change.
-            step: step of the statistics.
-        """
+    def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
+        """Update from the statistics, by task, of ``step`` and return events."""
         policy = self._bound()
         policy.update(stats, step)
         events = [dataclasses.replace(event, step=step) for event in self._pending]
         self._pending = []
-        events += self._warn_missing_metric(stats, step)
+        key = self.policy_config.metric_key
+        seen = [set(own.metrics) for own in stats.values() if own.num_prompts > 0]
+        is_missing = key != REWARD_SCORE and bool(seen) and not any(key in metrics for metrics in seen)
+        if is_missing and not self._has_warned_missing:
+            self._has_warned_missing = True
+            known = sorted(set().union(*seen))
+            reason = (
+                f"scheduler.metric_key {key!r} is not among the step's metrics{suggest(key, known)}: weights "
+                f"do not move until it appears (known: reward_score, {', '.join(known) or 'no other'})"
+            )
+            data: dict[str, Any] = {"known": known}
+            events.append(Event(step=step, source="scheduler", kind="warn", reason=reason, data=data))
         events += self._gate.update(policy, stats, step)
-        events += self._report_change(step)
+        new, old = self.weights(), self._reported
+        changes = {task: abs(share - old.get(task, 0.0)) for task, share in new.items()}
+        task = max(changes, key=lambda t: (changes[t], t))
+        is_due = step - self._reported_at >= _STEPS_BETWEEN_REPORTS
+        if is_due and changes[task] >= _MIN_REPORTED_CHANGE:
+            self._reported, self._reported_at = new, step
+            reasons = policy.reasons()
+            reason = (
+                f"share of {task} {old.get(task, 0.0):.3f} -> {new[task]:.3f}: "
+                f"{reasons.get(task, 'not trained')}"
+            )
+            data = {"from": dict(old), "to": new, "reasons": reasons, "policy": self.policy_name}
+            event = Event(step=step, source="scheduler", kind="reweight", reason=reason, task=task, data=data)
+            events.append(event)
         return events
 
     def calibrate(
@@ -188,9 +254,10 @@ class DynamicTaskWeightScheduler:
             step: step of the evaluation. The same step again, after a resume, has no effect.
             errors: standard errors of those means; missing = 0.
         """
+        policy = self._bound()
         if step > self._calibrated_at:
             self._calibrated_at = step
-            self._bound().calibrate(held_out, errors or {})
+            policy.calibrate(held_out, errors or {})
 
     def weights(self) -> dict[str, float]:
         """Return the share of every bound task, sum 1; 0 for a task that is not trained."""
@@ -230,11 +297,11 @@ class DynamicTaskWeightScheduler:
         counts, self._carry = apportion(self.weights(), num_prompts, self._carry, self._tie_break)
         return counts
 
-    def settle(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
+    def carry_over(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
         """Carry each task's missing groups over to later quotas, at the expense of the other tasks.
 
-        Refilling cannot always find as many groups with a gradient as the quota. Without this the task's
-        share of the training would stay below its weight. At most one step's quota is carried.
+        Refill cannot always find as many informative groups as the quota. Without this the task's share of
+        the training would stay below its weight. At most one step's quota is carried.
 
         Args:
             shortfall: by task, prompts of the quota whose groups gave no gradient.
@@ -281,14 +348,10 @@ class DynamicTaskWeightScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``state_dict`` after ``bind``; tasks may have been added, removed or renamed since.
+        """Restore ``state_dict`` after ``bind``; ``renamed`` maps old task names to new ones.
 
         State of a removed task is dropped; a new task starts fresh. State of another policy is ignored, and
         the next ``update`` returns a warning.
-
-        Args:
-            state: result of ``state_dict``.
-            renamed: old name -> new name.
         """
         policy, names = self._bound(), dict(renamed or {})
         # events that the run has already reported
@@ -313,114 +376,7 @@ class DynamicTaskWeightScheduler:
             raise RuntimeError("DynamicTaskWeightScheduler.bind(tasks, ...) must be called first")
         return self._policy
 
-    def _complete_weights(self) -> tuple[dict[str, float], list[str]]:
-        """Return a weight for every task, sum 1, and the tasks without a given weight."""
-        given = self.initial_weights
-        filled = [task for task in self.tasks if task not in given]
-        mean = math.fsum(given.values()) / len(given) if given else 1.0
-        weights = {task: given.get(task, mean) for task in self.tasks}
-        if not math.fsum(weights.values()) > 0.0:
-            return dict.fromkeys(self.tasks, 0.0), filled
-        return normalise(weights), filled if given else []
-
-    def _complete_floors(self, active: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
-        floor = self.min_weight
-        if floor is None:
-            floor = min(_DEFAULT_MIN_WEIGHT, _MAX_DEFAULT_FLOORS / len(active))
-        floors = {task: given.get(task, floor) for task in active}
-        bad = {task: share for task, share in floors.items() if not 0.0 <= share <= 1.0}
-        if bad:
-            raise ConfigError(f"min_share must be in [0, 1], got {bad}")
-        if math.fsum(floors.values()) > 1.0 + 1e-9:
-            raise ConfigError(
-                f"the floors of {len(active)} tasks add up to {math.fsum(floors.values()):g}, more than the "
-                f"whole step: lower scheduler.min_weight (now {floor:g}, at most "
-                f"{1.0 / len(active):g} here) or the tasks' min_share ({dict(given) or 'none given'})"
-            )
-        return floors
-
-    def _bound_event(self, filled: Sequence[str]) -> Event:
-        shares = self.weights()
-        reason = f"initial shares {_format(shares)} by policy {self.policy_name}"
-        if filled:
-            reason += f"; no weight given for {', '.join(filled)}: each gets the mean of the given weights"
-        data = {
-            "given": dict(self.initial_weights),
-            "filled": list(filled),
-            "to": shares,
-            "floors": self._floors,
-        }
-        return Event(step=0, source="scheduler", kind="weights", reason=reason, data=data)
-
-    def _unused_settings(self) -> list[Event]:
-        if self._unused_patience is None:
-            return []
-        reason = (
-            f"patience={self._unused_patience} has no effect: the policy {self.policy_name} does not wait "
-            "for plateaus; leave it out, or set policy to patience"
-        )
-        return [Event(step=0, source="scheduler", kind="warn", reason=reason)]
-
-    def _estimated_scales(self) -> list[Event]:
-        policy = self._bound()
-        unknown = [t for t in policy.tasks if t not in policy.ranges]
-        if not policy.adaptive or self.policy_config.metric_key != REWARD_SCORE or not unknown:
-            return []
-        reason = (
-            f"the rewards of {', '.join(unknown)} declare no range: the scheduler estimates the scale of "
-            "their levels from observed rewards; declare low and high (with_traits or PluginTraits) so that "
-            "levels of different tasks are comparable from the start"
-        )
-        return [Event(step=0, source="scheduler", kind="warn", reason=reason, data={"tasks": unknown})]
-
-    def _warn_missing_metric(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
-        key = self.policy_config.metric_key
-        seen = [set(s.metrics) for s in stats.values() if s.num_prompts > 0]
-        if self._has_warned_missing or key == REWARD_SCORE or not seen or any(key in m for m in seen):
-            return []
-        self._has_warned_missing = True
-        known = sorted(set().union(*seen))
-        reason = (
-            f"scheduler.metric_key {key!r} is not among the step's metrics{suggest(key, known)}: weights do "
-            f"not move until it appears (known: reward_score, {', '.join(known) or 'no other'})"
-        )
-        return [Event(step=step, source="scheduler", kind="warn", reason=reason, data={"known": known})]
-
-    def _report_change(self, step: int) -> list[Event]:
-        new, old = self.weights(), self._reported
-        task = max(new, key=lambda t: (abs(new[t] - old.get(t, 0.0)), t))
-        change = abs(new[task] - old.get(task, 0.0))
-        if change < _MIN_REPORTED_CHANGE or step - self._reported_at < _STEPS_BETWEEN_REPORTS:
-            return []
-        self._reported, self._reported_at = new, step
-        reasons = self._bound().reasons()
-        reason = (
-            f"share of {task} {old.get(task, 0.0):.3f} -> {new[task]:.3f}: {reasons.get(task, 'not trained')}"
-        )
-        data = {"from": dict(old), "to": new, "reasons": reasons, "policy": self.policy_name}
-        return [Event(step=step, source="scheduler", kind="reweight", reason=reason, task=task, data=data)]
-
-
-def _check_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    for task, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 <= weight < math.inf:
-            raise ConfigError(f"weight of task {task!r} must be a finite number >= 0, got {weight!r}")
-    return {task: float(weight) for task, weight in weights.items()}
-
-
-def _check_known(key: str, names: Mapping[str, Any], tasks: Sequence[str]) -> None:
-    for name in names:
-        if name not in tasks:
-            raise ConfigError(
-                f"{key} names the task {name!r}, which does not exist{suggest(name, tasks)} "
-                f"(known tasks: {', '.join(tasks)})"
-            )
-
 
 def _rename(values: Mapping[str, float], names: Mapping[str, str], tasks: Sequence[str]) -> dict[str, float]:
     new = {names.get(task, task): value for task, value in values.items()}
     return {task: value for task, value in new.items() if task in tasks}
-
-
-def _format(shares: Mapping[str, float]) -> str:
-    return ", ".join(f"{task} {share:.3f}" for task, share in shares.items())

@@ -1,4 +1,4 @@
-"""Level, spread and progress of a task from its step statistics, smoothed and on one scale for all tasks.
+"""Level, spread and progress of a task from its step statistics, smoothed, on one scale for all tasks.
 
 Weights compare tasks, so levels must be comparable. A level in [0, 1] is the position of the mean reward
 within the reward's range: the declared range (``reward_ranges``), else the observed range. An end of the
@@ -12,14 +12,13 @@ overstates the level. Evaluations correct the level by the difference between he
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from multitask_rl.curriculum.shown_range import ShownRange
-from multitask_rl.records import Direction, TaskStats
+from multitask_rl.records import NUM_EXTREMES, Direction, TaskStats
 
-__all__ = ["REWARD_SCORE", "Average", "TaskSignal", "TaskTrace"]
+__all__ = ["REWARD_SCORE", "Average", "ShownRange", "TaskTrace"]
 
 REWARD_SCORE = "reward_score"
 """The ``metric_key`` that means the training reward."""
@@ -31,6 +30,28 @@ _OFFSET_GAIN = 0.3
 _VARIANCE_GAIN = 0.02
 _PRIOR_STEPS = 4
 """Weight, in steps, of the largest possible variance beside the measured variance."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ShownRange:
+    """Observed range of rewards: ``NUM_EXTREMES`` groups reach each end, so one outlier does not set it."""
+
+    lowest: list[float] = field(default_factory=list)
+    """The ``NUM_EXTREMES`` smallest of the groups' lowest rewards, ascending."""
+    highest: list[float] = field(default_factory=list)
+    """The ``NUM_EXTREMES`` largest of the groups' highest rewards, descending."""
+
+    def widen(self, lowest: Iterable[float], highest: Iterable[float]) -> None:
+        """Add the lowest and the highest reward of each further group."""
+        self.lowest = sorted([*self.lowest, *lowest])[:NUM_EXTREMES]
+        self.highest = sorted([*self.highest, *highest], reverse=True)[:NUM_EXTREMES]
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Return ``low < high``; None until enough groups have shown different rewards."""
+        if self.lowest and self.lowest[-1] < self.highest[-1]:
+            return self.lowest[-1], self.highest[-1]
+        return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,21 +90,6 @@ class Average:
         return math.sqrt(self.weight * total / (measured + _PRIOR_STEPS))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskSignal:
-    """The statistics of one task in one step."""
-
-    level: float
-    """This step's value on the scale of levels, unsmoothed."""
-    spread: float
-    """Mean standard deviation of the reward within groups, on the scale of levels (in the reward's unit when
-    another metric is watched): sqrt(p (1 - p)) for a 0/1 reward on prompts solved with probability p."""
-    informative: float
-    """Share of the step's groups that gave a gradient."""
-    progress: float
-    """Change of the smoothed level over the step; 0 for the first."""
-
-
 @dataclass(kw_only=True, slots=True)
 class TaskTrace:
     """The smoothed history of one task; all its fields are the state of a checkpoint."""
@@ -115,14 +121,22 @@ class TaskTrace:
         smoothing: float,
         known_range: tuple[float, float] | None,
         prompts_averaged: int = 1,
-    ) -> TaskSignal | None:
-        """Add one step and return its signal; None without prompts or without a finite value.
+    ) -> float | None:
+        """Add one step and return the change of the smoothed level, 0 for the first.
+
+        None without prompts or without a finite value.
 
         The gain of the moving averages is ``min(smoothing, n / prompts_averaged)`` for a step with ``n``
         prompts of the task, at least ``n`` over all prompts so far (so a plain mean at first).
         """
         watches_reward = metric_key == REWARD_SCORE
-        value = stats.reward_mean + stats.shift if watches_reward else _oriented(stats, metric_key)
+        if watches_reward:
+            value = stats.reward_mean + stats.shift
+        else:  # turned so that higher is better: ``1 - x`` of a bad rate
+            value, statistic = stats.metrics.get(metric_key, math.nan), stats.statistics.get(metric_key)
+            if statistic is not None and statistic.direction is Direction.lower:
+                ends = statistic.low + statistic.high
+                value = ends - value if math.isfinite(ends) else -value
         if stats.num_prompts <= 0 or not math.isfinite(value):
             return None
         std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
@@ -133,19 +147,12 @@ class TaskTrace:
             low, high = (value - _SPREAD * std,), (value + _SPREAD * std,)
             self.shown.widen(stats.lowest or low, stats.highest or high)
         gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
-        informative = stats.num_informative / n
         self.raw.add(value, n, gain)
         self.within.add(std, n, gain)
-        self.with_gradient.add(informative, n, gain)
-        low_end, high_end = self._scale(known_range)
-        return TaskSignal(
-            level=_place(value, low_end, high_end),
-            spread=std / (high_end - low_end) if watches_reward else std,
-            informative=informative,
-            progress=_place(self.raw.value, low_end, high_end) - _place(before, low_end, high_end)
-            if self.steps > 1
-            else 0.0,
-        )
+        self.with_gradient.add(stats.num_informative / n, n, gain)
+        ends_of_scale = self._scale(known_range)
+        change = _place(self.raw.value, *ends_of_scale) - _place(before, *ends_of_scale)
+        return change if self.steps > 1 else 0.0
 
     def calibrate(self, held_out: float, error: float = 0.0) -> None:
         """Add a held-out value and its standard error; no effect before the first step."""
@@ -199,15 +206,6 @@ class TaskTrace:
         """Return the trace that ``state_dict`` described."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
         return cls(**{**state, **averages, "shown": ShownRange(**state["shown"])})
-
-
-def _oriented(stats: TaskStats, metric: str) -> float:
-    """Return a metric turned so that higher is better (``1 - x`` of a bad rate); NaN if it is missing."""
-    value, statistic = stats.metrics.get(metric, math.nan), stats.statistics.get(metric)
-    if statistic is None or statistic.direction is not Direction.lower:
-        return value
-    ends = statistic.low + statistic.high
-    return ends - value if math.isfinite(ends) else -value
 
 
 def _place(value: float, low: float, high: float) -> float:

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from multitask_rl.config.schema.ranges import NotNegative
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
-from multitask_rl.curriculum.signal import TaskSignal
 
 __all__ = ["Straggler", "StragglerConfig"]
 
@@ -44,8 +43,8 @@ class Straggler(SchedulerPolicy):
         self.start_deficit = dict.fromkeys(self.tasks, 0.0)
         """Distance to the target after the first steps."""
 
-    def _learn(self, signals: Mapping[str, TaskSignal], step: int) -> None:
-        for task in signals:
+    def _learn(self, progress: Mapping[str, float]) -> None:
+        for task in progress:
             if self.traces[task].steps <= _START_STEPS:
                 self.start_deficit[task] = self.deficit(task)
 

@@ -14,7 +14,7 @@ from typing import Any
 from multitask_rl.config.task import PASS_RATE, CurriculumSpec
 from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
 from multitask_rl.curriculum.quotas import apportion
-from multitask_rl.curriculum.shown_range import ShownRange
+from multitask_rl.curriculum.signal import ShownRange
 from multitask_rl.data.rows import Row, Rows
 from multitask_rl.data.stream import PromptStream
 from multitask_rl.errors import DataError

@@ -277,7 +277,7 @@ class ExperienceSource:
         entitled.update(carried + dropped)
         entitled.subtract(num_late())
         shortfall = self._refill.shortfall(experience.kept, entitled)
-        self._scheduler.settle(shortfall, sum(quotas.values()))
+        self._scheduler.carry_over(shortfall, sum(quotas.values()))
         self._late += late
 
     def _carry_over(self, experience: Experience) -> tuple[Counter[str], Counter[str]]:

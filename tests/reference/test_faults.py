@@ -247,8 +247,8 @@ def the_way_has_no_start(patch):
 def improvement_is_ignored(patch):
     real = MTGRPO._learn
 
-    def learn(self, signals, step):
-        real(self, {name: replace(s, progress=0.0) for name, s in signals.items()}, step)
+    def learn(self, progress):
+        real(self, dict.fromkeys(progress, 0.0))
 
     patch.setattr(MTGRPO, "_learn", learn)
 

@@ -315,7 +315,7 @@ class Scheduler:
         self.carry = {name: owed[name] - counts[name] for name in active}
         return counts
 
-    def settle(self, short: Mapping[str, int]) -> None:
+    def carry_over(self, short: Mapping[str, int]) -> None:
         """Owe a task the groups it was short of, one step's worth at most, at the expense of all by share."""
         shares, total = self.shares(), self.settings.prompts_per_step
         owed = {

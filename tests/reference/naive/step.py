@@ -213,7 +213,7 @@ class Run:
             lacks = entitled[task.name] - self.num_informative(task, kept)
             if lacks > 0 and self.scheduler.informative_rate(task.name) >= 0.05:
                 short[task.name] = lacks
-        self.scheduler.settle(short if self.settings.refill_rounds else {})
+        self.scheduler.carry_over(short if self.settings.refill_rounds else {})
 
     @staticmethod
     def num_informative(task: Task, attempts: Sequence[Attempt]) -> int:

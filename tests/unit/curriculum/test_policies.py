@@ -229,11 +229,8 @@ def test_values_out_of_range_are_refused(key: str, value: float) -> None:
 def _observe(
     trace: TaskTrace, mean: float, std: float = 0.0, known: tuple[float, float] | None = None
 ) -> float:
-    signal = trace.observe(
-        _stats("a", mean, std=std), metric_key="reward_score", smoothing=0.1, known_range=known
-    )
-    assert signal is not None
-    return signal.level
+    trace.observe(_stats("a", mean, std=std), metric_key="reward_score", smoothing=0.1, known_range=known)
+    return trace.level(known)
 
 
 def test_a_reward_declared_in_the_unit_interval_is_its_own_level() -> None:
@@ -246,9 +243,8 @@ def test_an_undeclared_reward_is_placed_in_the_range_that_three_groups_have_show
     trace = TaskTrace()
     stats = _stats("a", -50.0, std=10.0)
     stats.lowest, stats.highest = [-90.0, -80.0, -70.0], [-10.0, -20.0, -30.0]
-    signal = trace.observe(stats, metric_key="reward_score", smoothing=0.1, known_range=None)
-    assert signal is not None
-    assert signal.level == 0.5  # between -70 and -30
+    trace.observe(stats, metric_key="reward_score", smoothing=0.1, known_range=None)
+    assert trace.level(None) == 0.5  # between -70 and -30
     stats.lowest, stats.highest = [-85.0, -60.0, -60.0], [-25.0, -25.0, -25.0]
     trace.observe(stats, metric_key="reward_score", smoothing=0.1, known_range=None)
     assert trace.level(None) == pytest.approx((-50 + 80) / (-25 + 80))
@@ -280,12 +276,11 @@ def test_progress_is_measured_on_one_scale_when_the_scale_changes() -> None:
         _observe(trace, 0.5, std=0.1)
     for _ in range(3):
         before = trace.raw.value
-        signal = trace.observe(
+        progress = trace.observe(
             _stats("a", 1.5, std=0.1), metric_key="reward_score", smoothing=0.1, known_range=None
         )
-    assert signal is not None
     assert (trace.shown.lowest, trace.shown.highest) == (pytest.approx([0.3] * 3), pytest.approx([1.7] * 3))
-    assert signal.progress == pytest.approx((trace.raw.value - before) / (1.7 - 0.3))
+    assert progress == pytest.approx((trace.raw.value - before) / (1.7 - 0.3))
 
 
 def test_softmax_survives_large_logits() -> None:

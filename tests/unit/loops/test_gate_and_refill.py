@@ -1,4 +1,4 @@
-"""Gate, refill and settle together: no task is owed groups that it cannot give, or pays for another alone."""
+"""Gate, refill and carry-over: no task is owed groups that it cannot give, or pays for another alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Loop:
         for step in range(start, start + steps):
             quotas = self.scheduler.quotas(PROMPTS, step)
             drawn, kept = self.refill.collect(quotas, self._experience)
-            self.scheduler.settle(self.refill.shortfall(kept, quotas), PROMPTS)
+            self.scheduler.carry_over(self.refill.shortfall(kept, quotas), PROMPTS)
             self.asked.update(quotas)
             groups = by_group(drawn)
             stats = {name: task_stats(self.runs[name], own, {}) for name, own in groups.items()}

@@ -85,7 +85,7 @@ def test_a_task_with_few_informative_groups_gets_its_share_of_the_training(rate:
         quotas = scheduler.quotas(prompts, step)
         assert sum(quotas.values()) == prompts
         _, kept = refill.collect(quotas, experience)
-        scheduler.settle(refill.shortfall(kept, quotas), prompts)
+        scheduler.carry_over(refill.shortfall(kept, quotas), prompts)
         for name, groups in by_group(kept).items():
             trained[name] += sum(is_informative(runs[name], g) for g in groups.values())
     assert trained["hard"] / sum(trained.values()) == pytest.approx(0.5, abs=0.05)
@@ -97,7 +97,7 @@ def test_what_a_task_is_owed_is_bounded() -> None:
     scheduler.bind(["dry", "rich"])
     for step in range(50):
         scheduler.quotas(8, step)
-        scheduler.settle({"dry": 4}, 8)
+        scheduler.carry_over({"dry": 4}, 8)
     assert scheduler.quotas(8, 50)["dry"] <= 8
     counts = [scheduler.quotas(8, step)["dry"] for step in range(51, 61)]
     assert counts[2:] == [4] * 8, "a debt of one step's worth is paid back within two"
