@@ -6,9 +6,10 @@ import ast
 import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from multitask_rl.boundary.python_source import parse_python
+from multitask_rl.config.schema.ranges import NotNegative, OneOf, Range, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CodeEvaluator", "sandbox_task"]
 
-_EVALUATORS = ("tests", "codebleu", "mixed")
 _NAME = "code_evaluator"
 
 
@@ -52,19 +52,19 @@ class CodeEvaluator:
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=120.0)
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``code_evaluator`` in a tasks file."""
 
-        evaluator: str = "tests"
-        """``tests``, ``codebleu`` or ``mixed``."""
-        timeout: float = 10.0
+        evaluator: Annotated[str, OneOf("tests", "codebleu", "mixed")] = "tests"
+        """See above."""
+        timeout: Annotated[float, Range("(0, 3600)")] = 10.0
         """CPU seconds of one run of a program (a stdio test is one run); wall-clock limit 2 x + 1."""
-        memory_mb: int = 512
+        memory_mb: Annotated[int, Range("[16, inf)")] = 512
         """Address space of a program, MiB."""
-        tests_weight: float = 0.8
-        """Weight of the tests in ``mixed``, >= 0."""
-        codebleu_weight: float = 0.2
-        """Weight of CodeBLEU in ``mixed``, >= 0."""
+        tests_weight: NotNegative = 0.8
+        """Weight of the tests in ``mixed``."""
+        codebleu_weight: NotNegative = 0.2
+        """Weight of CodeBLEU in ``mixed``."""
         language: str = "python"
         """Language of CodeBLEU; tests run Python only."""
         all_or_nothing: bool = False
@@ -74,10 +74,16 @@ class CodeEvaluator:
         """Check the configuration.
 
         Raises:
-            ConfigError: unknown evaluator, bad limit or weight, tests in a language that cannot run.
+            ConfigError: both weights are 0, or the language cannot run or is unknown.
             MissingExtraError: CodeBLEU is wanted and not installed.
         """
-        _check(config)
+        if config.evaluator != "codebleu" and config.language != "python":
+            raise ConfigError(
+                f"{_NAME}: tests run Python only, got `language: {config.language}`. Use `evaluator: "
+                "codebleu`, or leave `language` at python."
+            )
+        if config.tests_weight + config.codebleu_weight <= 0:
+            raise ConfigError(f"{_NAME}: `tests_weight` and `codebleu_weight` must have a positive sum.")
         self.config = config
         self._runs, self._compares = config.evaluator != "codebleu", config.evaluator != "tests"
         self._limits = Limits(cpu_s=config.timeout, wall_s=2 * config.timeout + 1, mem_mb=config.memory_mb)
@@ -264,28 +270,6 @@ def _reference(row: Mapping[str, Any]) -> str | Failure:
     if not isinstance(reference, str) or not reference.strip():
         return data_failure("CodeBLEU needs a program in `reference`; the row has none", _NAME)
     return complete_program(reference, str(row.get("prompt") or ""), str(row.get("entry_point") or ""))
-
-
-def _check(config: CodeEvaluator.Config) -> None:
-    if config.evaluator not in _EVALUATORS:
-        raise ConfigError(
-            f"{_NAME}: `evaluator` must be one of {', '.join(_EVALUATORS)}; got {config.evaluator!r}."
-        )
-    if config.evaluator != "codebleu" and config.language != "python":
-        raise ConfigError(
-            f"{_NAME}: tests run Python only, got `language: {config.language}`. Use `evaluator: codebleu`, "
-            "or leave `language` at python."
-        )
-    if not 0 < config.timeout < 3600 or config.memory_mb < 16:
-        raise ConfigError(f"{_NAME}: needs 0 < `timeout` < 3600 s and `memory_mb` >= 16; got {config}.")
-    if (
-        min(config.tests_weight, config.codebleu_weight) < 0
-        or config.tests_weight + config.codebleu_weight <= 0
-    ):
-        raise ConfigError(
-            f"{_NAME}: `tests_weight` and `codebleu_weight` must be >= 0 with a positive sum; got "
-            f"{config.tests_weight} and {config.codebleu_weight}."
-        )
 
 
 def _sandbox() -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+from multitask_rl.config.schema.ranges import Natural
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
@@ -56,7 +57,7 @@ class FactChecker:
         """Column with the evidence; empty = ``evidence`` where the row has it, else the question."""
         contradiction_labels: list[str] = field(default_factory=list)
         """NLI labels that mean wrong; empty = recognised by name (``contradiction``, ``refutes``)."""
-        max_new_tokens: int = 128
+        max_new_tokens: Natural = 128
         """Tokens a generative judge may write to explain a violation; 0 = no explanation."""
 
     def __init__(self, config: Config) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from multitask_rl.errors import ConfigError
 from multitask_rl_rewards.causal_judge import CausalJudge
 
 __all__ = ["FAMILIES", "HAZARDS", "GuardFamily", "build_prompt", "family_of"]
@@ -66,17 +65,11 @@ GENERIC = GuardFamily(name="generic", marks=(), costs={"no": 0.0, "yes": 1.0})
 FAMILIES: Mapping[str, GuardFamily] = {f.name: f for f in (LLAMA_GUARD, SHIELD_GEMMA, QWEN3_GUARD, GENERIC)}
 
 
-def family_of(model_name: str, family: str, plugin: str) -> GuardFamily:
-    """Return the family called ``family``, or (``auto``) the one the model's name shows, else ``generic``.
-
-    Raises:
-        ConfigError: no such family.
-    """
+def family_of(model_name: str, family: str) -> GuardFamily:
+    """Return the family called ``family``; ``auto`` is the one of the model's name, or ``generic``."""
     if family == "auto":
         known = (f for f in FAMILIES.values() if any(mark in model_name.lower() for mark in f.marks))
         return next(known, GENERIC)
-    if family not in FAMILIES:
-        raise ConfigError(f"{plugin}: `family` must be auto or one of {', '.join(FAMILIES)}; got {family!r}.")
     return FAMILIES[family]
 
 

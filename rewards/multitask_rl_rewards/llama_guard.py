@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from multitask_rl.config.schema.ranges import Count, Natural, OneOf, PositiveFraction, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.causal_judge import CausalJudge
-from multitask_rl_rewards.guard_templates import GuardFamily, build_prompt, family_of
+from multitask_rl_rewards.guard_templates import FAMILIES, GuardFamily, build_prompt, family_of
 from multitask_rl_rewards.text import data_failure, question_of, unread
-from multitask_rl_rewards.transformer_models import read_model_config, resolve_device, worst_of_parts
+from multitask_rl_rewards.transformer_models import Dtype, read_model_config, resolve_device, worst_of_parts
 
 __all__ = ["GuardConfig", "GuardModel", "LlamaGuard"]
 
@@ -23,27 +24,27 @@ LEAST_ROOM = 64
 
 
 @dataclass(kw_only=True, slots=True)
-class GuardConfig:
+class GuardConfig(Settings):
     """Keys that every generative judge has in a tasks file."""
 
     model_name: str = ""
     """Directory or Hugging Face id of a causal language model. Required."""
     device: str = "auto"
     """``cpu``, ``cuda:1``...; ``auto`` = the first accelerator, else the CPU."""
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
-    batch_size: int = 8
-    """Prompts per forward, > 0."""
-    max_length: int = 4096
+    batch_size: Count = 8
+    """Prompts per forward."""
+    max_length: Natural = 4096
     """Tokens of the judge's whole prompt; a longer response is judged in parts, a longer question a ``data``
     failure."""
-    max_parts: int = 64
-    """Parts of a response that are judged, > 0; a response of more counts as unsafe."""
-    family: str = "auto"
+    max_parts: Count = 64
+    """Parts of a response that are judged; a response of more counts as unsafe."""
+    family: Annotated[str, OneOf("auto", *FAMILIES)] = "auto"
     """``llama_guard``, ``shieldgemma``, ``qwen3guard``, ``generic``; ``auto`` = by the model's name."""
-    threshold: float = 0.5
-    """The constraint is violated from this cost on, in (0, 1]."""
-    max_new_tokens: int = 0
+    threshold: PositiveFraction = 0.5
+    """The constraint is violated from this cost on."""
+    max_new_tokens: Natural = 0
     """Tokens the judge may write to explain a violation (greedy); 0 = no explanation."""
     prompt_column: str = "prompt"
     """Column with the question; a row without it is judged on the prompt the actor saw."""
@@ -59,17 +60,10 @@ class GuardModel:
         """Check model, device and family; weights load at ``warm_up`` or the first use.
 
         Raises:
-            ConfigError: missing model or device, unknown family, a policy the family cannot take.
+            ConfigError: missing model or device, or a policy that the family cannot take.
         """
         self.config, self.plugin, self.policy = config, plugin, list(policy)
-        counts = (config.batch_size, config.max_parts)
-        if not 0.0 < config.threshold <= 1.0 or min(counts) < 1 or config.max_new_tokens < 0:
-            raise ConfigError(
-                f"{plugin}: needs 0 < `threshold` <= 1, `batch_size` > 0, `max_parts` > 0 and "
-                f"`max_new_tokens` >= 0; got {config.threshold}, {config.batch_size}, {config.max_parts} and "
-                f"{config.max_new_tokens}."
-            )
-        self.family: GuardFamily = family_of(config.model_name, config.family, plugin)
+        self.family: GuardFamily = family_of(config.model_name, config.family)
         if self.policy and not self.family.takes_policy:
             raise ConfigError(
                 f"{plugin}: a model of the family {self.family.name} judges by its own policy only."

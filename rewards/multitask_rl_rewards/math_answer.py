@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import data_failure, question_of, strip_thinking, value_of, without_question
 
 __all__ = ["MathAnswer", "last_boxed"]
 
-_ANSWERS = ("any", "boxed", "marked")
 _MARK = re.compile(r"####|\banswer\s*(?:is|:|=)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|(?<=\S)\.(?=\s)")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
@@ -54,25 +54,16 @@ class MathAnswer:
     one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``math_answer`` in a tasks file."""
 
         reference_column: str = "reference"
         """Column with the right answer: a number, or LaTeX without dollar signs."""
-        answer: str = "any"
+        answer: Annotated[str, OneOf("any", "boxed", "marked")] = "any"
         r"""Where an answer counts: ``any`` (last expression, if nothing marks one), ``marked`` ("answer is",
         "####" or ``\boxed``), ``boxed`` (only ``\boxed``)."""
 
     def __init__(self, config: Config) -> None:
-        """Check the configuration.
-
-        Raises:
-            ConfigError: unknown value of ``answer``.
-        """
-        if config.answer not in _ANSWERS:
-            raise ConfigError(
-                f"math_answer: `answer` must be one of {', '.join(_ANSWERS)}; got {config.answer!r}."
-            )
         self.config = config
 
     def warm_up(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from multitask_rl.config.schema.ranges import Positive
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.rm_hf import RewardModel
 from multitask_rl_rewards.text import value_of
@@ -31,20 +31,10 @@ class PairwiseRewardModel(RewardModel):
 
         opponent_column: str = "chosen"
         """Column with the response to compare with."""
-        temperature: float = 1.0
-        """Units of the reward model's logit that count as one, > 0."""
+        temperature: Positive = 1.0
+        """Units of the reward model's logit that count as one."""
 
     config: Config
-
-    def __init__(self, config: Config) -> None:
-        """Check the configuration as ``rm_hf`` does.
-
-        Raises:
-            ConfigError: see ``rm_hf``; or a temperature <= 0.
-        """
-        if config.temperature <= 0:
-            raise ConfigError(f"pairwise_rm: `temperature` must be > 0, got {config.temperature}.")
-        super().__init__(config)
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return one win probability per rollout; a row without an opponent is a ``data`` failure."""

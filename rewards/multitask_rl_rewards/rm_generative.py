@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from multitask_rl.boundary.posting import open_request
+from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, Positive, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
@@ -61,7 +62,7 @@ class GenerativeJudge:
     )
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``rm_generative`` in a tasks file."""
 
         base_url: str = ""
@@ -78,17 +79,17 @@ class GenerativeJudge:
         """The rubric's worst score; becomes 0."""
         highest: float = 10.0
         """The rubric's best score; becomes 1."""
-        votes: int = 1
-        """Judgements per response, > 0; needs a temperature above 0 to differ."""
-        temperature: float = 0.0
-        """Of the judge; >= 0."""
-        max_tokens: int = 512
+        votes: Count = 1
+        """Judgements per response; they differ only at a temperature above 0."""
+        temperature: NotNegative = 0.0
+        """Of the judge."""
+        max_tokens: Count = 512
         """Longest reply of the judge, tokens."""
-        timeout: float = 60.0
+        timeout: Positive = 60.0
         """Seconds one request may take."""
-        retries: int = 2
+        retries: Natural = 2
         """Further tries after a refused connection, a time-out or a busy server."""
-        concurrency: int = 8
+        concurrency: Count = 8
         """Requests under way at once, per call."""
         reference_column: str = "reference"
         """Column with a reference answer; a row without it shows the judge none."""
@@ -97,7 +98,7 @@ class GenerativeJudge:
         """Check the configuration; nothing is sent.
 
         Raises:
-            ConfigError: missing address or model, a rubric without a response, a bad pattern or range.
+            ConfigError: missing address or model, a rubric without a response, a bad pattern, an empty range.
         """
         _check(config)
         self.config = config
@@ -211,11 +212,3 @@ def _check(config: GenerativeJudge.Config) -> None:
         raise ConfigError(f"{_NAME}: `pattern` must have exactly one group, the score; it has {groups}.")
     if config.lowest == config.highest:
         raise ConfigError(f"{_NAME}: `lowest` and `highest` must differ; both are {config.lowest}.")
-    if (
-        min(config.votes, config.concurrency, config.max_tokens) < 1
-        or config.retries < 0
-        or config.timeout <= 0
-    ):
-        raise ConfigError(
-            f"{_NAME}: `votes`, `concurrency`, `max_tokens` and `timeout` must be > 0, `retries` >= 0."
-        )

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from multitask_rl.config.schema.ranges import Count, Natural, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of
-from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+from multitask_rl_rewards.transformer_models import Dtype, read_model_config, resolve_device
 
 __all__ = ["RewardModel"]
 
@@ -34,19 +35,20 @@ class RewardModel:
     )
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``rm_hf`` in a tasks file."""
 
         model_name: str = ""
         """Directory or Hugging Face id. Required."""
         device: str = "auto"
         """``cpu``, ``cuda:4``...; ``auto`` = the first accelerator, else the CPU."""
-        dtype: str = "auto"
+        dtype: Dtype = "auto"
         """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
-        batch_size: int = 16
-        """Responses per forward, > 0."""
-        max_length: int = 2048
-        """Tokens of prompt and response, capped by the model's limit; longer ones lose their beginning."""
+        batch_size: Count = 16
+        """Responses per forward."""
+        max_length: Natural = 2048
+        """Tokens of prompt and response, at most the model's limit (0 = that); longer ones lose their
+        beginning."""
         label: str = ""
         """Output to use of a model with several."""
         template: str = ""
@@ -61,8 +63,6 @@ class RewardModel:
             ConfigError: missing model or device, or several outputs and no ``label``.
         """
         self.config = config
-        if config.batch_size < 1:
-            raise ConfigError(f"rm_hf: `batch_size` must be > 0, got {config.batch_size}.")
         resolve_device(config.device, "rm_hf")
         model_config = read_model_config(config.model_name, "rm_hf")
         labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]

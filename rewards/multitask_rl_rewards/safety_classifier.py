@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of, unread
-from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+from multitask_rl_rewards.transformer_models import Dtype, read_model_config, resolve_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,27 +60,27 @@ class SafetyClassifier:
     )
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``safety_classifier`` in a tasks file."""
 
         model_name: str = ""
         """Directory or Hugging Face id of a sequence-classification model. Required."""
         unsafe_labels: list[str] = field(default_factory=list)
         """Labels that mean unsafe; empty = recognised by name (``unsafe``, ``toxic``, not ``safe``...)."""
-        threshold: float = 0.5
-        """The constraint is violated from this cost on, in (0, 1]."""
+        threshold: PositiveFraction = 0.5
+        """The constraint is violated from this cost on."""
         with_prompt: bool = False
         """Judge prompt and response together; False = the response alone."""
         device: str = "auto"
         """``cpu``, ``cuda:1``...; ``auto`` = the first accelerator, else the CPU."""
-        dtype: str = "auto"
+        dtype: Dtype = "auto"
         """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
-        batch_size: int = 32
-        """Inputs per forward, > 0."""
-        max_length: int = 2048
+        batch_size: Count = 32
+        """Inputs per forward."""
+        max_length: Natural = 2048
         """Tokens of an input, at most the model's limit (0 = that); a longer response is judged in parts."""
-        max_parts: int = 64
-        """Parts of a response that are judged, > 0; a response of more counts as unsafe."""
+        max_parts: Count = 64
+        """Parts of a response that are judged; a response of more counts as unsafe."""
         prompt_column: str = "prompt"
         """Column with the question, where ``with_prompt``."""
 
@@ -87,14 +88,9 @@ class SafetyClassifier:
         """Check model, labels and device; weights load at ``warm_up`` or the first use.
 
         Raises:
-            ConfigError: missing model or device, labels that say nothing of safety, threshold out of range.
+            ConfigError: missing model or device, or labels that say nothing of safety.
         """
         self.config = config
-        if not 0.0 < config.threshold <= 1.0 or min(config.batch_size, config.max_parts) < 1:
-            raise ConfigError(
-                f"{_NAME}: needs 0 < `threshold` <= 1, `batch_size` > 0 and `max_parts` > 0; got "
-                f"{config.threshold}, {config.batch_size} and {config.max_parts}."
-            )
         resolve_device(config.device, _NAME)
         model_config = read_model_config(config.model_name, _NAME)
         labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]

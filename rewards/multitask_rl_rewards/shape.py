@@ -10,8 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
@@ -19,7 +20,6 @@ from multitask_rl_rewards.text import data_failure, strip_thinking
 
 __all__ = ["Format", "JsonSchema", "Length", "Regex", "Repetition"]
 
-_UNITS = ("words", "chars", "tokens")
 _FENCE = re.compile(r"\A\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL | re.IGNORECASE)
 
 
@@ -30,28 +30,26 @@ class Length:
     one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``length`` in a tasks file."""
 
-        unit: str = "words"
+        unit: Annotated[str, OneOf("words", "chars", "tokens")] = "words"
         """``words`` (between spaces), ``chars`` or ``tokens`` (of the actor, its end token included)."""
-        minimum: int = 1
-        """Shortest length with full reward, >= 0."""
-        maximum: int = 200
+        minimum: Natural = 1
+        """Shortest length with full reward."""
+        maximum: Natural = 200
         """Longest length with full reward."""
-        slack: int = 50
+        slack: Natural = 50
         """Units over which the reward falls to 0; 0 = at once."""
 
     def __init__(self, config: Config) -> None:
         """Check the configuration.
 
         Raises:
-            ConfigError: unknown unit or an empty range.
+            ConfigError: ``minimum`` above ``maximum``.
         """
-        if config.unit not in _UNITS:
-            raise ConfigError(f"length: `unit` must be one of {', '.join(_UNITS)}; got {config.unit!r}.")
-        if not 0 <= config.minimum <= config.maximum or config.slack < 0:
-            raise ConfigError(f"length: needs 0 <= `minimum` <= `maximum` and `slack` >= 0; got {config}.")
+        if config.minimum > config.maximum:
+            raise ConfigError(f"length: needs `minimum` <= `maximum`; got {config}.")
         self.config = config
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
@@ -79,20 +77,13 @@ class Repetition:
     one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``repetition`` in a tasks file."""
 
-        n: int = 4
-        """Words per n-gram, > 0."""
+        n: Count = 4
+        """Words per n-gram."""
 
     def __init__(self, config: Config) -> None:
-        """Check the configuration.
-
-        Raises:
-            ConfigError: ``n`` < 1.
-        """
-        if config.n < 1:
-            raise ConfigError(f"repetition: `n` must be > 0, got {config.n}.")
         self.config = config
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:

@@ -6,8 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
@@ -48,7 +49,7 @@ class _ReferenceReward(ABC):
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, isolate=False)
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys in a tasks file."""
 
         reference_column: str = "reference"
@@ -173,20 +174,10 @@ class Rouge(_ReferenceReward):
     class Config(_ReferenceReward.Config):
         """Keys of ``rouge`` in a tasks file."""
 
-        kind: str = "rougeL"
-        """``rouge1``, ``rouge2`` or ``rougeL``."""
+        kind: Annotated[str, OneOf("rouge1", "rouge2", "rougeL")] = "rougeL"
+        """Unigrams, bigrams or the longest common subsequence."""
 
     config: Config
-
-    def __init__(self, config: Config) -> None:
-        """Check the kind.
-
-        Raises:
-            ConfigError: unknown kind.
-        """
-        super().__init__(config)
-        if config.kind not in ("rouge1", "rouge2", "rougeL"):
-            raise ConfigError(f"rouge: `kind` must be rouge1, rouge2 or rougeL; got {config.kind!r}.")
 
     def _compare(self, answers: list[str], references: list[Any]) -> list[float]:
         metrics = _metrics()

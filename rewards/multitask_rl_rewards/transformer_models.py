@@ -12,15 +12,17 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
+from multitask_rl.config.schema.ranges import OneOf
 from multitask_rl.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Dtype",
     "LoadedModel",
     "batches",
     "load_model",
@@ -32,7 +34,8 @@ __all__ = [
 
 P = TypeVar("P")
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype = Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")]
+"""``auto`` is the checkpoint's; float32 on the CPU."""
 _FULL_BATCH_TOKENS = 512
 """Tokens of an input up to which a forward takes ``batch_size`` of them; of longer ones it takes fewer."""
 _PARTS_AT_ONCE = 256
@@ -181,12 +184,10 @@ def load_model(auto_class: str, model_name: str, *, device: str, dtype: str, plu
         plugin: who asks, for errors.
 
     Raises:
-        ConfigError: unknown dtype, or a model that is none of ``auto_class``.
+        ConfigError: a model that is none of ``auto_class``.
         UnavailableError: missing device or unreadable model.
     """
     target = resolve_device(device, plugin)
-    if dtype not in _DTYPES:
-        raise ConfigError(f"{plugin}: `dtype` must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
     if dtype == "auto" and target.type == "cpu":
         dtype = "float32"
     key = (auto_class, model_name, str(target), dtype)

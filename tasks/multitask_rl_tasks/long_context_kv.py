@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from multitask_rl.errors import ConfigError
+from multitask_rl.config.schema.ranges import Count
 from multitask_rl.seeding import random_stream
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
@@ -29,24 +29,14 @@ class LongContextKV(SourcedTask):
 
         source: str = ""
         """File or directory; empty = make the rows."""
-        num_keys: int = 75
-        """Pairs per object of the rows made here, > 0; about 80 characters each."""
-        num_rows: int = 500
-        """Rows per split made here, > 0."""
+        num_keys: Count = 75
+        """Pairs per object of the rows made here; about 80 characters each."""
+        num_rows: Count = 500
+        """Rows per split made here."""
         seed: int = 0
         """Of the rows made here."""
 
     config: Config
-
-    def __init__(self, config: Config) -> None:
-        """Check the configuration.
-
-        Raises:
-            ConfigError: no key or no row.
-        """
-        super().__init__(config)
-        if config.num_keys < 1 or config.num_rows < 1:
-            raise ConfigError(f"{self.name}: `num_keys` and `num_rows` must be > 0; got {config}")
 
     def settings(self) -> dict[str, Any]:
         """Return the task's defaults."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from multitask_rl.config.schema.ranges import Natural, Settings
 from multitask_rl.data.readers import read_dataset_dict, read_file
-from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.errors import DataError
 
 __all__ = ["Row", "SourceConfig", "SourcedTask", "plugin_entry"]
 
@@ -23,12 +24,12 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 
 @dataclass(kw_only=True, slots=True)
-class SourceConfig:
+class SourceConfig(Settings):
     """Keys of ``dataset_config`` that every bundled task has."""
 
     source: str = ""
     """Hugging Face id, file (.jsonl, .jsonl.gz, .json, .parquet) or directory."""
-    limit: int = 0
+    limit: Natural = 0
     """Rows per split at most, the first ones; 0 = all."""
 
 
@@ -55,14 +56,7 @@ class SourcedTask(ABC):
         """Keys of ``dataset_config``."""
 
     def __init__(self, config: Any) -> None:
-        """Check the configuration.
-
-        Raises:
-            ConfigError: a negative limit.
-        """
         self.config: SourceConfig = config
-        if config.limit < 0:
-            raise ConfigError(f"{self.name}: `limit` must be >= 0, got {config.limit}")
 
     @property
     def name(self) -> str:

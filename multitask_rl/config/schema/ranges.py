@@ -127,7 +127,7 @@ class Settings:
         """
         for name, hint in field_hints(type(self)).items():  # type: ignore[arg-type]
             if rules := list(rules_of(hint)):
-                check_value(rules, getattr(self, name), f"{type(self).__name__}.{name}")
+                check_value(rules, getattr(self, name), f"{type(self).__qualname__}.{name}")
 
 
 def rules_of(hint: Any) -> Iterator[Rule]:

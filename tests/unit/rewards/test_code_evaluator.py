@@ -226,9 +226,9 @@ def test_needs_and_time_limit_follow_the_configuration():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"evaluator": "bleu"}, "`evaluator` must be one of tests, codebleu, mixed"),
-        ({"timeout": 0.0}, "`timeout`"),
-        ({"tests_weight": -1.0}, "`tests_weight`"),
+        ({"evaluator": "bleu"}, "evaluator must be one of tests, codebleu, mixed"),
+        ({"timeout": 0.0}, r"timeout must be in \(0, 3600\)"),
+        ({"tests_weight": -1.0}, "tests_weight must be >= 0"),
         ({"tests_weight": 0.0, "codebleu_weight": 0.0}, "positive sum"),
         ({"language": "rust"}, "tests run Python only"),
         ({"evaluator": "codebleu", "language": "cobol"}, "`language` must be one of"),

@@ -10,7 +10,7 @@ from multitask_rl.records import Failure, Verdict
 from multitask_rl_rewards.causal_judge import CausalJudge
 from multitask_rl_rewards.fact_checker import FactChecker
 from multitask_rl_rewards.guard_templates import FAMILIES, HAZARDS, build_prompt, family_of
-from multitask_rl_rewards.llama_guard import LlamaGuard
+from multitask_rl_rewards.llama_guard import GuardConfig, LlamaGuard
 from reward_builders import qwen_config, rollout, save_tokenizer, train_classifier
 
 VERDICTS = [
@@ -127,13 +127,13 @@ def test_response_cannot_spell_control_tokens(tmp_path):
 
 
 def test_families_are_known_by_name():
-    assert family_of("meta-llama/Llama-Guard-3-8B", "auto", "t").name == "llama_guard"
-    assert family_of("google/shieldgemma-2b", "auto", "t").name == "shieldgemma"
-    assert family_of("Qwen/Qwen3Guard-Gen-4B", "auto", "t").name == "qwen3guard"
-    assert family_of("some/instruct", "auto", "t").name == "generic"
+    assert family_of("meta-llama/Llama-Guard-3-8B", "auto").name == "llama_guard"
+    assert family_of("google/shieldgemma-2b", "auto").name == "shieldgemma"
+    assert family_of("Qwen/Qwen3Guard-Gen-4B", "auto").name == "qwen3guard"
+    assert family_of("some/instruct", "auto").name == "generic"
     assert len(HAZARDS) == 14
-    with pytest.raises(ConfigError, match="`family` must be auto or one of"):
-        family_of("m", "gpt", "t")
+    with pytest.raises(ConfigError, match="family must be one of auto, llama_guard"):
+        GuardConfig(model_name="m", family="gpt")
 
 
 def test_verdicts_the_tokenizer_cannot_tell_apart_are_a_config_error(tmp_path):

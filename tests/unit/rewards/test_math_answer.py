@@ -84,7 +84,7 @@ def test_answer_mode_says_where_an_answer_counts():
     assert value("the answer is 72", answer="marked") == 1.0
     assert value("the answer is 72", answer="boxed") == 0.0
     assert value(r"\boxed{72}", answer="boxed") == 1.0
-    with pytest.raises(ConfigError, match="`answer` must be one of any, boxed, marked"):
+    with pytest.raises(ConfigError, match="answer must be one of any, boxed, marked"):
         MathAnswer(MathAnswer.Config(answer="last"))
 
 

@@ -45,7 +45,7 @@ def test_missing_opponent_is_a_data_failure_and_spares_the_others(directory):
 
 
 def test_configuration_is_checked(directory):
-    with pytest.raises(ConfigError, match="`temperature` must be > 0"):
+    with pytest.raises(ConfigError, match="temperature must be > 0"):
         build(directory, temperature=0.0)
     with pytest.raises(ConfigError, match="cannot be read"):
         build("/nowhere")

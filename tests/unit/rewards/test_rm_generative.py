@@ -149,7 +149,7 @@ def test_key_is_sent_from_the_environment_only(server, monkeypatch):
         ({"pattern": "("}, "not a regular expression"),
         ({"pattern": r"\d"}, "exactly one group"),
         ({"lowest": 1.0, "highest": 1.0}, "must differ"),
-        ({"votes": 0}, "`votes`"),
+        ({"votes": 0}, "votes must be >= 1, got 0"),
     ],
 )
 def test_bad_configuration_is_refused(config, message):

@@ -107,7 +107,7 @@ def test_labels_that_say_nothing_are_config_errors(labels, chosen):
 
 
 def test_bad_configuration_is_refused(binary_dir):
-    with pytest.raises(ConfigError, match="threshold"):
+    with pytest.raises(ConfigError, match=r"threshold must be in \(0, 1\]"):
         build(binary_dir, threshold=0.0)
     with pytest.raises(ConfigError, match="cannot be read"):
         build("/nowhere")

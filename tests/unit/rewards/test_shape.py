@@ -112,9 +112,9 @@ def test_empty_responses_score_zero_everywhere(response):
 @pytest.mark.parametrize(
     ("cls", "config", "message"),
     [
-        (Length, {"unit": "lines"}, "`unit` must be one of"),
+        (Length, {"unit": "lines"}, r"Length.Config.unit must be one of words, chars, tokens, got 'lines'"),
         (Length, {"minimum": 5, "maximum": 2}, "`minimum` <= `maximum`"),
-        (Repetition, {"n": 0}, "`n` must be > 0"),
+        (Repetition, {"n": 0}, r"Repetition.Config.n must be >= 1"),
         (Regex, {"pattern": "("}, "not a regular expression"),
         (Regex, {}, "`pattern` is required"),
         (Format, {"tags": []}, "`tags` must be a list"),

@@ -112,7 +112,7 @@ def test_rouge_equals_hand_computed_values(kind, expected):
 
 def test_rouge_l_respects_order_and_unknown_kind_is_refused():
     assert one(Rouge(Rouge.Config()), "here was cat", reference="cat was here").value == pytest.approx(1 / 3)
-    with pytest.raises(ConfigError, match="rouge1, rouge2 or rougeL"):
+    with pytest.raises(ConfigError, match="kind must be one of rouge1, rouge2, rougeL"):
         Rouge(Rouge.Config(kind="rouge9"))
 
 

@@ -263,7 +263,7 @@ def test_long_context_rows_are_made_from_a_seed_and_differ_by_split():
     assert full_scores(task, list(train), task.gold) == [1.0] * 3
     assert full_scores(task, list(train), lambda row: row["prompt"]) == [0.0] * 3
     assert task.rows("validation")[0] not in [*train, *test]
-    with pytest.raises(ConfigError, match="must be > 0"):
+    with pytest.raises(ConfigError, match="num_keys must be >= 1"):
         build("long_context_kv", num_keys=0)
 
 
@@ -281,7 +281,7 @@ def test_limit_and_missing_sources_are_honoured(tmp_path):
         build("gsm8k", source=str(tmp_path)).rows("train")
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         build("gsm8k", source="nowhere.jsonl").rows("train")
-    with pytest.raises(ConfigError, match="`limit` must be >= 0"):
+    with pytest.raises(ConfigError, match="limit must be >= 0, got -1"):
         build("gsm8k", limit=-1)
     path.write_text('{"prompt": "", "reference": "1"}\n')
     with pytest.raises(DataError, match="lacks prompt"):
