@@ -1,7 +1,7 @@
-"""Several Ray actors that each hold one object, called together (extra ``ray``).
+"""Several Ray actors that each hold one object (extra ``ray``).
 
-Nothing waits silently: every 30 s the log names the actors that are waited for. Dead actors are reported, not
-raised: the caller knows what to repeat.
+Every 30 s the log names the actors that are waited for. A dead actor is reported, not raised: only the caller
+knows which calls to repeat.
 """
 
 from __future__ import annotations
@@ -12,23 +12,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 
-__all__ = ["ActorGroup", "connect"]
+__all__ = ["ActorGroup"]
 
 _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
 
 
-def connect() -> bool:
-    """Join the running cluster (``RAY_ADDRESS``) or start one on this machine; True if this call did.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-    """
+def _connect() -> bool:
+    """Join the running cluster (``RAY_ADDRESS``) or start one on this machine; True if this call did."""
     if find_spec("ray") is None:
         raise MissingExtraError(
             "executor=ray needs Ray, which is not installed: pip install 'multitask-rl[ray]', or take "
@@ -47,31 +43,8 @@ def connect() -> bool:
     return True
 
 
-class _Cluster:
-    """The connection that all groups of this process share."""
-
-    def __init__(self) -> None:
-        self._num_users = 0
-        self._is_ours = False
-
-    def enter(self) -> None:
-        if self._num_users == 0:
-            self._is_ours = connect()
-        self._num_users += 1
-
-    def leave(self) -> None:
-        self._num_users -= 1
-        if self._num_users == 0 and self._is_ours:
-            import ray
-
-            ray.shutdown()
-
-
-_CLUSTER = _Cluster()
-
-
 def _check_room(what: str, demand: Mapping[str, float]) -> None:
-    """Raise a ConfigError when the cluster has no room; Ray itself would wait for it without an end."""
+    """Raise a ConfigError when the cluster has no room; Ray itself would wait without an end."""
     import ray
 
     deadline = time.monotonic() + _ROOM_WITHIN_S
@@ -96,15 +69,15 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
 
 
 def _check_node() -> None:
-    """Raise an EngineError when the Ray node of this process is dead: what is started there never starts."""
+    """Raise an EngineError when the Ray node of this process is dead: no actor can start there."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
     if any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes()):
         raise EngineError(
-            "the Ray node of this machine is dead: its raylet ended, for want of memory as a rule, and "
-            "nothing can be started there any more. The last checkpoint is intact; start the cluster again "
-            "(ray stop, ray start; nothing where the run starts its own), then the run"
+            "the Ray node of this machine is dead: its raylet ended, as a rule for want of memory, and no "
+            "actor can be started there any more. The last checkpoint is intact; start the cluster again "
+            "(ray stop, ray start; neither where the run starts its own), then the run"
         )
 
 
@@ -124,7 +97,16 @@ class _Host:
 
 
 class ActorGroup:
-    """``size`` actors that each hold an object made by ``make(index)``."""
+    """``size`` actors that each hold an object made by ``make(index)``.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: the cluster has no room.
+    """
+
+    _num_groups: ClassVar[int] = 0
+    _owns_cluster: ClassVar[bool] = False
+    """The first group of this process started the cluster; the last one stops it."""
 
     def __init__(
         self,
@@ -136,24 +118,27 @@ class ActorGroup:
         num_gpus: float,
         max_concurrency: int = 1,
     ) -> None:
-        _CLUSTER.enter()
+        if ActorGroup._num_groups == 0:
+            ActorGroup._owns_cluster = _connect()
+        ActorGroup._num_groups += 1
         import ray
 
+        self.name = name
+        self._make = make
+        self._actors: list[Any] = []
         try:
             _check_room(f"{size} x {name}", {"CPU": size * num_cpus, "GPU": size * num_gpus})
         except BaseException:
-            _CLUSTER.leave()
+            self.close()
             raise
-        self.name = name
-        self._make = make
         self._host = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=max_concurrency)(_Host)
-        self._actors = [self._host.remote(make, index) for index in range(size)]
+        self._actors += [self._host.remote(make, index) for index in range(size)]
 
     def __len__(self) -> int:
         return len(self._actors)
 
     def replace(self, index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> None:
-        """Start the actor ``index`` afresh; no other call reaches it before those in ``begin`` returned.
+        """Start the actor ``index`` again; it runs the calls in ``begin`` before any other.
 
         If one of them fails, the actor is dead.
         """
@@ -163,50 +148,42 @@ class ActorGroup:
         self._actors[index] = self._host.remote(self._make, index, begin)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
-        """Call ``method`` on the named actors at once; return the results and the indices of those that died.
+        """Call ``method`` on the actors in ``arguments`` at once.
+
+        Returns:
+            The results by index, and the indices of the actors that died.
 
         Raises:
-            MultitaskRLError: what the method raised, with its type.
-            EngineError: the Ray node of this process is dead.
+            MultitaskRLError, EngineError: see ``first``.
         """
-        import ray
-
-        refs = {self._actors[index].call.remote(method, *args): index for index, args in arguments.items()}
+        calls = {self.submit(index, method, *given): index for index, given in arguments.items()}
         results: dict[int, Any] = {}
         dead: list[int] = []
-        pending, began = list(refs), time.monotonic()
-        while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_REPORT_EVERY_S)
-            for ref in done:
-                try:
-                    results[refs[ref]] = ray.get(ref)
-                except ray.exceptions.RayActorError as error:
-                    _LOG.warning("%s %d died: %s", self.name, refs[ref], error)
-                    dead.append(refs[ref])
-                except ray.exceptions.RayTaskError as error:
-                    raise _original(error) from error
-            if pending:
-                _check_node()
-                waiting = ", ".join(str(refs[ref]) for ref in pending)
-                seconds = time.monotonic() - began
-                _LOG.warning("waiting for %s %s in %s for %.0f s", self.name, waiting, method, seconds)
-        if dead:
-            _check_node()
+        while calls:
+            index, result, has_died = self.first(calls, method)
+            if has_died:
+                dead.append(index)
+            else:
+                results[index] = result
         return results, sorted(dead)
 
     def submit(self, index: int, method: str, *arguments: Any) -> Any:
         """Call ``method`` on the actor ``index``; return a reference for ``first``."""
         return self._actors[index].call.remote(method, *arguments)
 
-    def first(self, calls: Mapping[Any, int]) -> tuple[Any, Any]:
-        """Wait for one of ``calls`` (reference -> index of the actor); return it and its result.
+    def first(self, calls: dict[Any, int], method: str) -> tuple[int, Any, bool]:
+        """Wait for one of ``calls`` (reference -> index of the actor) and remove it from them.
+
+        Args:
+            calls: not empty.
+            method: named in the log.
 
         Returns:
-            The reference, and None in place of the result if the actor died.
+            The index of the actor, the result, and whether the actor died instead.
 
         Raises:
-            MultitaskRLError: what the method raised, with its type.
-            EngineError: the Ray node of this process is dead.
+            MultitaskRLError: the method raised it; it keeps its type.
+            EngineError: the method raised another error, or the Ray node of this process is dead.
         """
         import ray
 
@@ -214,32 +191,34 @@ class ActorGroup:
         while not (done := ray.wait(list(calls), num_returns=1, timeout=_REPORT_EVERY_S)[0]):
             _check_node()
             waiting = ", ".join(str(index) for index in sorted(calls.values()))
-            _LOG.warning("waiting for %s %s for %.0f s", self.name, waiting, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            _LOG.warning("waiting for %s %s in %s for %.0f s", self.name, waiting, method, seconds)
+        index = calls[done[0]]
         try:
-            return done[0], ray.get(done[0])
+            result = ray.get(done[0])
         except ray.exceptions.RayActorError as error:
-            _LOG.warning("%s %d died: %s", self.name, calls[done[0]], error)
+            _LOG.warning("%s %d died: %s", self.name, index, error)
             _check_node()
-            return done[0], None
+            del calls[done[0]]
+            return index, None, True
         except ray.exceptions.RayTaskError as error:
-            raise _original(error) from error
+            cause = error.cause
+            if isinstance(cause, MultitaskRLError):
+                # Ray raises a subclass of its own making; the first class of ours is the one that was raised
+                for own in type(cause).__mro__:
+                    if own.__module__ == MultitaskRLError.__module__ and issubclass(own, MultitaskRLError):
+                        raise own(str(cause)) from error
+            raise EngineError(f"a Ray actor failed: {type(cause).__name__}: {cause}") from error
+        del calls[done[0]]
+        return index, result, False
 
     def close(self) -> None:
-        """Kill the actors; the last group also stops a cluster that was started here."""
+        """Kill the actors; the last group also stops a cluster that this process started."""
         import ray
 
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        _CLUSTER.leave()
-
-
-def _original(error: Any) -> MultitaskRLError:
-    """Return the error as its own type where it is one of ours."""
-    cause = error.cause
-    if isinstance(cause, MultitaskRLError):
-        # Ray hands back a subclass of its own making; the first class of ours is the one that was raised
-        for own in type(cause).__mro__:
-            if own.__module__ == MultitaskRLError.__module__ and issubclass(own, MultitaskRLError):
-                return own(str(cause))
-    return EngineError(f"a Ray actor failed: {type(cause).__name__}: {cause}")
+        ActorGroup._num_groups -= 1
+        if ActorGroup._num_groups == 0 and ActorGroup._owns_cluster:
+            ray.shutdown()

@@ -1,128 +1,156 @@
 """Reward pools as Ray actors behind the interface of the local one.
 
-Rewards look at one rollout at a time, so the pool that scores it changes nothing; they begin when a rollout
-is there, as in process. A pool that dies is started again once and its share is repeated.
+Rollouts are dealt out to the pools when they are there. A reward reads one rollout at a time, so the results
+do not depend on the pool. A pool that dies is restarted once and its share is repeated.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from statistics import fmean
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
-from multitask_rl.executor.rounds import Dealt, Rounds
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
+from multitask_rl.scoring.pending import Deferred, Pending
 from multitask_rl.scoring.pool import RewardPool
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import ScoringConfig
     from multitask_rl.config.task import TaskSpec
-    from multitask_rl.scoring.pending import Pending
 
 __all__ = ["RayScorer", "RunScorer"]
 
 _CALLS = 4
-"""Of one pool at once: its numbers can be asked for while it scores."""
+"""Calls that one pool answers at the same time: its metrics can be read while it scores."""
+_ROUND_NUMBERS = itertools.count()
 
 T = TypeVar("T")
 
 
-class RunScorer(Protocol):
-    """What the trainer asks of a reward pool."""
+class _PoolActor:
+    """A reward pool in its actor, with the rounds that are open."""
 
-    def start(self) -> None:
-        """Build the plugins."""
-        ...
+    def __init__(self, pool: RewardPool) -> None:
+        self.pool = pool
+        self._lock = Lock()
+        self._rounds: dict[int, tuple[Pending[Any], list[int]]] = {}
+        """By number: the round and the places of its rollouts in the order of adding."""
 
-    def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
-        """Return what the rewards of each task declare, by task and the reward's name."""
-        ...
+    def add_to_round(
+        self, number: int, kind: str, rollouts: Sequence[Rollout], places: Sequence[int]
+    ) -> None:
+        """Add ``rollouts`` to a round; calls may overtake each other, so each names its ``places``."""
+        with self._lock:
+            if number not in self._rounds:
+                is_scoring = kind == "scoring"
+                self._rounds[number] = (
+                    self.pool.begin_scoring() if is_scoring else self.pool.begin_judging(),
+                    [],
+                )
+            pending, known = self._rounds[number]
+            pending.add(rollouts)
+            known.extend(places)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """Return one record per rollout, in order."""
-        ...
-
-    def judge(
-        self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
-    ) -> list[dict[str, Verdict | Failure]]:
-        """Return the verdicts per rollout, in order, of the constraints named in ``only`` (None: all)."""
-        ...
-
-    def begin_scoring(self) -> Pending[Scored]:
-        """Return an open round of rewards: rollouts are added as they end."""
-        ...
-
-    def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
-        """Return an open round of constraints."""
-        ...
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Return task -> metric -> value since the last call."""
-        ...
-
-    def health_events(self, step: int) -> list[Event]:
-        """Return what went wrong since the last call."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it by task, JSON-able."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``, under the present names of the tasks; new tasks start fresh."""
-        ...
-
-    def close(self) -> None:
-        """Stop the workers. Idempotent."""
-        ...
+    def finish_round(self, number: int, order: Sequence[int]) -> list[Any] | None:
+        """Return the answers for the places in ``order``; None if this actor did not get all of them."""
+        with self._lock:
+            pending, known = self._rounds.pop(number, (None, []))
+        if pending is None or sorted(known) != sorted(order):
+            return None
+        index = {place: i for i, place in enumerate(known)}
+        indices = [index[place] for place in order]
+        pending.seal(indices)
+        pending.wait()
+        return pending.results(indices)
 
 
-def _make_pool(
-    specs: dict[str, TaskSpec], config: ScoringConfig, seed: int, devices: dict[str, str], index: int
-) -> RunScorer:
-    return RewardPool(specs, config, seed=seed, devices=devices)
+class _Dealt(Deferred[T]):
+    """A ``Pending`` that deals its rollouts out when they are added; the answers come together.
 
+    Args:
+        group: actors that hold a ``_PoolActor``.
+        kind: ``scoring`` or ``judging``.
+        again: asks all actors about rollouts at once; for those of a dead actor.
+        background: where the answers are waited for.
+    """
 
-def _with_rounds(make: Callable[[int], RunScorer], index: int) -> Rounds:
-    return Rounds(make(index))
+    def __init__(
+        self,
+        group: ActorGroup,
+        kind: str,
+        again: Callable[[Sequence[Rollout]], list[T]],
+        background: ThreadPoolExecutor,
+    ) -> None:
+        super().__init__(self._collect, background)
+        self._group, self._kind, self._again = group, kind, again
+        self._number = next(_ROUND_NUMBERS)
+        self._places: list[list[int]] = [[] for _ in range(len(group))]
+        """By pool: indices of its rollouts."""
+        self._sent: dict[Any, int] = {}
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """See ``Pending``."""
+        self.began = self.began or time.monotonic()
+        first = len(self._rollouts)
+        super().add(rollouts)
+        new: dict[int, list[int]] = {}
+        for index, rollout in enumerate(rollouts, first):
+            # by place in the batch, not by time: rewards that judge in batches see the same batches again
+            new.setdefault((rollout.prompt.position + rollout.sample) % len(self._group), []).append(index)
+        for pool, own in new.items():
+            self._places[pool] += own
+            given = [self._rollouts[index] for index in own]
+            sent = self._group.submit(pool, "add_to_round", self._number, self._kind, given, own)
+            self._sent[sent] = pool
+
+    def _collect(self, rollouts: Sequence[Rollout]) -> list[T]:
+        """Return the answers for ``rollouts``, which are in the sealed order."""
+        while self._sent:
+            self._group.first(self._sent, "add_to_round")
+        rank = {index: place for place, index in enumerate(self._order)}
+        orders = {pool: sorted(own, key=rank.__getitem__) for pool, own in enumerate(self._places) if own}
+        work = {pool: (self._number, order) for pool, order in orders.items()}
+        answered, _ = self._group.call("finish_round", work)
+        found: dict[int, T] = {}
+        for pool, answers in answered.items():
+            if answers is not None:
+                found.update(zip(orders[pool], answers, strict=True))
+        lost = [index for index in self._order if index not in found]
+        if lost:
+            found.update(zip(lost, self._again([self._rollouts[i] for i in lost]), strict=True))
+        for index, answer in found.items():
+            if isinstance(answer, Scored):
+                answer.rollout = self._rollouts[index]  # not the copy that travelled
+        return [found[index] for index in self._order]
 
 
 class RayScorer:
-    """A reward pool in each of several Ray actors; rollouts are dealt out in turn.
+    """Reward pools in Ray actors with one CPU each; rollouts are dealt out in turn.
 
-    Each pool watches the error budget of its own share; one that is started again goes on with the last state
-    that is known.
+    Each pool watches the error budget of its own share. A restarted pool continues from the last known state.
 
     Args:
         make: builds the pool of actor ``index`` (not started).
-        num_pools: how many.
-        num_cpus: per pool.
-        num_gpus: per pool, for rewards that hold a model.
+        num_pools: number of actors.
 
     Raises:
         MissingExtraError: Ray is not installed.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int], RunScorer],
-        *,
-        num_pools: int,
-        num_cpus: float = 1.0,
-        num_gpus: float = 0.0,
-    ) -> None:
+    def __init__(self, make: Callable[[int], RewardPool], *, num_pools: int) -> None:
         self._group: ActorGroup | None = ActorGroup(
             "reward pool",
-            partial(_with_rounds, make),
+            lambda index: _PoolActor(make(index)),
             num_pools,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
+            num_cpus=1.0,
+            num_gpus=0.0,
             max_concurrency=_CALLS,
         )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ray-scorer")
@@ -139,11 +167,10 @@ class RayScorer:
         seed: int,
         devices: Mapping[str, str],
         num_pools: int,
-        num_gpus: float = 0.0,
     ) -> RayScorer:
-        """Return pools of the ordinary kind (``scoring.pool.RewardPool``, same arguments) in actors."""
-        make = partial(_make_pool, dict(specs), config, seed, dict(devices))
-        return cls(make, num_pools=num_pools, num_gpus=num_gpus)
+        """Return ``num_pools`` actors with a ``RewardPool`` of the other arguments each."""
+        own, places = dict(specs), dict(devices)
+        return cls(lambda index: RewardPool(own, config, seed=seed, devices=places), num_pools=num_pools)
 
     def _open(self) -> ActorGroup:
         if self._group is None:
@@ -151,7 +178,7 @@ class RayScorer:
         return self._group
 
     def _ask(self, method: str, work: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call ``method`` on pools; those that died are started again and asked once more."""
+        """Call ``method`` on the pools in ``work``; restart those that died and ask them once more."""
         group, births = self._open(), list(self._births)
         results, dead = group.call(f"pool.{method}", work)
         if dead:
@@ -170,33 +197,33 @@ class RayScorer:
             results.update(again)
         return results
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
+    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         results = self._ask(method, dict.fromkeys(range(len(self._open())), arguments))
         return [results[index] for index in sorted(results)]
 
     def start(self) -> None:
         """Build the plugins in every pool."""
-        self._all("start")
+        self._ask_all("start")
 
     def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
-        """Return what the first pool knows; they all know the same."""
-        traits: dict[str, dict[str, PluginTraits]] = self._all("reward_traits")[0]
+        """Return the traits of the first pool; all pools have the same."""
+        traits: dict[str, dict[str, PluginTraits]] = self._ask_all("reward_traits")[0]
         return traits
 
-    def _deal(self, method: str, rollouts: Sequence[Rollout], *beside: Sequence[Any]) -> list[Any]:
-        """Call ``method`` with each pool's share of the rollouts and of what is given ``beside`` them."""
+    def _deal(self, method: str, *columns: Sequence[Any]) -> list[Any]:
+        """Call ``method`` with each pool's share of the ``columns``, rollouts first."""
         size = len(self._open())
         work = {
-            index: tuple(list(column[index::size]) for column in (rollouts, *beside))
-            for index in range(min(size, len(rollouts)))
+            index: tuple(list(column[index::size]) for column in columns)
+            for index in range(min(size, len(columns[0])))
         }
-        dealt: list[Any] = [None] * len(rollouts)
+        dealt: list[Any] = [None] * len(columns[0])
         for index, share in self._ask(method, work).items():
             dealt[index::size] = share
         return dealt
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """Return one record per rollout, in order, around the very rollouts given."""
+        """Return one record per rollout, in order, around the same objects."""
         scored: list[Scored] = self._deal("score", rollouts)
         for record, rollout in zip(scored, rollouts, strict=True):
             record.rollout = rollout
@@ -209,20 +236,17 @@ class RayScorer:
         return self._deal("judge", rollouts) if only is None else self._deal("judge", rollouts, only)
 
     def begin_scoring(self) -> Pending[Scored]:
-        """Return a round whose rollouts are dealt out as they are added."""
-        return self._begin("scoring", self.score)
+        """Return an open round of rewards."""
+        return _Dealt(self._open(), "scoring", self.score, self._background)
 
     def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
-        """Return a round whose rollouts are dealt out as they are added."""
-        return self._begin("judging", self.judge)
-
-    def _begin(self, kind: str, again: Callable[[Sequence[Rollout]], list[T]]) -> Dealt[T]:
-        return Dealt(self._open(), kind, again, self._background)
+        """Return an open round of constraints."""
+        return _Dealt(self._open(), "judging", self.judge, self._background)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the mean over the pools of every task's metrics."""
         merged: dict[str, dict[str, list[float]]] = {}
-        for pool in self._all("metrics"):
+        for pool in self._ask_all("metrics"):
             for task, metrics in pool.items():
                 for name, value in metrics.items():
                     merged.setdefault(task, {}).setdefault(name, []).append(value)
@@ -233,12 +257,12 @@ class RayScorer:
 
     def health_events(self, step: int) -> list[Event]:
         """Return the events of all pools."""
-        return [event for pool in self._all("health_events", step) for event in pool]
+        return [event for pool in self._ask_all("health_events", step) for event in pool]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the first pool alive: shares are dealt in turn, so all see the same rates.
+        """Return the state of the first pool alive: each sees an equal share, so all see the same rates.
 
-        Without one it is the last state known: a run that ends because its pools died is saved too.
+        If all are dead, return the last known state, so that the run can still be saved.
         """
         group = self._open()
         states, _ = group.call("pool.state_dict", dict.fromkeys(range(len(group)), ()))
@@ -248,12 +272,16 @@ class RayScorer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every pool the ``state``."""
         self._state = dict(state)
-        self._all("load_state_dict", self._state)
+        self._ask_all("load_state_dict", self._state)
 
     def close(self) -> None:
-        """Stop the pools."""
+        """Stop the pools. Idempotent."""
         self._background.shutdown(wait=False, cancel_futures=True)
         if self._group is not None:
             self._group.call("pool.close", dict.fromkeys(range(len(self._group)), ()))
             self._group.close()
             self._group = None
+
+
+RunScorer = RewardPool | RayScorer
+"""A reward pool as the trainer uses it: in this process's workers, or in Ray actors."""

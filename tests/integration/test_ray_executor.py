@@ -353,7 +353,7 @@ def _check_revival(remote: RayScorer, rollouts: list[Rollout], expected: list[An
     assert traits["t"]
     _kill(remote, 0)
     _kill(remote, 1)
-    while remote._group.call("state_dict", {0: (), 1: ()})[0]:
+    while remote._group.call("pool.state_dict", {0: (), 1: ()})[0]:
         time.sleep(0.01)  # Ray kills in the background
     assert remote.state_dict() == state, "a run that ends because its pools died is saved"
     dead = list(remote._group._actors)
