@@ -1,9 +1,8 @@
-"""Causal attention over sequences that several processes compute in parts.
+"""Causal attention over sequences that ``C`` processes compute in parts.
 
-A sequence of ``S`` tokens is cut into ``2 C`` pieces for ``C`` processes; process ``r`` computes pieces ``r``
-and ``2 C - 1 - r``, so that causal attention costs each the same. A layer gathers the keys and values of all
-parts, and its backward pass sums their gradients back to where they belong (as in the training of Llama 3,
-arXiv:2407.21783, section 3.3.2).
+A sequence is cut into ``2 C`` pieces; process ``r`` computes pieces ``r`` and ``2 C - 1 - r``, which costs
+each process the same. A layer gathers the keys and values of all parts; its backward pass sums their
+gradients (as in the training of Llama 3, arXiv:2407.21783, section 3.3.2).
 
 Axes: ``B`` samples, ``L`` tokens of a piece, ``H`` heads, ``K`` key-value heads, ``D`` head width.
 """
@@ -24,7 +23,7 @@ __all__ = ["CONTEXT", "pieces_of"]
 
 CONTEXT = "multitask_rl_context_parallel"
 MASK_CELLS = 2**25
-"""Queries times keys whose mask exists at once: 32 MiB of booleans, 128 MiB as float32."""
+"""Queries times keys of one mask: 32 MiB of booleans, 128 MiB as float32."""
 
 
 def pieces_of(index: int, number: int) -> tuple[int, int]:
@@ -33,7 +32,7 @@ def pieces_of(index: int, number: int) -> tuple[int, int]:
 
 
 class _GatherAndSum(torch.autograd.Function):
-    """[B, ...] -> [C, B, ...]. Every process uses all parts for something else: the gradients are summed."""
+    """[B, ...] -> [C, B, ...]; every process uses all parts, so their gradients are summed over processes."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, peers: Peers) -> Tensor:
@@ -47,30 +46,18 @@ class _GatherAndSum(torch.autograd.Function):
 
 
 def context_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend causally from this process's positions to all positions (``transformers``' interface).
+    """Attend causally from this process's positions to all positions (``transformers``' attention interface).
 
-    Args:
-        module: the attention layer.
-        query: [B, H, 2 L, D].
-        key: [B, K, 2 L, D].
-        value: [B, K, 2 L, D].
-        attention_mask: none.
-        scaling: factor of the scores; default D ** -0.5.
-        kwargs: only what changes nothing, see ``check_options``.
+    ``query`` is [B, H, 2 L, D], ``key`` and ``value`` are [B, K, 2 L, D].
 
     Raises:
-        NotImplementedError: the layer wants something more, such as a window, capped scores or sinks.
+        NotImplementedError: there is a mask, or see ``check_options``.
     """
     if attention_mask is not None:
         raise NotImplementedError("attention with a mask in parts")
+    scaling: float | None = kwargs.pop("scaling", None)
     check_options(kwargs, "in parts")
     peers = current_peers()
     number, width = peers.peers, key.shape[-1]
@@ -89,17 +76,8 @@ def context_attention(
             before = number_of_piece * length + start - half * length
             end = stop if not before else min(stop, start + max(1, MASK_CELLS // (before + length)))
             seen = before + end - start
-            outputs.append(
-                checkpoint(
-                    _attend,
-                    query[:, :, start:end],
-                    keys[:, :, :seen],
-                    values[:, :, :seen],
-                    scaling,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            )
+            part = query[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], scaling
+            outputs.append(checkpoint(_attend, *part, use_reentrant=False, preserve_rng_state=False))
             start = end
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
@@ -110,20 +88,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
     mask = None
     if asked < seen:
         mask = torch.ones(asked, seen, dtype=torch.bool, device=query.device).tril(seen - asked)
+    is_grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Causality is in the attention itself."""
-
-
 AttentionInterface.register(CONTEXT, context_attention)
-AttentionMaskInterface.register(CONTEXT, _no_mask)
+AttentionMaskInterface.register(CONTEXT, lambda *_, **__: None)

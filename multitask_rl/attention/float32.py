@@ -1,9 +1,7 @@
-"""Attention in float32 on CPUs, where computing it in bfloat16 takes longer.
+"""Attention in float32 on CPUs under autocast, where bfloat16 takes longer for short sequences.
 
-Under autocast the matrix products of a model run in bfloat16. On a CPU those of attention are many and small,
-each length of a sequence is a shape that has to be compiled first, and the operands come in float32 anyway
-(rotated keys): computed as they are, short sequences take a fraction of the time, and round less. It is
-plugged in through ``transformers``' own attention interface; projections stay in the lower precision.
+The products of attention are many and small, oneDNN compiles a bfloat16 product for each length, and rotated
+keys are float32 anyway. Projections stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["FLOAT32", "LONGEST", "attend_float32", "compiles_shapes", "is_float32", "use_float32_attention"]
+__all__ = ["FLOAT32", "LONGEST", "attend_float32", "compiles_shapes", "score_dtype", "use_float32_attention"]
 
 FLOAT32 = "multitask_rl_float32"
 """Name of ``attend_float32`` in ``transformers``' attention interface."""
@@ -27,52 +25,45 @@ LONGEST = 512
 
 
 def compiles_shapes(model: Any, *, autocast: bool) -> bool:
-    """Whether products of a new shape cost a compilation: those in bfloat16 on a CPU (oneDNN)."""
+    """Whether each new shape of a product is compiled first: in bfloat16 on a CPU (oneDNN)."""
     weight = next(model.parameters())
     return bool(weight.device.type == "cpu" and (autocast or weight.dtype == torch.bfloat16))
 
 
-def is_float32(device: torch.device, keys: int) -> bool:
-    """Whether attention over ``keys`` tokens is computed in float32 although products are in bfloat16."""
+def score_dtype(states: Tensor, keys: int) -> torch.dtype:
+    """Return the type in which ``attend_float32`` computes scores of ``states`` over ``keys`` tokens."""
+    if _is_float32(states.device, keys):
+        return torch.float32
+    kind = states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+
+
+def _is_float32(device: torch.device, keys: int) -> bool:
     return device.type == "cpu" and torch.is_autocast_enabled("cpu") and keys <= LONGEST
 
 
 def attend_float32(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as ``sdpa`` does, in float32 where ``is_float32`` says so.
+    """Attend as ``sdpa`` does, for short sequences in float32.
 
-    Args:
-        module: the attention layer.
-        query: [B, H, T, D].
-        key: [B, K, S, D].
-        value: [B, K, S, D].
-        attention_mask: see ``sdpa``.
-        kwargs: see ``sdpa``.
+    ``query`` is [B, H, T, D], ``key`` and ``value`` are [B, K, S, D].
     """
-    if is_float32(query.device, key.shape[-2]):
-        with torch.autocast("cpu", enabled=False):
-            return _sdpa(
-                module,
-                query.float(),
-                key.float(),
-                value.float(),
-                _float(attention_mask),
-                **{name: _float(given) for name, given in kwargs.items()},
-            )
-    return _sdpa(module, query, key, value, attention_mask, **kwargs)
+    if not _is_float32(query.device, key.shape[-2]):
+        return _sdpa(module, query, key, value, attention_mask, **kwargs)
+    given = {
+        name: one.float() if isinstance(one, Tensor) and one.is_floating_point() else one
+        for name, one in {"attention_mask": attention_mask, **kwargs}.items()
+    }
+    with torch.autocast("cpu", enabled=False):
+        return _sdpa(module, query.float(), key.float(), value.float(), **given)
 
 
 _sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
 
 
-def _float(given: Any) -> Any:
-    """Return a floating mask or bias in float32, anything else as it is."""
-    return given.float() if isinstance(given, Tensor) and given.is_floating_point() else given
-
-
 def use_float32_attention(model: Any) -> bool:
-    """Let ``model`` compute attention by ``attend_float32`` if it uses ``sdpa``; return whether it does."""
+    """Replace ``sdpa`` by ``attend_float32`` in ``model``; return False if it uses another attention."""
     if model.config._attn_implementation != "sdpa":
         return False
     model.set_attn_implementation(FLOAT32)

@@ -1,6 +1,6 @@
-"""How attention of our own enters a model: by its name in ``transformers``' attention interface.
+"""``transformers``' attention interface: every other module of this room registers one function under a name.
 
-Every module here registers one function under one name when it is imported; no model code is replaced.
+``use_attention`` lets models attend by a name; no model code is replaced.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 __all__ = ["Peers", "check_options", "current_peers", "has_windows", "use_attention"]
 
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
-"""Arguments of ``transformers``' attention interface that change nothing for causal attention."""
+"""Arguments of the interface that do not change causal attention."""
 
 
 class Peers(Protocol):
-    """Processes that compute the same sequences together, each a part of every one."""
+    """Processes that compute the same sequences, each a part of every sequence."""
 
     peers: int
-    """How many, this one counted."""
+    """Number of processes."""
 
     @property
     def peer_index(self) -> int:
-        """Which part is this process's."""
+        """Index of this process."""
         ...
 
     def gather_peers(self, local: Tensor) -> Tensor:
-        """Return ``local`` of every peer, which all have its shape: [peers, ...]."""
+        """Return ``local`` of every peer: [peers, ...]."""
         ...
 
     def sum_rows(self, parts: Tensor) -> Tensor:
@@ -38,20 +38,19 @@ class Peers(Protocol):
 
 
 _peers: list[Peers] = []
-"""Innermost last. No context variable: layers are computed again in threads of the backward pass."""
+"""Innermost last. Not a context variable: checkpointing computes layers in threads of the backward pass."""
 
 
 @contextlib.contextmanager
 def use_attention(models: Sequence[Any], name: str, *, peers: Peers | None = None) -> Iterator[None]:
-    """Let ``models`` attend by the implementation ``name``; put back what they used before.
+    """Let ``models`` attend by the implementation ``name``, then restore their former one.
 
-    With gradient checkpointing the context has to last until the backward pass is done: layers are computed
-    again there.
+    With gradient checkpointing the context must include the backward pass, which computes layers again.
 
     Args:
-        models: of ``transformers``, adapted or not.
-        name: ``BLOCKS``, ``SHARED_PROMPT`` or ``CONTEXT`` of the modules here.
-        peers: which processes compute the same sequences; ``CONTEXT`` needs them.
+        models: of ``transformers``, with adapters or without.
+        name: ``BLOCKS``, ``SHARED_PROMPT`` or ``CONTEXT``.
+        peers: for ``CONTEXT``.
     """
     before = [(model, own) for model in models if (own := model.config._attn_implementation) != name]
     if peers is not None:
@@ -68,7 +67,7 @@ def use_attention(models: Sequence[Any], name: str, *, peers: Peers | None = Non
 
 
 def has_windows(model: Any) -> bool:
-    """Whether some layer of ``model`` attends to fewer than all earlier tokens, as through a window."""
+    """Whether a layer of ``model`` attends to fewer than all earlier tokens, as through a window."""
     config = model.config.get_text_config()
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -84,7 +83,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
     """Refuse ``options`` of the attention interface that would change the result.
 
     Raises:
-        NotImplementedError: the layer wants something more: a window, capped scores, sinks, dropout.
+        NotImplementedError: there is such an option: a window, capped scores, sinks, dropout.
     """
     given = {name: one for name, one in options.items() if name not in _HARMLESS}
     strange = [name for name, one in given.items() if isinstance(one, Tensor) or one]
