@@ -36,8 +36,7 @@ from multitask_rl.config.run import (
     SchedulerConfig,
     TrackingConfig,
 )
-from multitask_rl.models.actor import Actor
-from multitask_rl.models.compiled import compile_blocks
+from multitask_rl.models.actor import Actor, compile_blocks
 from multitask_rl.trainer import Trainer
 
 REWARD = """

@@ -1,14 +1,13 @@
-"""The shared actor: one Hugging Face causal language model, its tokenizer, and the way to load and save both.
-
-``transformers`` is imported by this module (and by plugins that load models of their own).
-"""
+"""The shared actor: a Hugging Face causal language model with its tokenizer; how to load and save them."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from multitask_rl.attention.float32 import use_float32_attention
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError
-from multitask_rl.models.compiled import compile_blocks
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.lora import add_adapters, load_adapters, merged_state_dict
 from multitask_rl.models.rope import context_length, scale_rope
@@ -28,19 +26,22 @@ from multitask_rl.models.vocabulary import control_ids, control_names, fill_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Actor", "load_actor"]
+__all__ = ["Actor", "compile_blocks", "copy_weights", "evaluating", "load_actor", "read_weights"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Actor:
-    """The policy that every task trains."""
+    """The policy that every task trains; its model is in evaluation mode outside of ``learning``.
+
+    Raises:
+        ConfigError: the tokenizer has no end-of-sequence token.
+    """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
     ) -> None:
-        # outside of ``learning``; PEFT returns modules in training mode
-        self.model = model.eval()
+        self.model = model.eval()  # PEFT returns modules in training mode
         self.tokenizer = tokenizer
         self.config = config
         self.engine = ""
@@ -48,20 +49,31 @@ class Actor:
         self.device_map: dict[str, str] = {}
         """Devices asked for in Python; they hold where the run configuration names none."""
         self.policy_version = 0
-        self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self.pad_token_id = _pad_token_id(tokenizer, self.eos_token_ids)
+        self.eos_token_ids: tuple[int, ...] = ()
+        generation = getattr(model, "generation_config", None)
+        for given in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
+            ids = given if isinstance(given, (list, tuple)) else [given]
+            new = dict.fromkeys(int(i) for i in ids if i is not None)
+            self.eos_token_ids += tuple(i for i in new if i not in self.eos_token_ids)
+        if not self.eos_token_ids:
+            raise ConfigError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, so a response "
+                "could never end; set eos_token in its tokenizer_config.json"
+            )
+        pad = tokenizer.pad_token_id
+        self.pad_token_id = int(pad) if pad is not None else self.eos_token_ids[0]
         self._grammars: Grammars | None = None
         self._own_rows = int(model.get_input_embeddings().weight.shape[0])
-        """Of the vocabulary as the model came, before control tokens."""
+        """Rows of the vocabulary before control tokens."""
         if config.autocast:
             use_float32_attention(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Compiled grammars cannot travel; they are made anew."""
+        """Leave out compiled grammars: they cannot be pickled and are made again."""
         return {**self.__dict__, "_grammars": None}
 
     def settle(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with what was asked for when the actor was loaded in Python."""
+        """Return ``config`` with the engine and the devices asked for in Python."""
         if self.engine:
             config = replace(config, rollout=replace(config.rollout, engine=self.engine))
         return replace(config, device_map=config.device_map or self.device_map)
@@ -74,7 +86,7 @@ class Actor:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence the positions of the model cover, scaled; 0 = no limit known."""
+        """Longest sequence that the model's positions cover, scaled; 0 = no known limit."""
         return context_length(self.model.config)
 
     @property
@@ -84,7 +96,7 @@ class Actor:
 
     @property
     def grammars(self) -> Grammars:
-        """Compiled grammars, for sampling and for training; made anew when the vocabulary has grown.
+        """Compiled grammars, for sampling and training; made again when the vocabulary has grown.
 
         Raises:
             MissingExtraError, ConfigError: see ``Grammars``.
@@ -105,10 +117,10 @@ class Actor:
         return [p for p in self.model.parameters() if p.requires_grad and p.numel()]
 
     def add_control_tokens(self, number: int) -> list[int]:
-        """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``, adding what the vocabulary lacks.
+        """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``; add those that are missing.
 
-        Their embedding rows start as the mean of the known (deterministic, no jump of the logits' scale),
-        also where the model has rows to spare: those were never trained.
+        Their embedding rows start as the mean of the known rows, which keeps the scale of the logits. This
+        also holds for spare rows of the model, which were never trained.
         """
         names = control_names(number)
         known = self.tokenizer.get_vocab()
@@ -119,23 +131,23 @@ class Actor:
             self.tokenizer.add_tokens(missing, special_tokens=True)
             if len(self.tokenizer) > num_rows:
                 self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
-            # a tokenizer may have had more tokens than the model rows: those begin at random otherwise
+            # a tokenizer may have had more tokens than the model rows; their new rows are random
             new = {*self.tokenizer.convert_tokens_to_ids(missing), *range(num_rows, len(self.tokenizer))}
             fill_rows(self.model, sorted(new), num_known)
-        if self.model.generation_config is not None:  # of what ``save`` writes
+        if self.model.generation_config is not None:  # ``save`` writes it
             self.model.generation_config.suppress_tokens = list(self.control_token_ids)
         return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
 
     @property
     def control_token_ids(self) -> tuple[int, ...]:
-        """Ids of all control tokens of the vocabulary, ascending; empty without one."""
+        """Ids of all control tokens of the vocabulary, ascending."""
         return tuple(sorted(control_ids(self.tokenizer).values()))
 
     def keep_control_tokens(self, directory: Path) -> None:
-        """Add the control tokens that ``save`` wrote with the actor, though no task uses them any more.
+        """Add the control tokens of a saved actor, even if no task uses them any more.
 
-        The vocabulary never shrinks in a run: weights, moments and engines have rows for all tokens it had.
-        Adapters leave the vocabulary as it is.
+        A run's vocabulary never shrinks: weights, moments and engines keep a row for each token. With
+        adapters there are no control tokens.
 
         Raises:
             CheckpointError: a token has another id than here.
@@ -155,10 +167,10 @@ class Actor:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Put the model into the mode of an update: as it samples, but with gradient checkpointing.
+        """Put the model into the mode of an update: as for sampling, but with gradient checkpointing.
 
-        Dropout stays off, for the update must see the distribution that was sampled (many architectures,
-        GPT-2 among them, come with dropout on); the adapters' own dropout is on where it was asked for.
+        Dropout stays off, because the update needs the sampled distribution and many architectures (GPT-2)
+        have dropout by default. Only the adapters' own dropout is on, if configured.
         """
         self.model.eval()
         layers = [m for m in self.model.modules() if getattr(m, "gradient_checkpointing", False)]
@@ -179,7 +191,7 @@ class Actor:
 
     @contextlib.contextmanager
     def reference_policy(self, reference: PreTrainedModel | None) -> Iterator[PreTrainedModel]:
-        """Yield the model that scores the reference: ``reference``, or this one with adapters off."""
+        """Yield the model of the reference policy: ``reference``, or this model without its adapters."""
         if reference is not None:
             yield reference
         else:
@@ -187,7 +199,7 @@ class Actor:
                 yield self.model
 
     def clone_for_reference(self) -> PreTrainedModel | None:
-        """Return a frozen copy of the weights as they are now; None when adapters make it needless."""
+        """Return a frozen copy of the present weights; None with adapters, which need no copy."""
         if self.config.lora.rank > 0:
             return None
         reference = copy.deepcopy(self.model)
@@ -210,13 +222,13 @@ class Actor:
         self.tokenizer.save_pretrained(directory)
 
     def save_for_engine(self, directory: Path) -> None:
-        """Write what an engine starts from: architecture, weights with adapters merged, tokenizer."""
+        """Write a directory that an engine starts from: as ``save``, with adapters merged."""
         model = self.model.get_base_model() if self.config.lora.rank > 0 else self.model
         model.save_pretrained(directory, state_dict=self.state_dict(), safe_serialization=True)
         self.tokenizer.save_pretrained(directory)
 
     def load_weights(self, directory: Path) -> None:
-        """Restore the weights that ``save`` wrote, in place (the optimizer keeps its references)."""
+        """Restore the weights that ``save`` wrote, in place: the optimizer keeps its references."""
         if self.config.lora.rank > 0:
             load_adapters(self.model, read_weights(directory))
         else:
@@ -267,12 +279,12 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
     """Load any causal language model of ``transformers`` with its tokenizer; ``seed`` is of new adapters.
 
     Raises:
-        ConfigError: no name given, nothing there, not a causal language model, or no tokenizer.
+        ConfigError: no name is given, or it names no causal language model with a tokenizer.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
-    # its bars for loading and saving shards would tear the run's own progress lines apart
+    # its progress bars would break the run's own progress lines
     transformers_logging.disable_progress_bar()
     name = config.name_or_path
     if not name:
@@ -293,11 +305,28 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
         architecture = AutoConfig.from_pretrained(name, **trust)
         if config.rope_scaling:
             scale_rope(architecture, config.rope_scaling)
-        model = _load_model(name, config=architecture, dtype=dtype, **trust)
+        given = {"config": architecture, "dtype": dtype, **trust}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", **given)
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            # the model has attention of its own, or none (GPT-OSS, Mamba)
+            model = AutoModelForCausalLM.from_pretrained(name, **given)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(_load_problem(name, error)) from error
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if Path(name).is_dir():
+            have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
+            raise ConfigError(
+                f"model.name_or_path {name!r} is a directory without a loadable causal language model (it "
+                f"holds {have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
+            ) from error
+        raise ConfigError(
+            f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had "
+            f"from the Hugging Face hub: {first}. Check the path, or download the model first."
+        ) from error
     model.to(device)
     if config.lora.rank > 0:
         model = add_adapters(model, config.lora, seed)
@@ -308,47 +337,48 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
     return Actor(model, tokenizer, config)
 
 
-def _load_model(name: str, **kwargs: Any) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+def compile_blocks(model: nn.Module) -> int:
+    """Let ``torch.compile`` compile ``model``'s norms and feed-forward blocks at first use; return how many.
 
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", **kwargs)
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        # without it: attention of its own, or none (GPT-OSS, Mamba)
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    Whole layers would be compiled again for each layer and for every kind of cache and mask. These blocks
+    take one tensor, so one compilation holds for sampling and training.
 
-
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    found: list[int] = []
-    generation = getattr(model, "generation_config", None)
-    for source in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
-        ids: Sequence[int] = (
-            source if isinstance(source, (list, tuple)) else [source] if source is not None else []
-        )
-        found.extend(int(i) for i in ids if i is not None and int(i) not in found)
-    if not found:
+    Raises:
+        ConfigError: the model has no such block, or there is no compiler for its device.
+    """
+    blocks = [
+        module
+        for module in model.modules()
+        if re.search(r"(Norm|MLP|FeedForward)$", type(module).__name__)
+        and not type(module).__module__.startswith("torch.nn")  # one kernel already, such as nn.LayerNorm
+    ]
+    if not blocks:
         raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, so a response could "
-            "never end; set eos_token in its tokenizer_config.json"
+            f"model.compile: {type(model).__name__} has no module whose class is named ...Norm, ...MLP or "
+            "...FeedForward; set model.compile=false"
         )
-    return tuple(found)
-
-
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]) -> int:
-    return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos_token_ids[0]
-
-
-def _load_problem(name: str, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if Path(name).is_dir():
-        have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
-        return (
-            f"model.name_or_path {name!r} is a directory without a loadable causal language model (it holds "
-            f"{have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if on_cpu and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        raise ConfigError(
+            "model.compile: on a CPU torch.compile needs a C++ compiler and found neither g++ nor clang++; "
+            "install one, name it in CXX, or set model.compile=false"
         )
-    return (
-        f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had "
-        f"from the Hugging Face hub: {first}. Check the path, or download the model first."
-    )
+    for block in blocks:
+        block.compile(dynamic=True)
+    return len(blocks)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into evaluation mode, then restore the mode of every module.
+
+    ``model.train(was_training)`` would also switch on modules that were off inside a model that trains, such
+    as dropout.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training

@@ -1,9 +1,7 @@
-"""Masks over the vocabulary: what a grammar allows next, while sampling and, replayed, in training.
+"""Masks over the vocabulary: the tokens that a grammar allows next, in sampling and in training.
 
-A mask depends on the grammar and the tokens so far only, so the trainer computes it again from a response
-instead of storing it; engine and trainer then speak of one distribution. Masks come from llguidance, which
-walks a trie of the vocabulary with a lazily built automaton. Text that can only go on in one way is allowed
-as the tokenizer would cut it, so that the model is not led into spellings it never saw.
+A mask depends only on the grammar and the tokens before, so the trainer computes it again from the response.
+Masks come from llguidance. Text with one possible continuation is allowed only as the tokenizer cuts it.
 
 Axes: ``B`` rows, ``T`` response tokens, ``V`` vocabulary, ``U`` distinct masks.
 """
@@ -26,7 +24,10 @@ __all__ = ["GrammarRows", "Grammars"]
 
 _UTF8_BYTES = frozenset(bytes([b]) for b in (*range(0xC0), *range(0xC2, 0xF5)))
 _CACHE_BYTES = 128 * 2**20
-"""Replays kept: old policy, reference and every epoch ask for the same ones."""
+"""Size of the masks kept: old policy, reference and every epoch need the same ones."""
+
+_Key = tuple[str, tuple[int, ...]]
+"""Grammar and token ids of a response."""
 
 
 class Grammars:
@@ -34,7 +35,7 @@ class Grammars:
 
     Args:
         tokenizer: of ``transformers``.
-        vocab_size: width of the logits; what the tokenizer does not know is never allowed.
+        vocab_size: width of the logits; ids that the tokenizer does not know are never allowed.
         eos_token_id: ends a response; allowed where the text so far is a sentence.
 
     Raises:
@@ -44,20 +45,32 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_id: int) -> None:
         require_llguidance()
-        from llguidance import LLExecutor
+        from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+        from llguidance.hf import from_tokenizer
 
         self.logits_size, self.tokenizer_size = vocab_size, len(tokenizer)
         self.vocab_size = max(vocab_size, len(tokenizer))
         self._hf_tokenizer = tokenizer
-        self._tokenizer, self.is_native = _read_tokenizer(tokenizer, self.vocab_size, eos_token_id)
-        self._alphabet = _find_alphabet(self._tokenizer, self.tokenizer_size)
+        self.is_native = True
+        """llguidance reads the tokenizer by itself, as vLLM does."""
+        try:
+            self._tokenizer = from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=eos_token_id)
+        except ValueError:
+            self.is_native = False
+            pieces = TokenizerWrapper(_Pieces(tokenizer, self.vocab_size, eos_token_id))
+            self._tokenizer = LLTokenizer(pieces, n_vocab=self.vocab_size)
+        ordinary = (i for i in range(len(tokenizer)) if not self._tokenizer.is_special_token(i))
+        found = {self._tokenizer.decode_bytes([i]) for i in ordinary}
+        characters = sorted(text for piece in found if len(text := piece.decode(errors="ignore")) == 1)
+        self._alphabet = None if found >= _UTF8_BYTES else "".join(characters)
+        """Characters that have a token of their own; None if every byte of UTF-8 has one."""
         self._executor = LLExecutor(num_threads=torch.get_num_threads())
         self._started: dict[str, Any] = {}
-        self._replays: dict[tuple[str, tuple[int, ...]], _Replay] = {}
+        self._replays: dict[_Key, _Replay] = {}
         self._cached_bytes = 0
 
     def source(self, grammar: str) -> str:
-        """Return ``grammar`` as llguidance reads it, within what the tokenizer can write.
+        """Return ``grammar`` in llguidance's syntax, limited to characters that the tokenizer can write.
 
         Raises:
             ConfigError: the vocabulary lacks bytes that a JSON schema may ask for.
@@ -71,12 +84,10 @@ class Grammars:
         return lark_source(grammar, self._alphabet)
 
     def check(self, grammar: str, max_new_tokens: int) -> None:
-        """Refuse what this tokenizer cannot write, or cannot write in ``max_new_tokens`` tokens.
-
-        The length is known for choices alone; a longest sentence may not exist, a shortest is hard to find.
+        """Check that the tokenizer can write the grammar, and its choices in ``max_new_tokens`` tokens.
 
         Raises:
-            ConfigError: what, and what to do.
+            ConfigError: it cannot.
         """
         self._start(grammar)
         for choice in read_choices(grammar):
@@ -88,10 +99,10 @@ class Grammars:
                 )
 
     def follow(self, grammars: Sequence[str]) -> GrammarRows | None:
-        """Return what masks the rows of a batch while it is sampled; None if no row has a grammar.
+        """Return the masks of a batch that is sampled; None if no row has a grammar.
 
         Args:
-            grammars: [B], empty for a row without.
+            grammars: [B], '' for a row without a grammar.
         """
         matchers = {i: self._start(grammar) for i, grammar in enumerate(grammars) if grammar}
         return GrammarRows(matchers, self._executor, self.vocab_size) if matchers else None
@@ -100,7 +111,7 @@ class Grammars:
         """Return the masks under which the tokens of ``responses`` were sampled.
 
         Args:
-            grammars: [B], empty for a response without.
+            grammars: [B], '' for a response without a grammar; one at least has one.
             responses: [B] token ids, end token included.
 
         Raises:
@@ -128,11 +139,11 @@ class Grammars:
     def choices(self, grammars: Sequence[str], responses: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return where more than one token was allowed: [T] bool for each of ``responses``.
 
-        Args and errors as ``token_mask``.
+        Args and errors: see ``token_mask``. At most ``_CACHE_BYTES`` of masks exist at once.
         """
         bytes_per_token = -(-self.vocab_size // 8)
         result: list[Tensor] = []
-        waiting: list[tuple[str, tuple[int, ...]]] = []
+        waiting: list[_Key] = []
         num_bytes = 0
         for number, key in enumerate(zip(grammars, map(tuple, responses), strict=True), start=1):
             waiting.append(key)
@@ -164,9 +175,7 @@ class Grammars:
             self._started[grammar] = matcher
         return self._started[grammar].deep_copy()
 
-    def _replay(
-        self, keys: Sequence[tuple[str, tuple[int, ...]]]
-    ) -> dict[tuple[str, tuple[int, ...]], _Replay]:
+    def _replay(self, keys: Sequence[_Key]) -> dict[_Key, _Replay]:
         found = {key: self._replays[key] for key in keys if key in self._replays}
         missing = [key for key in dict.fromkeys(keys) if key not in found]
         if missing:
@@ -182,20 +191,17 @@ class Grammars:
             fill(self._executor, work, words)
             masks = words.view(np.uint8)
             for at, key in zip(starts, missing, strict=True):
-                found[key] = _Replay.of(key, masks[at : at + len(key[1])])
-                self._remember(key, found[key])
+                found[key] = replay = _Replay.of(key, masks[at : at + len(key[1])])
+                self._cached_bytes += replay.packed.nbytes
+                if self._cached_bytes > _CACHE_BYTES:
+                    self._replays.clear()
+                    self._cached_bytes = replay.packed.nbytes
+                self._replays[key] = replay
         return found
-
-    def _remember(self, key: tuple[str, tuple[int, ...]], replay: _Replay) -> None:
-        self._cached_bytes += replay.packed.nbytes
-        if self._cached_bytes > _CACHE_BYTES:
-            self._replays.clear()
-            self._cached_bytes = replay.packed.nbytes
-        self._replays[key] = replay
 
 
 class GrammarRows:
-    """The grammars of a batch while it is sampled, each at its place."""
+    """The grammars of a batch that is sampled, by row."""
 
     def __init__(self, matchers: dict[int, Any], executor: Any, vocab_size: int) -> None:
         self._matchers = matchers
@@ -203,10 +209,10 @@ class GrammarRows:
         self._width = -(-vocab_size // 32)
 
     def mask(self, logits: Tensor, active: Tensor) -> Tensor:
-        """Set what is not allowed to -inf, in place.
+        """Set the logits of tokens that are not allowed to -inf, in place.
 
         Args:
-            logits: [A, V] of the rows still sampled.
+            logits: [A, V] of the rows that are still sampled.
             active: [A] their numbers in the batch.
         """
         from llguidance.numpy import fill_next_token_bitmask_par
@@ -227,10 +233,10 @@ class GrammarRows:
         return logits
 
     def advance(self, active: Tensor, tokens: Tensor) -> None:
-        """Take note of the tokens [A] sampled by the rows ``active`` [A].
+        """Append the sampled tokens [A] of the rows ``active`` [A].
 
         Raises:
-            EngineError: the library gave up on a grammar.
+            EngineError: a grammar passes a limit of the library.
         """
         for row, token in zip(active.tolist(), tokens.tolist(), strict=True):
             matcher = self._matchers.get(row)
@@ -241,7 +247,7 @@ class GrammarRows:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """The masks of one response, each distinct one once."""
+    """The masks of one response without repetitions."""
 
     packed: np.ndarray
     """[U, >= V / 8] uint8."""
@@ -251,8 +257,8 @@ class _Replay:
     """[U] bool: a single token is allowed."""
 
     @classmethod
-    def of(cls, key: tuple[str, tuple[int, ...]], masks: np.ndarray) -> _Replay:
-        """Return the masks [T, >= V / 8] of a response without repetitions."""
+    def of(cls, key: _Key, masks: np.ndarray) -> _Replay:
+        """Take the masks [T, >= V / 8] of a response."""
         grammar, ids = key
         tokens = np.array(ids)
         allowed = masks[np.arange(len(ids)), tokens // 8] >> (tokens % 8) & 1
@@ -269,7 +275,7 @@ class _Replay:
 
 
 class _Pieces:
-    """A vocabulary whose tokens are pieces of text that are simply put side by side."""
+    """A vocabulary whose tokens, put side by side, give the text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_id: int) -> None:
         self.eos_token_id = eos_token_id
@@ -293,24 +299,3 @@ class _Pieces:
         if b"".join(self.tokens[i] for i in ids) == text.encode():
             return ids
         return [self._single[character] for character in text if character in self._single]
-
-
-def _read_tokenizer(tokenizer: Any, vocab_size: int, eos_token_id: int) -> tuple[Any, bool]:
-    """Return llguidance's view of ``tokenizer`` and whether the library reads it by itself (as in vLLM)."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-    from llguidance.hf import from_tokenizer
-
-    try:
-        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_id), True
-    except ValueError:
-        pieces = TokenizerWrapper(_Pieces(tokenizer, vocab_size, eos_token_id))
-        return LLTokenizer(pieces, n_vocab=vocab_size), False
-
-
-def _find_alphabet(tokenizer: Any, size: int) -> str | None:
-    """Return the characters the vocabulary can write one by one; None if it has every byte of UTF-8."""
-    pieces = {tokenizer.decode_bytes([i]) for i in range(size) if not tokenizer.is_special_token(i)}
-    if pieces >= _UTF8_BYTES:
-        return None
-    texts = [piece.decode(errors="ignore") for piece in pieces]
-    return "".join(sorted(text for text in texts if len(text) == 1))

@@ -38,17 +38,17 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
     )
     import torch
 
-    # adapters start at random: the same ones for the same seed, whatever was drawn before
+    # adapters start at random; they depend on the seed only
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
         return peft.get_peft_model(model, settings)
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor]:
-    """Return the weights of the base model with the adapters merged in; the model is not touched.
+    """Return the weights of the base model with the adapters merged in; the model is unchanged.
 
-    ``merge_adapter`` and ``unmerge_adapter`` would leave ``(w + d) - d`` behind: rounding that adds up, step
-    by step, in weights that no checkpoint holds and that are the reference policy.
+    ``merge_adapter`` and ``unmerge_adapter`` would replace the base weights, which are the reference policy
+    and in no checkpoint, by ``(w + d) - d``: rounding that grows with every step.
     """
     import torch
 
@@ -70,7 +70,7 @@ def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
     """Restore the adapters that ``save_pretrained`` wrote, in place.
 
     Raises:
-        CheckpointError: the checkpoint has none, or not those of the model.
+        CheckpointError: the checkpoint has no adapters, or others than the model.
     """
     import peft
 
@@ -89,14 +89,13 @@ def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
     if wrong:
         raise CheckpointError(
             f"the checkpoint's adapters are not the model's: {len(wrong)} are on one side only or differ in "
-            f"shape, the first is {wrong[0]!r}. The checkpoint has {_described(saved)}, the model has "
-            f"{_described(own)}; set model.lora.* and model.name_or_path as they were"
+            f"shape, the first is {wrong[0]!r}. The checkpoint has {_settings_of(saved)}, the model has "
+            f"{_settings_of(own)}; set model.lora.* and model.name_or_path as they were"
         )
     peft.set_peft_model_state_dict(model, dict(weights))
 
 
-def _described(adapters: Mapping[str, Tensor]) -> str:
-    """Return what to set to get ``adapters``."""
+def _settings_of(adapters: Mapping[str, Tensor]) -> str:
     modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters})
     ranks = sorted({v.shape[1 if "embedding" in n else 0] for n, v in adapters.items() if ".lora_A" in n})
     return (

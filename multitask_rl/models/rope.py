@@ -1,7 +1,7 @@
-"""Longer contexts than the model was trained for: scaling of rotary position embeddings by configuration.
+"""Longer contexts than the model was trained for: scaled rotary position embeddings.
 
-Every scaling is written into the model's own configuration (``rope_parameters`` of ``transformers`` 5), so
-checkpoints carry it and an engine that starts from a saved actor computes the same positions.
+The scaling becomes part of the model's configuration (``rope_parameters`` of ``transformers`` 5), and so of
+checkpoints and of engines that start from them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
 
     Args:
         config: a model's configuration, changed in place.
-        scaling: ``type`` and ``factor`` > 1; whatever else stands there goes into ``rope_parameters``
-            (``beta_fast``, ``attention_factor``...). Types:
+        scaling: ``type`` and ``factor`` > 1; further keys go into ``rope_parameters`` (``beta_fast``,
+            ``attention_factor``...). Types:
 
             * ``linear``: positions divided by the factor (arXiv:2306.15595).
             * ``ntk``: base multiplied by ``factor ** (d / (d - 2))``, d rotated dimensions: the fastest
               frequency stays, the slowest is divided by the factor (arXiv:2309.00071, section 3.1).
-            * ``dynamic``: as ``ntk``, with the factor that the longest sequence so far asks for. What the
-              model says then depends on what it has seen before; ``ntk`` and ``yarn`` do not.
+            * ``dynamic``: as ``ntk``, with the factor that the longest sequence so far needs: the output
+              depends on earlier inputs.
             * ``yarn``: frequencies interpolated by wavelength, attention sharpened (arXiv:2309.00071).
 
     Raises:
@@ -57,25 +57,21 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
     further = {k: v for k, v in scaling.items() if k not in ("type", "factor")}
     new = {**old, "rope_type": kind, "factor": float(factor), **further}
     if kind == "ntk":
-        dimensions = _rotated_dimensions(text, old)
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dimensions = int(head * old.get("partial_rotary_factor", 1.0))
         theta = old["rope_theta"] * factor ** (dimensions / (dimensions - 2))
         new = {**old, "rope_theta": theta, **further}
     if kind == "yarn":
         new.setdefault("original_max_position_embeddings", length)
     text.rope_parameters = new
-    # the two others keep the trained length here: that is what transformers and vLLM multiply by the factor
+    # for the other two, transformers and vLLM multiply the trained length by the factor themselves
     if kind in ("ntk", "yarn"):
         text.max_position_embeddings = int(length * factor)
 
 
 def context_length(config: Any) -> int:
-    """Return the longest sequence that the positions of ``config`` cover, scaled; 0 = no limit known."""
+    """Return the longest sequence that the positions of ``config`` cover, scaled; 0 = no known limit."""
     text = config.get_text_config()
     length = int(getattr(text, "max_position_embeddings", 0) or 0)
     rope = getattr(text, "rope_parameters", None) or {}
     return int(length * rope["factor"]) if rope.get("rope_type") in ("linear", "dynamic") else length
-
-
-def _rotated_dimensions(text: Any, rope: Mapping[str, Any]) -> int:
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(head * rope.get("partial_rotary_factor", 1.0))

@@ -1,4 +1,4 @@
-"""The sampled distribution, in one place: engine and trainer must mean the same one.
+"""The sampled distribution, which engine and trainer share.
 
 Axes: ``B`` rows, ``V`` vocabulary.
 """
@@ -23,16 +23,13 @@ __all__ = [
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
-    """Return ``count`` uniforms in [0, 1) of the stream ``seed``: [count] float32.
-
-    Each sample owns its stream, so its tokens do not depend on what else is in the batch.
-    """
+    """Return [count] float32 in [0, 1) of the stream ``seed``; each sample has a stream of its own."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count, dtype=np.float32)
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenMask:
-    """What a grammar allows at some of the tokens of a batch, one bit per token of the vocabulary."""
+    """The tokens that grammars allow at some positions of a batch, one bit per token of the vocabulary."""
 
     tokens: Tensor
     """[M] positions in the batch that have a mask."""
@@ -53,33 +50,24 @@ class TokenMask:
         )
 
     def slice(self, start: int, stop: int) -> TokenMask | None:
-        """Return the masks of the positions from ``start`` up to ``stop``, counted from there."""
-        inside = (self.tokens >= start) & (self.tokens < stop)
-        if not bool(inside.any()):
-            return None
-        return TokenMask(
-            tokens=self.tokens[inside] - start,
-            packed=self.packed,
-            which=self.which[inside],
-            forced=self.forced[inside],
-        )
+        """Return the masks of the positions from ``start`` up to ``stop``, numbered from there."""
+        return self._renumbered(self.tokens - start, (self.tokens >= start) & (self.tokens < stop))
 
     def select(self, chosen: Tensor, number: int) -> TokenMask | None:
-        """Return the masks of the positions ``chosen`` (ascending) of ``number``, counted among them."""
+        """Return the masks of the positions ``chosen`` (ascending) of ``number``, numbered among them."""
         place = torch.full((number,), -1, device=chosen.device)
         place[chosen] = torch.arange(len(chosen), device=chosen.device)
-        inside = place[self.tokens] >= 0
-        if not bool(inside.any()):
+        return self._renumbered(place[self.tokens], place[self.tokens] >= 0)
+
+    def _renumbered(self, tokens: Tensor, kept: Tensor) -> TokenMask | None:
+        if not bool(kept.any()):
             return None
         return TokenMask(
-            tokens=place[self.tokens[inside]],
-            packed=self.packed,
-            which=self.which[inside],
-            forced=self.forced[inside],
+            tokens=tokens[kept], packed=self.packed, which=self.which[kept], forced=self.forced[kept]
         )
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return ``logits`` [N, V] with -inf for what is not allowed; the other positions are untouched."""
+        """Return ``logits`` [N, V] with -inf for tokens that are not allowed."""
         kept = keep_allowed(logits[self.tokens], self.packed[self.which])
         return logits.index_copy(0, self.tokens, kept)
 
@@ -87,7 +75,7 @@ class TokenMask:
 def keep_allowed(logits: Tensor, packed: Tensor) -> Tensor:
     """Set the logits of tokens that a grammar does not allow to -inf.
 
-    Before temperature and filters: the nucleus is one of the allowed tokens.
+    Call it before temperature and filters: the nucleus is one of the allowed tokens.
 
     Args:
         logits: [B, V].
@@ -99,14 +87,14 @@ def keep_allowed(logits: Tensor, packed: Tensor) -> Tensor:
 
 
 def suppress(logits: Tensor, ids: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """Return ``logits`` [B, V] with -inf for the tokens ``ids`` [S].
+    """Return ``logits`` [B, V] with -inf for the tokens ``ids`` [S], which are never sampled.
 
-    Before temperature and filters: the nucleus is one of the other tokens.
+    Call it before temperature and filters: the nucleus is one of the other tokens.
 
     Args:
         logits: [B, V].
-        ids: tokens that are never sampled.
-        chosen: [B] bool, the rows this is true of; None = all.
+        ids: [S].
+        chosen: [B] bool, the rows concerned; None = all.
     """
     columns = logits[:, ids]
     rows = columns.new_ones(len(columns), dtype=torch.bool) if chosen is None else chosen
@@ -120,8 +108,8 @@ def keep_top(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None = Non
         logits: [B, V], already divided by the temperature.
         top_k: number of tokens kept; 0 = all.
         top_p: mass kept, in (0, 1]; 1 = all.
-        keep: [B] token ids that stay whatever the filter says. The trainer passes the sampled tokens: a
-            rounding difference at the border must not give one of them probability zero.
+        keep: [B] token ids that are never filtered. The trainer passes the sampled tokens: a rounding
+            difference at the border must not give one of them probability zero.
 
     Returns:
         [B, V]; ``logits`` itself when nothing is filtered.
@@ -137,7 +125,7 @@ def keep_top(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None = Non
         if top_p < 1.0:
             ordered, order = logits.masked_fill(drop, float("-inf")).sort(dim=-1, descending=True)
             mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-            # a token is dropped when the mass before it already reaches top_p; the first always stays
+            # a token is dropped when the mass before it reaches top_p; the first always stays
             outside = (mass - ordered.softmax(dim=-1)) >= top_p
             outside[..., 0] = False
             drop |= torch.zeros_like(drop).scatter(-1, order, outside)
@@ -181,11 +169,11 @@ def sample_tokens(
 
 
 def nearest_possible(tokens: Tensor, probabilities: Tensor) -> Tensor:
-    """Return, of each row, the token nearest to ``tokens`` [B, 1] that has a probability [B, V]: [B, 1].
+    """Return per row the token nearest to ``tokens`` [B, 1] with a probability [B, V] above 0: [B, 1].
 
-    Sums that a GPU makes in parallel may rise, by rounding, at a token without one.
+    The parallel sums of a GPU may rise, by rounding, at a token with probability 0.
     """
     places = torch.arange(probabilities.shape[-1], device=tokens.device)
-    # of two as near the earlier, on every device
+    # of two equally near tokens the earlier, on every device
     distance = 2 * (places - tokens).abs() + (places > tokens)
     return distance.masked_fill(probabilities == 0, 2 * len(places) + 2).argmin(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rows of the vocabulary: control tokens at its end, whose number follows the tasks a run has had so far."""
+"""Rows of the vocabulary; at its end the control tokens that the tasks of a run have needed so far."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def control_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def vocabulary_rows(model: PreTrainedModel) -> dict[str, int]:
-    """Return name -> number of rows of the weights that have one for each token."""
+    """Return name -> number of rows of the weights with one row per token."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     own = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
     named = model.named_parameters(remove_duplicate=False)
@@ -36,13 +36,7 @@ def vocabulary_rows(model: PreTrainedModel) -> dict[str, int]:
 
 
 def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
-    """Return ``saved`` [V, ...] with ``number`` rows: cut off, or with the mean of its own as new ones.
-
-    Args:
-        saved: of a run with more or fewer control tokens.
-        number: of rows now.
-        blank: new rows are zeros.
-    """
+    """Return ``saved`` [V, ...] with ``number`` rows; new rows are the mean of the old, or 0 if ``blank``."""
     missing = number - saved.shape[0]
     if missing <= 0:
         return saved[:number]
@@ -53,13 +47,13 @@ def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
 def fit_weights(
     model: PreTrainedModel, weights: Mapping[str, Tensor], *, at_least: int | None = None
 ) -> dict[str, Tensor]:
-    """Return ``weights`` with as many rows of tokens as ``model`` has.
+    """Return ``weights`` with the model's number of rows per token.
 
     Args:
         model: has its final vocabulary.
         weights: by name.
-        at_least: fewer rows, or more than the model's, are of another vocabulary and stay as they are; None:
-            any number is of this one.
+        at_least: a weight with fewer rows, or more than the model, belongs to another vocabulary and is
+            unchanged; None: every number of rows fits.
     """
     fitted = dict(weights)
     for name, number in vocabulary_rows(model).items():

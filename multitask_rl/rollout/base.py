@@ -1,7 +1,7 @@
-"""The rollout engine's contract: prompts in, token-exact responses out.
+"""The contract of a rollout engine: prompts in, responses with token ids and log-probabilities out.
 
-Engines know nothing of tasks, rewards or algorithms. Every request carries its own sampling parameters and
-seed, so that one call may mix tasks freely.
+An engine knows no tasks, rewards or algorithms. Every request has its own sampling parameters and seeds, so
+one call may mix tasks.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = [
 
 
 class Monitor(Protocol):
-    """Looks at responses while they are generated, and may end them."""
+    """Reads responses while they are generated, and may end them."""
 
     def check(self, partial: Sequence[tuple[int, list[int]]]) -> Sequence[bool]:
-        """Return whether each response is to end here, its last token included.
+        """Return whether each response ends here; its last token is kept.
 
         Args:
-            partial: seed and token ids so far of every response whose turn it is, over the whole batch.
+            partial: seed and token ids so far of every response that is due, from the whole batch.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """A monitor and its rhythm. A response that ends by itself is not shown to it again."""
+    """A monitor and its interval. A response that ends by itself is not shown to it again."""
 
     monitor: Monitor
     every: int
@@ -62,10 +62,9 @@ class GenerationRequest:
     """[P], P >= 1."""
     sampling: SamplingParams
     seeds: Sequence[int]
-    """One 63-bit seed per sample: same weights, prompt and seed give the same tokens, whatever else is in
-    the call."""
+    """One 63-bit seed per sample. The same weights, prompt and seed give the same tokens in every call."""
     watch: Watch | None = None
-    """Who looks at the responses while they are generated. Only for engines with ``can_watch``."""
+    """Only for engines with ``can_watch``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,28 +80,28 @@ class Generation:
 
 
 Ended = tuple[int, int, Generation]
-"""Index of the request, index of the sample in it, what was generated."""
+"""Index of the request, index of the sample in it, its generation."""
 
 
 class RolloutEngine:
-    """Base of all engines: generates, and follows the actor's weights.
+    """Base of all engines.
 
-    An engine overrides ``build``, ``generate``, ``update_weights`` and ``close``. Its class attributes
-    declare what it can do beyond them; the trainer uses nothing that is not declared.
+    An engine overrides ``build``, ``update_weights``, ``close`` where it holds resources, and ``generate`` or
+    ``generate_stream``. Its class attributes declare further abilities; the trainer uses no others.
     """
 
     shares_weights: bool = False
     """It samples from the actor's own tensors: ``update_weights`` is called with none."""
     can_watch: bool = False
-    """Requests may carry a ``Watch``."""
+    """Requests may have a ``Watch``."""
     can_admit: bool = False
-    """``admit`` works: requests may join the stream that is open."""
+    """``admit`` works: requests may join the open stream."""
     policy_version: int = 0
     """Version of the weights in use."""
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RolloutEngine:
-        """Return the engine that samples as ``actor`` does now.
+        """Return an engine with the present weights of ``actor``.
 
         Args:
             actor: model, tokenizer and configuration.
@@ -116,14 +115,16 @@ class RolloutEngine:
         """Return one list of generations per request, in order, ``len(seeds)`` each.
 
         Raises:
-            EngineError: the engine cannot go on (never for a single odd prompt).
+            EngineError: the engine cannot continue (never for a single odd prompt).
         """
-        raise NotImplementedError
+        if type(self).generate_stream is RolloutEngine.generate_stream:
+            raise NotImplementedError
+        return collect(requests, self.generate_stream(requests))
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield the samples of ``generate(requests)`` as they end, each once, in any order.
 
-        Rewards of what has ended begin while the rest is generated. Default: all at once.
+        Their rewards are computed while the others are generated. Default: all at once.
         """
         groups = self.generate(requests)
         yield [(i, j, g) for i, group in enumerate(groups) for j, g in enumerate(group)]
@@ -131,7 +132,7 @@ class RolloutEngine:
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
         """Add ``requests`` to the open stream, between two of its parts; only with ``can_admit``.
 
-        They are numbered from its last request on, and their samples come out of it.
+        Their numbers continue those of the stream's requests, and the stream yields their samples.
         """
         raise NotImplementedError
 
@@ -149,7 +150,7 @@ class RolloutEngine:
 def collect(
     requests: Sequence[GenerationRequest], parts: Iterable[Sequence[Ended]]
 ) -> list[list[Generation]]:
-    """Return what ``generate_stream`` yielded as ``generate`` returns it."""
+    """Return the ``parts`` that ``generate_stream`` yields in the order of ``generate``."""
     found = {(i, j): generation for part in parts for i, j, generation in part}
     return [[found[i, j] for j in range(len(request.seeds))] for i, request in enumerate(requests)]
 
@@ -158,7 +159,7 @@ def look(shown: Sequence[tuple[Monitor, int, list[int]]]) -> list[int]:
     """Show unfinished responses (monitor, seed, token ids so far) to their monitors; one call per monitor.
 
     Returns:
-        Positions of those that are to end.
+        Positions of the responses that end.
     """
     by_monitor: dict[int, list[int]] = {}
     for position, (monitor, _, _) in enumerate(shown):
@@ -172,10 +173,10 @@ def look(shown: Sequence[tuple[Monitor, int, list[int]]]) -> list[int]:
 
 
 def most_tokens(request: GenerationRequest) -> int:
-    """Return the tokens a request may take, its prompt counted once."""
+    """Return the most tokens that a request may take; its prompt counts once."""
     return len(request.prompt_ids) + len(request.seeds) * request.sampling.max_new_tokens
 
 
 def push_weights(engine: RolloutEngine, actor: Actor) -> None:
-    """Let ``engine`` sample from the weights of ``actor`` as they are."""
+    """Give ``engine`` the present weights of ``actor``."""
     engine.update_weights({} if engine.shares_weights else actor.state_dict(), actor.policy_version)

@@ -1,7 +1,7 @@
-"""The model's state over a batch of rows: prompts computed once, next-token logits, a token at a time.
+"""Decoding of a batch of rows with ``transformers``: prompts are computed once, then one token at a time.
 
 ``SharedDecoder`` reads a group's prompt once for all its rows. ``PlainDecoder`` works for every causal
-language model: over the cache that ``transformers`` makes or, with another state (Mamba, LFM2), without one.
+language model: over the model's cache, or without one where the model has another state (Mamba, LFM2).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +19,66 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from multitask_rl.attention.float32 import FLOAT32, compiles_shapes
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT, Bucket, RowGrid, SharedPromptCache
-from multitask_rl.rollout.prefill import prefill
 
 __all__ = ["PlainDecoder", "SharedDecoder", "TokenDecoder", "can_decode_cached", "can_share_prompts"]
 
 logger = logging.getLogger(__name__)
 
+CHUNK_TOKENS = 8192
+"""Prompt tokens of one forward: enough to fill the machine, few enough to bound its activations."""
+MASK_CELLS = 2**25
+"""Queries times keys of a forward after the first, whose mask is a tensor: 128 MiB in float32."""
 BUCKET_SLACK = 16
 """Tokens by which even the shortest prompt of a bucket may be padded."""
 SMALLEST_STEP = 16
-"""Rows between the sizes of batches whose products are compiled for each size."""
+"""Least difference between the sizes that batches are filled up to."""
 
 
-class TokenDecoder(Protocol):
-    """Rows that grow by a token at a time and leave."""
+def prefill(model: Any, ids: Tensor, cache: Any, *, mask: Tensor | None, positions: Tensor) -> Tensor:
+    """Compute prompts into ``cache`` in forwards of at most ``CHUNK_TOKENS``; return the next logits [U, V].
 
-    logits: Tensor
-    """[B, V] of the next token."""
+    The result is that of one forward: a token sees the chunks before through the cache.
 
-    def keep(self, rows: Tensor) -> Tensor:
-        """Drop every row but ``rows`` (ascending); return them in their new order."""
-        ...
+    Args:
+        model: causal language model of ``transformers``.
+        ids: [U, P], left-padded.
+        cache: empty, filled in place.
+        mask: [U, P] with 0 on the padding; None without padding.
+        positions: [U, P].
+    """
+    rows, width = ids.shape
+    size = max(1, CHUNK_TOKENS // rows)
+    logits = ids.new_empty(0)
+    start = 0
+    while start < width:
+        end = min(start + size, width)
+        if start:
+            end = min(end, start + max(1, MASK_CELLS // (rows * end)))
+        out = model(
+            input_ids=ids[:, start:end],
+            attention_mask=None if mask is None else mask[:, :end],
+            position_ids=positions[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits = out.logits[:, -1]
+        start = end
+    return logits
 
-    def advance(self, tokens: Tensor) -> None:
-        """Append ``tokens`` [B] and compute the next logits."""
-        ...
+
+def _left_padded(
+    prompts: Sequence[Sequence[int]], filler: int, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return ids, mask (None without padding) and positions, each [U, P]."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[filler] * (width - len(p)) + list(p) for p in prompts], device=device)
+    columns = torch.arange(width, device=device)
+    if min(map(len, prompts)) == width:
+        return ids, None, columns.expand_as(ids)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = (columns >= width - lengths.unsqueeze(-1)).long()
+    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 class SharedDecoder:
@@ -54,19 +89,31 @@ class SharedDecoder:
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault(tuple(prompt), []).append(row)
+        # prompts of similar length share a bucket
+        cut: list[list[tuple[int, ...]]] = []
+        for prompt in sorted(groups, key=len):
+            if not cut or len(prompt) > 1.25 * len(cut[-1][0]) + BUCKET_SLACK:
+                cut.append([])
+            cut[-1].append(prompt)
         slots = torch.empty(len(prompts), dtype=torch.long)
         buckets: list[Bucket] = []
         states: list[list[tuple[Tensor, Tensor]]] = []
         logits = []
         first = 0
-        for similar in _cut(sorted(groups, key=len)):
+        for similar in cut:
             width = max(len(groups[prompt]) for prompt in similar)
             for number, prompt in enumerate(similar):
                 rows = groups[prompt]
                 slots[rows] = first + number * width + torch.arange(len(rows))
-            last, layers, bias = _prefill(model, similar, filler, device)
+            ids, mask, positions = _left_padded(similar, filler, device)
+            cache = DynamicCache(config=model.config)
+            last = prefill(model, ids, cache, mask=mask, positions=positions)
+            bias = None
+            if mask is not None:
+                bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
+                bias = bias[:, None, None]
             logits.append(last.repeat_interleave(width, 0))
-            states.append(layers)
+            states.append([(layer.keys, layer.values) for layer in cache.layers])
             buckets.append(Bucket(bias=bias, prompts=len(similar), width=width))
             first += buckets[-1].slots
         grid = RowGrid(buckets, slots.to(device))
@@ -75,6 +122,7 @@ class SharedDecoder:
         self._model = model
         self._fills_up = compiles_shapes(model, autocast=torch.is_autocast_enabled(device.type))
         self.logits = torch.cat(logits)[grid.slots]
+        """[B, V] of the next token."""
 
     def keep(self, rows: Tensor) -> Tensor:
         """Drop every row but ``rows`` (ascending); return them in their new order."""
@@ -104,51 +152,8 @@ def round_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _cut(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Cut prompts in ascending order of length into buckets of similar length."""
-    buckets: list[list[tuple[int, ...]]] = []
-    for prompt in prompts:
-        if not buckets or len(prompt) > 1.25 * len(buckets[-1][0]) + BUCKET_SLACK:
-            buckets.append([])
-        buckets[-1].append(prompt)
-    return buckets
-
-
-def _left_padded(
-    prompts: Sequence[Sequence[int]], filler: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Return ids [U, P] and the mask [U, P], None without padding."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[filler] * (width - len(p)) + list(p) for p in prompts], device=device)
-    if min(map(len, prompts)) == width:
-        return ids, None
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    return ids, (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
-
-
-def _positions(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the positions [U, P] of left-padded tokens."""
-    if mask is not None:
-        return (mask.cumsum(-1) - 1).clamp(min=0)
-    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-
-
-def _prefill(
-    model: Any, prompts: Sequence[Sequence[int]], filler: int, device: torch.device
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Return the next-token logits [U, V], keys and values of every layer, and the bias of the padding."""
-    ids, mask = _left_padded(prompts, filler, device)
-    cache = DynamicCache(config=model.config)
-    logits = prefill(model, ids, cache, mask=mask, positions=_positions(ids, mask))
-    bias = None
-    if mask is not None:
-        bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
-        bias = bias[:, None, None]
-    return logits, [(layer.keys, layer.values) for layer in cache.layers], bias
-
-
 class PlainDecoder:
-    """Left-padded rows over ``transformers``' own cache, or recomputed at every token without one."""
+    """Left-padded rows over ``transformers``' own cache, or computed again at every token without one."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], filler: int, *, cached: bool) -> None:
         device = next(model.parameters()).device
@@ -156,19 +161,16 @@ class PlainDecoder:
         numbers = {prompt: row for row, prompt in enumerate(unique)}
         which = torch.tensor([numbers[tuple(p)] for p in prompts], device=device)
         self._model = model
-        self._ids, mask = _left_padded(unique, filler, device)
+        self._ids, self._mask, self._positions = _left_padded(unique, filler, device)
         self._cache: Any = DynamicCache(config=model.config) if cached else None
-        self._mask = mask
-        self._positions = _positions(self._ids, mask)
-        self.logits = (
-            prefill(model, self._ids, self._cache, mask=mask, positions=self._positions)
+        logits: Tensor = (
+            prefill(model, self._ids, self._cache, mask=self._mask, positions=self._positions)
             if cached
-            else self._forward(self._ids, self._positions)
-        )[which]
-        self._ids, self._positions = self._ids[which], self._positions[which]
-        self._mask = None if self._mask is None else self._mask[which]
-        if self._cache is not None:
-            self._cache.batch_select_indices(which)
+            else model(input_ids=self._ids, use_cache=False).logits[:, -1]
+        )
+        self.logits = logits[which]
+        """[B, V] of the next token."""
+        self.keep(which)
 
     def keep(self, rows: Tensor) -> Tensor:
         """Drop every row but ``rows`` (ascending); return them in their new order."""
@@ -181,36 +183,32 @@ class PlainDecoder:
     def advance(self, tokens: Tensor) -> None:
         """Append ``tokens`` [B] and compute the next logits."""
         new = tokens.unsqueeze(-1)
-        self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], dim=-1)
-        if self._mask is not None:
-            self._mask = torch.cat([self._mask, torch.ones_like(new)], dim=-1)
         if self._cache is None:
             self._ids = torch.cat([self._ids, new], dim=-1)
-            self.logits = self._forward(self._ids, self._positions)
-        else:
-            self.logits = self._forward(new, self._positions[:, -1:])
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        if self._cache is None:
-            alone: Tensor = self._model(input_ids=ids, use_cache=False).logits[:, -1]
-            return alone
-        logits: Tensor = self._model(
-            input_ids=ids,
+            self.logits = self._model(input_ids=self._ids, use_cache=False).logits[:, -1]
+            return
+        self._positions = self._positions[:, -1:] + 1
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, torch.ones_like(new)], dim=-1)
+        self.logits = self._model(
+            input_ids=new,
             attention_mask=self._mask,
-            position_ids=positions,
+            position_ids=self._positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        return logits
+
+
+TokenDecoder = SharedDecoder | PlainDecoder
 
 
 @torch.no_grad()
 def can_share_prompts(model: Any) -> bool:
-    """Whether ``SharedDecoder`` says of ``model`` what a plain forward says; tried on a few tokens.
+    """Whether ``SharedDecoder`` gives the logits of a plain forward; tried on a few tokens.
 
-    Models with attention windows, with another state than keys and values, or whose attention does not go
-    through ``transformers``' interface do not.
+    False for models with attention windows, with another state than keys and values, or whose attention does
+    not go through ``transformers``' interface.
     """
     if getattr(model, "_is_stateful", False) or not hasattr(model, "set_attn_implementation"):
         return False
@@ -228,9 +226,9 @@ def can_share_prompts(model: Any) -> bool:
 
 @torch.no_grad()
 def can_decode_cached(model: Any) -> bool:
-    """Whether ``PlainDecoder`` says over a cache what a plain forward says; tried on a few tokens.
+    """Whether ``PlainDecoder`` over a cache gives the logits of a plain forward; tried on a few tokens.
 
-    Models with another state than keys and values do not, be it in some layers only (LFM2, Bamba).
+    False for models where a layer has another state than keys and values (LFM2, Bamba).
     """
     if getattr(model, "_is_stateful", False):
         return False
@@ -245,9 +243,9 @@ def can_decode_cached(model: Any) -> bool:
 def _try(
     model: Any, build: Callable[[list[list[int]]], TokenDecoder], attention: AbstractContextManager[None]
 ) -> str:
-    """Return what is wrong with the decoder that ``build`` makes of prompts under ``attention``, or ''.
+    """Return why the decoder that ``build`` makes under ``attention`` differs from a plain forward, or ''.
 
-    Prompts differ in length, two are the same, and a row leaves on the way.
+    The prompts differ in length, two are equal, and one row leaves after the first token.
     """
     size = int(model.config.get_text_config().vocab_size)
     prompts = [[i % size for i in row] for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
@@ -265,17 +263,14 @@ def _try(
                     rows = [rows[i] for i in kept.tolist()]
                 decoder.advance(torch.tensor([answers[i][step] for i in rows], device=device))
             found.append((rows, decoder.logits))
-        whole = torch.stack([_alone(model, p, a, device) for p, a in zip(prompts, answers, strict=True)])
+        alone = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([[*prompt, *answer]], device=device)
+            alone.append(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float())
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
         return str(error) or type(error).__name__
+    whole = torch.stack(alone)
     gaps = [(logits.float() - whole[own, step]).abs().max() for step, (own, logits) in enumerate(found)]
     gap = float(torch.stack(gaps).max() / whole.abs().max().clamp(min=1.0))
     tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
     return "" if gap <= tolerance else f"the logits move by {gap:.2g}"
-
-
-def _alone(model: Any, prompt: list[int], answer: list[int], device: torch.device) -> Tensor:
-    """Return the logits after the prompt and after each token of the answer, of one forward."""
-    ids = torch.tensor([[*prompt, *answer]], device=device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
-    return logits

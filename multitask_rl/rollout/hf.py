@@ -1,14 +1,13 @@
-"""Rollouts with the actor's own weights through ``transformers``: nothing is copied, nothing can lag behind.
+"""Rollouts with the actor's own weights through ``transformers``: no copy, no update to wait for.
 
-A prompt is computed once and read once for the whole group; rows that have ended leave the batch. Works for
-every causal language model: see ``decoder.py``.
+Works for every causal language model (see ``decoder.py``). Rows that have ended leave the batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +19,11 @@ from torch import Tensor
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT
 from multitask_rl.errors import EngineError
-from multitask_rl.models.grammar import GrammarRows, Grammars
-from multitask_rl.models.modes import evaluating
+from multitask_rl.models.actor import evaluating
+from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
 from multitask_rl.records import FLAGGED, SamplingParams
-from multitask_rl.rollout.base import (
-    Ended,
-    Generation,
-    GenerationRequest,
-    RolloutEngine,
-    Watch,
-    collect,
-    look,
-)
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
 from multitask_rl.rollout.decoder import (
     PlainDecoder,
     SharedDecoder,
@@ -49,7 +40,7 @@ __all__ = ["HFEngine"]
 
 
 HAND_ON_EVERY = 8
-"""Tokens after which rows that ended are handed on under autocast, which casts all weights anew after it."""
+"""Tokens between two parts of a stream under autocast, which casts all weights again after each part."""
 PADDING_SLACK = 32
 """Tokens by which even the shortest prompt may be padded in a batch of plain rows on the CPU."""
 
@@ -64,33 +55,8 @@ class _Row:
     watch: Watch | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What a batch takes; its rows come in ascending order of prompt length."""
-
-    rows: int = 0
-    new: int = 0
-    """Most tokens that one of them may generate."""
-    shortest: int = 0
-    longest: int = 0
-    prompt_tokens: int = 0
-    """Of each request once."""
-    request: int = -1
-
-    def with_row(self, row: _Row) -> _Room:
-        length = len(row.prompt_ids)
-        return _Room(
-            rows=self.rows + 1,
-            new=max(self.new, row.sampling.max_new_tokens),
-            shortest=self.shortest or length,
-            longest=length,
-            prompt_tokens=self.prompt_tokens + (length if row.request != self.request else 0),
-            request=row.request,
-        )
-
-
 class HFEngine(RolloutEngine):
-    """Samples from the model it is given, as it is at the moment of the call."""
+    """Samples from the model it is given, with its weights at the time of the call."""
 
     shares_weights = True
     can_watch = True
@@ -115,14 +81,14 @@ class HFEngine(RolloutEngine):
         self._decode = decode
         self._grammars = grammars
         self._shares_prompts: bool | None = None
-        """Whether the model can; None: to be tried."""
+        """Whether the model can; None: not tried yet."""
         self._cached = True
         """Keys and values are kept from token to token."""
         self._is_open = False
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> HFEngine:
-        """Return the engine of ``actor``; it shares the actor's weights."""
+        """Return an engine that shares the actor's weights."""
         return cls(
             actor.model,
             eos_token_ids=actor.eos_token_ids,
@@ -135,37 +101,35 @@ class HFEngine(RolloutEngine):
         )
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Take note of the version; the weights are the actor's own."""
+        """Store the version; the weights are the actor's own."""
         self.policy_version = policy_version
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
-        return collect(requests, self.generate_stream(requests))
 
     @torch.no_grad()
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        """Yield the rows of each decoding step that ended in it (see ``rollout.base.stream``)."""
-        if self._is_open:  # two would put back the model's modes and attention in the wrong order
+        """Yield the rows that ended, after every decoding step or several (see ``RolloutEngine``)."""
+        if self._is_open:  # two would restore the model's modes and attention in the wrong order
             raise EngineError(
                 "the engine is at work on another call; end that one, or close its stream, first"
             )
         self._is_open = True
         device = next(self.model.parameters()).device
         try:
-            with evaluating(self.model), self._attention():
-                for batch in self._batches(requests):
-                    decoding = self._generate_batch(batch)
-                    while True:
-                        # one distribution: what the trainer computes in bfloat16 is sampled in bfloat16;
-                        # but not what is done with the rows meanwhile
-                        with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-                            ended = next(decoding, None)
-                        if ended is None:
-                            break
-                        yield ended
+            with evaluating(self.model):
+                if self._shares_prompts is None:
+                    self._shares_prompts = can_share_prompts(self.model)
+                    self._cached = self._shares_prompts or can_decode_cached(self.model)
+                sharing = use_attention([self.model], SHARED_PROMPT)
+                with sharing if self._shares_prompts else nullcontext():
+                    for batch in self._batches(requests):
+                        decoding = self._generate_batch(batch)
+                        while True:
+                            # sampled in bfloat16 where the trainer computes in bfloat16; the caller's code
+                            # between two parts is not under autocast
+                            with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
+                                ended = next(decoding, None)
+                            if ended is None:
+                                break
+                            yield ended
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"out of memory while sampling {self.max_batch_tokens} tokens at once; lower "
@@ -173,12 +137,6 @@ class HFEngine(RolloutEngine):
             ) from error
         finally:
             self._is_open = False
-
-    def _attention(self) -> AbstractContextManager[None]:
-        if self._shares_prompts is None:
-            self._shares_prompts = can_share_prompts(self.model)
-            self._cached = self._shares_prompts or can_decode_cached(self.model)
-        return use_attention([self.model], SHARED_PROMPT) if self._shares_prompts else nullcontext()
 
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[_Row]]:
         """Cut the rows into batches of one sampling distribution, similar length and bounded tokens."""
@@ -191,62 +149,71 @@ class HFEngine(RolloutEngine):
             if not row.prompt_ids:
                 raise EngineError(f"request {row.request} has an empty prompt; give it at least one token")
 
-        def key(row: _Row) -> tuple[float, int, float, tuple[int, ...], int, int, int, int]:
+        def distribution(row: _Row) -> tuple[float, int, float, tuple[int, ...]]:
             s = row.sampling
-            return (
-                s.temperature,
-                s.top_k,
-                s.top_p,
-                s.suppressed_ids,
-                len(row.prompt_ids),
-                s.max_new_tokens,
-                row.request,
-                row.sample,
-            )
+            return s.temperature, s.top_k, s.top_p, s.suppressed_ids
 
+        def place(row: _Row) -> tuple[Any, ...]:
+            lengths = len(row.prompt_ids), row.sampling.max_new_tokens
+            return *distribution(row), *lengths, row.request, row.sample
+
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
         batch: list[_Row] = []
-        room = _Room()
-        for row in sorted(rows, key=key):
-            grown = room.with_row(row)
-            if batch and (key(batch[0])[:4] != key(row)[:4] or not self._fits(grown)):
-                yield batch
-                batch, grown = [], _Room().with_row(row)
+        new = prompt_tokens = 0
+        for row in sorted(rows, key=place):
+            length = len(row.prompt_ids)
+            further = 0 if batch and row.request == batch[-1].request else length
+            new = max(new, row.sampling.max_new_tokens)
+            if batch:
+                number, shortest = len(batch) + 1, len(batch[0].prompt_ids)
+                if self._shares_prompts:
+                    fits = prompt_tokens + further + new * number <= self.max_batch_tokens
+                elif not self._cached and length != shortest:
+                    fits = False
+                else:
+                    # on a CPU a row pays for every key, padding too; on a GPU fewer, larger batches win
+                    widest = 2 * shortest + PADDING_SLACK if on_cpu else math.inf
+                    fits = length <= widest and (length + new) * number <= self.max_batch_tokens
+                if not fits or distribution(batch[0]) != distribution(row):
+                    yield batch
+                    batch, new, prompt_tokens, further = [], row.sampling.max_new_tokens, 0, length
             batch.append(row)
-            room = grown
+            prompt_tokens += further
         if batch:
             yield batch
-
-    def _fits(self, room: _Room) -> bool:
-        if self._shares_prompts:
-            return room.prompt_tokens + room.new * room.rows <= self.max_batch_tokens
-        if not self._cached and room.longest != room.shortest:
-            return False
-        on_cpu = next(self.model.parameters()).device.type == "cpu"
-        # on a CPU a row pays for every key it attends to, padding too; on a GPU fewer, larger batches win
-        widest = 2 * room.shortest + PADDING_SLACK if on_cpu else math.inf
-        return room.longest <= widest and (room.longest + room.new) * room.rows <= self.max_batch_tokens
 
     def _generate_batch(self, rows: list[_Row]) -> Iterator[list[Ended]]:
         """Decode one batch; rows leave it, and are yielded, as they end."""
         device = next(self.model.parameters()).device
+        first = rows[0].sampling
         limits = np.array([row.sampling.max_new_tokens for row in rows])
         steps = int(limits.max())
         uniforms = torch.zeros(len(rows), steps)
-        if rows[0].sampling.temperature > 0:
+        if first.temperature > 0:
             for i, row in enumerate(rows):
                 uniforms[i, : limits[i]] = torch.from_numpy(draw_uniforms(row.seed, int(limits[i])))
         uniforms = uniforms.to(device)
         ids = torch.full((len(rows), steps), self._pad, device=device)
         logprobs = torch.zeros(len(rows), steps, device=device)
         lengths = torch.from_numpy(limits).to(device)
-        watched = any(row.watch for row in rows)
-
-        state = self._decoder([row.prompt_ids for row in rows])
-        active = torch.arange(len(rows), device=device)
-        eos, first = self._eos.to(device), rows[0].sampling
-        grammar = self._follow([row.sampling.grammar for row in rows])
+        eos = self._eos.to(device)
         never = torch.tensor(first.suppressed_ids, device=device) if first.suppressed_ids else None
+        watched = any(row.watch for row in rows)
+        stops = self._decode is not None and any(row.sampling.stop for row in rows)
         every = HAND_ON_EVERY if self._autocast else 1
+
+        prompts = [row.prompt_ids for row in rows]
+        state: TokenDecoder = (
+            SharedDecoder(self.model, prompts, self._pad)
+            if self._shares_prompts
+            else PlainDecoder(self.model, prompts, self._pad, cached=self._cached)
+        )
+        grammar = None
+        if any(row.sampling.grammar for row in rows):
+            if self._grammars is None:
+                raise EngineError("a request has a grammar, but the engine was built without 'grammars'")
+            grammar = self._grammars().follow([row.sampling.grammar for row in rows])
+        active = torch.arange(len(rows), device=device)
         finished: list[Ended] = []
         for step in range(steps):
             logits = state.logits if grammar is None else grammar.mask(state.logits, active)
@@ -261,15 +228,21 @@ class HFEngine(RolloutEngine):
             logprobs[active, step] = chosen
             if grammar is not None:
                 grammar.advance(active, tokens)
-            ended = torch.isin(tokens, eos) | self._hit_stop_string(rows, ids, active, step)
+            ended = torch.isin(tokens, eos)
+            if stops:
+                ended |= self._hit_stop_string(rows, ids, active, step)
             going = ~ended & (lengths[active] > step + 1)
-            flagged = _look(rows, ids, active, going, step) if watched else []
+            flagged = _flagged(rows, ids, active, going, step) if watched else []
             going[flagged] = False
             if not bool(going.all()):
                 reasons = {int(active[p]): FLAGGED for p in flagged}
                 reasons |= dict.fromkeys(active[ended].tolist(), "stop")
                 gone = active[~going]
-                finished += _ended(rows, gone, reasons, ids[gone, : step + 1], logprobs[gone, : step + 1])
+                tokens_of, logprobs_of = ids[gone, : step + 1].tolist(), logprobs[gone, : step + 1].tolist()
+                for i, own, nats in zip(gone.tolist(), tokens_of, logprobs_of, strict=True):
+                    reason = reasons.get(i, "length")
+                    generation = Generation(response_ids=own, rollout_logprobs=nats, finish_reason=reason)
+                    finished.append((rows[i].request, rows[i].sample, generation))
                 kept = state.keep(going.nonzero().squeeze(-1)) if bool(going.any()) else active[:0]
                 active, tokens = active[kept], tokens[kept]
             if finished and (not len(active) or (step + 1) % every == 0):
@@ -279,49 +252,21 @@ class HFEngine(RolloutEngine):
                 break
             state.advance(tokens)
 
-    def _decoder(self, prompts: Sequence[Sequence[int]]) -> TokenDecoder:
-        if self._shares_prompts:
-            return SharedDecoder(self.model, prompts, self._pad)
-        return PlainDecoder(self.model, prompts, self._pad, cached=self._cached)
-
-    def _follow(self, grammars: list[str]) -> GrammarRows | None:
-        if not any(grammars):
-            return None
-        if self._grammars is None:
-            raise EngineError("a request has a grammar, but the engine was built without 'grammars'")
-        return self._grammars().follow(grammars)
-
     def _hit_stop_string(self, rows: list[_Row], ids: Tensor, active: Tensor, step: int) -> Tensor:
+        assert self._decode is not None
         hit = torch.zeros(len(active), dtype=torch.bool, device=ids.device)
-        if self._decode is None or not any(row.sampling.stop for row in rows):
-            return hit
         for position, index in enumerate(active.tolist()):
             stop = rows[index].sampling.stop
             if stop:
-                # a token can hold no less than one byte of text: this window covers the longest stop string
+                # a token holds at least one byte of text: this window covers the longest stop string
                 window = max(len(s.encode()) for s in stop) + 4
                 tail = self._decode(ids[index, max(0, step + 1 - window) : step + 1].tolist())
                 hit[position] = any(s in tail for s in stop)
         return hit
 
 
-def _ended(
-    rows: list[_Row], which: Tensor, reasons: Mapping[int, str], ids: Tensor, logprobs: Tensor
-) -> list[Ended]:
-    """Return what the rows ``which`` of a batch generated: ``ids``, ``logprobs`` [rows, tokens]."""
-    numbers = zip(which.tolist(), ids.tolist(), logprobs.tolist(), strict=True)
-    return [
-        (
-            rows[i].request,
-            rows[i].sample,
-            Generation(response_ids=own, rollout_logprobs=nats, finish_reason=reasons.get(i, "length")),
-        )
-        for i, own, nats in numbers
-    ]
-
-
-def _look(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:
-    """Return which positions of the batch their monitors end after ``step``."""
+def _flagged(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:
+    """Return the positions in the batch that their monitors end after ``step``."""
     positions, shown = [], []
     for position, (index, goes_on) in enumerate(zip(active.tolist(), going.tolist(), strict=True)):
         watch = rows[index].watch

@@ -1,7 +1,7 @@
-"""Sampling from a copy of the actor's weights, for an engine that samples from the actor's own tensors.
+"""Sampling from one copy of the actor's weights, for an engine that samples from the actor's own tensors.
 
-While the next batch is sampled during an update, the engine must not see weights that change under it. One
-copy is kept and filled anew at every ``update_weights``: as much memory as the weights take once more.
+An overlapped run samples the next batch during an update, which must not change the engine's weights.
+``update_weights`` fills the copy again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
+from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,21 +27,21 @@ __all__ = ["SnapshotEngine", "SnapshotFactory"]
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFactory:
-    """Stands where an engine class with ``shares_weights`` stands; its engines sample from a copy."""
+    """Builds engines of a class with ``shares_weights`` that sample from a copy."""
 
     engine: type[RolloutEngine]
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> SnapshotEngine:
-        """Return the engine over a copy of ``actor``'s model as it is now."""
+        """Return the engine over a copy of ``actor``'s present model."""
         double = copy.copy(actor)
-        # nothing takes a gradient, but of other weights autocast would make a new cast for every token
+        # autocast keeps its casts of weights with requires_grad only; others it casts again for every token
         double.model = copy.deepcopy(actor.model).requires_grad_(True).eval()
         engine = self.engine.build(double, config, seed=seed, output_dir=output_dir)
         return SnapshotEngine(engine, source=actor.model, double=double.model)
 
 
 class SnapshotEngine(RolloutEngine):
-    """``engine``, whose model ``double`` is made equal to ``source`` when ``update_weights`` is called."""
+    """``engine``, which samples from ``double``; ``update_weights`` copies ``source`` into it."""
 
     shares_weights = True
 
@@ -50,17 +50,13 @@ class SnapshotEngine(RolloutEngine):
         self.can_watch = engine.can_watch
         self.policy_version = engine.policy_version
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
-        return self._engine.generate(requests)
-
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        """Yield samples as they end (see ``RolloutEngine``)."""
+        """See ``RolloutEngine``."""
         return self._engine.generate_stream(requests)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Take the source's weights as they are."""
+        """Take the present weights of the source."""
         own = self._double.state_dict()
         for name, value in self._source.state_dict().items():
             own[name].copy_(value)
@@ -68,5 +64,5 @@ class SnapshotEngine(RolloutEngine):
         self.policy_version = policy_version
 
     def close(self) -> None:
-        """Free the engine. Idempotent."""
+        """See ``RolloutEngine``."""
         self._engine.close()

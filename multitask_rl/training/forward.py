@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from multitask_rl.models.modes import evaluating
+from multitask_rl.models.actor import evaluating
 from multitask_rl.models.sampling import TokenMask, keep_top, suppress
 from multitask_rl.records import SamplingParams
 from multitask_rl.training.microbatch import MicroBatch

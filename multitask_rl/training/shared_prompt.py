@@ -28,7 +28,7 @@ from multitask_rl.attention.block import (
     mask_of,
 )
 from multitask_rl.attention.interface import has_windows, use_attention
-from multitask_rl.models.modes import evaluating
+from multitask_rl.models.actor import evaluating
 
 __all__ = [
     "BLOCK_CELLS",

@@ -25,7 +25,7 @@ from transformers.utils import output_capturing
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import MultitaskRLError
-from multitask_rl.models.compiled import compile_blocks
+from multitask_rl.models.actor import compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import (
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor
-from multitask_rl.models.modes import evaluating
+from multitask_rl.models.actor import Actor, evaluating
 from multitask_rl.records import SamplingParams
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from model_builders import build_model
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.compiled import compile_blocks
+from multitask_rl.models.actor import compile_blocks
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
