@@ -49,16 +49,13 @@ class Channel:
 
         Raises:
             EOFError: the other end is gone.
-            TimeoutError: nothing whole arrived in time.
+            TimeoutError: no whole message arrived in time.
         """
         while not self._messages:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._sock.settimeout(left)
-            else:
-                self._sock.settimeout(None)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self._sock.settimeout(left)
             try:
                 data = self._sock.recv(_CHUNK)
             except ConnectionError as error:
@@ -66,7 +63,16 @@ class Channel:
             if not data:
                 raise EOFError
             self._buffer += data
-            self._split()
+            buffer, start = self._buffer, 0
+            while len(buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(buffer, start)
+                end = start + _LENGTH.size + length
+                if len(buffer) < end:
+                    break
+                self._messages.append(pickle.loads(memoryview(buffer)[start + _LENGTH.size : end]))
+                start = end
+            if start:
+                del buffer[:start]
         return self._messages.popleft()
 
     def hang_up(self) -> None:
@@ -78,15 +84,3 @@ class Channel:
     def close(self) -> None:
         """Close this end. Idempotent."""
         self._sock.close()
-
-    def _split(self) -> None:
-        buffer, start = self._buffer, 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
-                break
-            self._messages.append(pickle.loads(memoryview(buffer)[start + _LENGTH.size : end]))
-            start = end
-        if start:
-            del buffer[:start]

@@ -39,6 +39,24 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
         OSError: refused, reset, timed out.
     """
     sockets: list[socket.socket] = []
+
+    class Http(http.client.HTTPConnection):
+        def connect(self) -> None:
+            super().connect()
+            sockets.append(self.sock)
+
+    class Https(http.client.HTTPSConnection):
+        def connect(self) -> None:
+            super().connect()
+            sockets.append(self.sock)
+
+    class Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+        def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+            return self.do_open(Http, req)
+
+        def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+            return self.do_open(Https, req)
+
     is_over = threading.Event()
 
     def hang_up() -> None:
@@ -50,7 +68,7 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
     timer = threading.Timer(timeout, hang_up)
     timer.daemon = True
     timer.start()
-    opener = urllib.request.build_opener(_NoRedirect, _Http(sockets), _Https(sockets))
+    opener = urllib.request.build_opener(_NoRedirect, Handler)
     try:
         with cast("HTTPResponse", opener.open(request, timeout=timeout)) as response:
             yield response
@@ -62,32 +80,3 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
         raise
     finally:
         timer.cancel()
-
-
-def _remembering(kind: type[http.client.HTTPConnection], sockets: list[socket.socket]) -> Any:
-    """Return a connection class that appends its socket to ``sockets``."""
-
-    class Connection(kind):  # type: ignore[misc, valid-type]
-        def connect(self) -> None:
-            super().connect()
-            sockets.append(self.sock)
-
-    return Connection
-
-
-class _Http(urllib.request.HTTPHandler):
-    def __init__(self, sockets: list[socket.socket]) -> None:
-        super().__init__()
-        self._kind = _remembering(http.client.HTTPConnection, sockets)
-
-    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
-        return self.do_open(self._kind, req)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, sockets: list[socket.socket]) -> None:
-        super().__init__()
-        self._kind = _remembering(http.client.HTTPSConnection, sockets)
-
-    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
-        return self.do_open(self._kind, req)

@@ -56,7 +56,12 @@ def redact_text(text: str) -> str:
     """Return ``text`` without user, password and secret query values in its addresses."""
     if "://" not in text:
         return text
-    return _QUERY.sub(_without_secret, _USER.sub(REDACTED, text))
+
+    def without_secret(found: re.Match[str]) -> str:
+        mark, name, _ = found.groups()
+        return f"{mark}{name}={REDACTED}" if _SECRET.search(name) else found[0]
+
+    return _QUERY.sub(without_secret, _USER.sub(REDACTED, text))
 
 
 def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
@@ -69,8 +74,3 @@ def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
             yield from redacted_keys(below, f"{key}[{index}]")
     elif isinstance(value, str) and REDACTED in value:
         yield key
-
-
-def _without_secret(found: re.Match[str]) -> str:
-    mark, name, _ = found.groups()
-    return f"{mark}{name}={REDACTED}" if _SECRET.search(name) else found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -16,15 +17,15 @@ from multitask_rl.sandbox.base import Outcome, Program
 __all__ = ["Backlog", "ProgramFuture", "QueuedProgram"]
 
 _HANDFUL = 8
-"""Most programs a worker has at hand: it need not wait for a busy trainer between two of them."""
+"""Most programs that a worker holds: between two of them it does not wait for a busy trainer."""
 _STUCK_S = 0.05
-"""A program that runs for longer is a long one: what waits behind it may be taken by others."""
+"""A program that runs for longer is a long one: other workers take over what waits behind it."""
 
 _cancelling = threading.RLock()
 
 
 class ProgramFuture(Future[Outcome]):
-    """A program's outcome to be. ``cancel`` works while the program runs, too: it is killed then."""
+    """The future of a program's outcome. ``cancel`` works while the program runs, too, and kills it."""
 
     def __init__(self, stop: Callable[[ProgramFuture], None]) -> None:
         super().__init__()
@@ -51,19 +52,17 @@ class ProgramFuture(Future[Outcome]):
         return True
 
     def give(self, outcome: Outcome | BaseException) -> None:
-        """Set the outcome, unless somebody cancelled."""
-        try:
+        """Set the outcome, unless the future is cancelled."""
+        with contextlib.suppress(InvalidStateError):
             if isinstance(outcome, BaseException):
                 self.set_exception(outcome)
             else:
                 self.set_result(outcome)
-        except InvalidStateError:
-            return
 
 
 @dataclass(slots=True, eq=False)
 class QueuedProgram:
-    """A program on its way."""
+    """A program that waits or runs."""
 
     program: Program
     future: ProgramFuture
@@ -71,18 +70,18 @@ class QueuedProgram:
     losses_alone: int = 0
     """Workers that were lost while they had this program only."""
     is_suspect: bool = False
-    """A worker was lost with it: it is run alone, so that it is known who was to blame."""
+    """A worker was lost with it. It runs alone from now on, which shows whether it is the cause."""
     identity: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Hand:
-    """What one worker has; in the order in which it runs."""
+    """The programs that one worker holds, in the order in which they run."""
 
     cancel: Callable[[int], None]
     items: dict[int, QueuedProgram] = field(default_factory=dict)
     since: float = 0.0
-    """When the first of them began, at the latest."""
+    """When the first of them began, at the latest (``time.monotonic()``)."""
 
 
 class Backlog:
@@ -120,71 +119,57 @@ class Backlog:
             return future
 
     def take(self, worker: int) -> list[QueuedProgram]:
-        """Return programs a worker is to run next; waits when it has none at hand. Empty: nothing, or closed.
+        """Return the programs that a worker runs next; waits when it has none. Empty: none now, or closed.
 
-        A share of the queue, so that no worker is idle while another has programs waiting. When the queue is
-        empty, or another worker is stuck with a long program, what waits behind that one comes first.
+        A worker takes a share of the queue, so that the others find programs, too. A worker without a program
+        first takes over what waits behind a long program of another.
         """
         with self._lock:
             hand = self._hands[worker]
             while not self.is_closed:
-                found = self._from_the_stuck(hand) or self._from_the_queue(hand)
+                found: list[QueuedProgram] = []
+                now = time.monotonic()
+                stuck = (h for h in self._hands if len(h.items) > 1 and now - h.since > _STUCK_S)
+                other = None if hand.items else next(stuck, None)
+                if other is not None:
+                    first, *found = other.items.values()
+                    for item in found:
+                        other.cancel(item.identity)
+                    other.items = {first.identity: first}
+                elif not any(item.is_suspect for item in hand.items.values()):
+                    share = max(1, len(self._waiting) // (2 * len(self._hands)))
+                    room = min(share, _HANDFUL - len(hand.items))
+                    while self._waiting and len(found) < room:
+                        item = self._waiting[0]
+                        if item.is_suspect and (found or hand.items) and not item.future.cancelled():
+                            break
+                        self._waiting.popleft()
+                        if not item.future.cancelled():
+                            found.append(item)
+                            if item.is_suspect:
+                                break
+                    self._has_room.notify(len(found))
+                if not hand.items:
+                    hand.since = now
+                for item in found:
+                    item.identity = next(self._identities)
+                    item.future.take()
+                    hand.items[item.identity] = item
                 if found or hand.items:
                     return found
                 others_have_spare = any(len(other.items) > 1 for other in self._hands)
                 self._has_work.wait(_STUCK_S if others_have_spare else None)
             return []
 
-    def _from_the_stuck(self, hand: _Hand) -> list[QueuedProgram]:
-        if hand.items:
-            return []
-        now = time.monotonic()
-        for other in self._hands:
-            if len(other.items) > 1 and now - other.since > _STUCK_S:
-                first, *rest = other.items.values()
-                for item in rest:
-                    other.cancel(item.identity)
-                other.items = {first.identity: first}
-                return self._give(hand, rest)
-        return []
-
-    def _from_the_queue(self, hand: _Hand) -> list[QueuedProgram]:
-        if any(item.is_suspect for item in hand.items.values()):
-            return []
-        share = max(1, len(self._waiting) // (2 * len(self._hands)))
-        room = min(share, _HANDFUL - len(hand.items))
-        found: list[QueuedProgram] = []
-        while self._waiting and len(found) < room:
-            item = self._waiting[0]
-            if item.future.cancelled():
-                self._waiting.popleft()
-            elif item.is_suspect and (found or hand.items):
-                break
-            else:
-                found.append(self._waiting.popleft())
-                if item.is_suspect:
-                    break
-        self._has_room.notify(len(found))
-        return self._give(hand, found)
-
-    def _give(self, hand: _Hand, items: list[QueuedProgram]) -> list[QueuedProgram]:
-        if not hand.items:
-            hand.since = time.monotonic()
-        for item in items:
-            item.identity = next(self._identities)
-            item.future.take()
-            hand.items[item.identity] = item
-        return items
-
     def finish(self, worker: int, identity: int) -> QueuedProgram | None:
-        """Take a program out of a worker's hands; None when it is not there any more."""
+        """Take a program from a worker's hand; None when it is not there any more."""
         with self._lock:
             hand = self._hands[worker]
             hand.since = time.monotonic()
             return hand.items.pop(identity, None)
 
     def drop(self, worker: int) -> list[QueuedProgram]:
-        """Return, and take away, all a worker has."""
+        """Take all programs from a worker's hand."""
         with self._lock:
             hand = self._hands[worker]
             items, hand.items = list(hand.items.values()), {}
@@ -197,7 +182,7 @@ class Backlog:
             self._has_work.notify(len(items))
 
     def _stop(self, future: ProgramFuture) -> None:
-        """Tell a worker that a program is not wanted any more."""
+        """Tell the worker that has the program of a cancelled future."""
         with self._lock:
             for hand in self._hands:
                 for item in hand.items.values():
@@ -208,7 +193,7 @@ class Backlog:
             self._has_room.notify()
 
     def close(self) -> list[QueuedProgram]:
-        """Refuse further programs, wake everybody; return what waited."""
+        """Refuse further programs, wake all that wait here; return the programs that waited."""
         with self._lock:
             self.is_closed = True
             self._has_room.notify_all()

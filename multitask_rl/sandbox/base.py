@@ -1,14 +1,14 @@
 """Interface of sandboxes: programs, limits, outcomes.
 
-A program is judged from outside: its tests are never in the process that runs it, and nothing it prints,
-returns or raises is trusted beyond its plain value. ``infrastructure_error`` says that the *sandbox* failed;
-it is the one verdict without a score (``pass_fraction`` is None: mask the sample).
+A program is judged from outside. Its tests are never in the process that runs it, and only the plain value of
+what it prints, returns or raises is trusted.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import math
 import re
 import sys
@@ -33,6 +33,7 @@ __all__ = [
     "TestResult",
     "UnittestTask",
     "Verdict",
+    "count_test_methods",
     "imported_modules",
     "undefined_names",
 ]
@@ -54,26 +55,26 @@ class Verdict(StrEnum):
     timeout = "timeout"
     """The CPU or the wall-clock limit passed."""
     memory_limit = "memory_limit"
-    """It ended for want of memory."""
+    """It ran out of memory."""
     output_limit = "output_limit"
     """It wrote more than it may."""
     violation = "violation"
     """The kernel killed it for a forbidden system call."""
     killed = "killed"
-    """It died of SIGKILL that was not ours (it killed itself, or the kernel ran out of memory), or it ended
-    the sandbox's worker twice while nothing else ran there."""
+    """A SIGKILL that the sandbox did not send ended it (its own, or the kernel's when memory runs out), or it
+    ended the sandbox's worker twice while no other program ran there."""
     infrastructure_error = "infrastructure_error"
-    """The sandbox could not run it; no score."""
+    """The sandbox failed. This is the one verdict without a score (``pass_fraction`` is None)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one execution may use. Stdio tests are one execution each; other tasks are one in all."""
+    """What one execution may use. A stdio test is one execution; any other task is one."""
 
     cpu_s: float = 5.0
     """CPU seconds, rounded up to whole seconds (RLIMIT_CPU)."""
     wall_s: float = 11.0
-    """Wall-clock seconds, read on a clock outside the program."""
+    """Wall-clock seconds, measured outside the program."""
     mem_mb: int = 512
     """Address space above the interpreter's own, MiB."""
     stdout_bytes: int = 8 << 20
@@ -100,14 +101,14 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptTask:
-    """Run the program once; there is nothing to test, so it earns no fraction."""
+    """Run the program once, without a test; the fraction is 0."""
 
     stdin: str | bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StdioTest:
-    """What the program reads and what it has to print."""
+    """What the program reads and what it must print."""
 
     stdin: str | bytes
     stdout: str
@@ -131,22 +132,38 @@ class StdioTask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AssertsTask:
-    """Import the program, then run statements against it in another process, in order.
-
-    Each statement is one test and passes when it raises nothing. All share one namespace and one
-    process of the program; when that process dies, the tests after it count as failed.
-    """
+class _FunctionTask:
+    """What tasks share whose tests call the program from another process."""
 
     entry_point: str
-    """The function or class under test; also known to the tests as ``candidate``-style arguments."""
+    """The function or class under test."""
+    exports: Sequence[str] = ()
+    """Further names that the tests take from the program, for example classes of the arguments."""
+    allow_dunder: bool = False
+    """The tests are about the program's own operators: ``==``, ``len`` and so on of its objects count."""
+
+    def __post_init__(self) -> None:
+        for name in (self.entry_point, *self.exports):
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"{name!r} is not a name a program can define")
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """Names that the tests take from the program, the entry point first."""
+        return tuple(dict.fromkeys([self.entry_point, *self.exports]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssertsTask(_FunctionTask):
+    """Import the program, then run statements against it in another process, in order.
+
+    Each statement is one test and passes when it raises no exception. All share one namespace and one process
+    of the program; when that process dies, the remaining tests count as failed.
+    """
+
     asserts: Sequence[str]
     setup: str = ""
     """Statements before the first test, in the same namespace."""
-    exports: Sequence[str] = ()
-    """Further names that the tests take from the program: classes whose instances it is given, say."""
-    allow_dunder: bool = False
-    """The program's own operators are what is tested: ``==``, ``len`` and friends of its objects count."""
 
     def __post_init__(self) -> None:
         if not self.asserts:
@@ -156,43 +173,22 @@ class AssertsTask:
             parsed = _parse(statement, where)
             if position and not parsed.body:
                 raise ValueError(f"{where} holds no statement: {statement!r}")
-        _check_names(self.entry_point, self.exports)
-
-    @property
-    def exported(self) -> tuple[str, ...]:
-        """Names the tests take from the program, the entry point first."""
-        return _exported(self.entry_point, self.exports)
+        _FunctionTask.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnittestTask:
+class UnittestTask(_FunctionTask):
     """Import the program, then run ``unittest.TestCase`` classes against it in another process.
 
     A skipped test and an expected failure are failed tests.
     """
 
-    entry_point: str
     test_code: str
-    exports: Sequence[str] = ()
-    """As for ``AssertsTask``."""
-    allow_dunder: bool = False
 
     def __post_init__(self) -> None:
-        tests = [
-            method
-            for node in ast.walk(_parse(self.test_code, "test_code"))
-            if isinstance(node, ast.ClassDef)
-            for method in node.body
-            if isinstance(method, ast.FunctionDef) and method.name.startswith("test")
-        ]
-        if not tests:
+        if not count_test_methods(self.test_code):
             raise ValueError("test_code holds no test method: a program cannot pass no test")
-        _check_names(self.entry_point, self.exports)
-
-    @property
-    def exported(self) -> tuple[str, ...]:
-        """Names the tests take from the program, the entry point first."""
-        return _exported(self.entry_point, self.exports)
+        _FunctionTask.__post_init__(self)
 
 
 Task = ScriptTask | StdioTask | AssertsTask | UnittestTask
@@ -216,7 +212,7 @@ class TestResult:
 
     verdict: Verdict
     message: str = ""
-    """Why it did not pass, at most 500 characters, written by the program at worst: never interpret it."""
+    """Why it did not pass, at most 500 characters. The program may have written it: never interpret it."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -228,34 +224,34 @@ class TestResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Everything known about one program after it ran; exactly one per program."""
+    """The record of one program after it ran; there is exactly one per program."""
 
     verdict: Verdict
     tests: tuple[TestResult, ...] = ()
     """One per test asked for, in order; empty for a script."""
     message: str = ""
-    """What went wrong, in a sentence; for ``infrastructure_error`` what broke in the sandbox."""
+    """What went wrong; for ``infrastructure_error`` what broke in the sandbox."""
     wall_s: float = 0.0
-    """Seconds on a clock outside the program, all executions together."""
+    """Sum over all executions, in seconds, measured outside the program."""
     cpu_s: float = 0.0
     """CPU seconds as the kernel counted them."""
     peak_mb: float = 0.0
     """Largest resident set above the interpreter's own, MiB, as the kernel counted it."""
     starved_s: float = 0.0
-    """Seconds it waited for a busy CPU; the wall limit was extended by them (three times itself at most)."""
+    """Seconds it waited for a busy CPU; they extend the wall limit (by three times itself at most)."""
     exit_code: int | None = None
     """Exit status; None when a signal ended it."""
     signal: int | None = None
     stdout: bytes = b""
-    """What it wrote, cut at the limit; of a stdio task, what the first failing (else the last) test wrote."""
+    """What it wrote, cut at the limit; for a stdio task, in the first failing (else the last) test."""
     stderr: bytes = b""
     stdout_length: int = 0
-    """Bytes it wrote before anything was cut."""
+    """Bytes that it wrote, with those that were cut."""
     stderr_length: int = 0
     worker: int = -1
-    """Which worker ran it."""
+    """Number of the worker that ran it."""
     retries: int = 0
-    """How often it was run again because a worker died under it."""
+    """How often it ran again because its worker died."""
 
     @property
     def pass_fraction(self) -> float | None:
@@ -266,23 +262,23 @@ class Outcome:
 
     @property
     def stdout_text(self) -> str:
-        """``stdout`` decoded as UTF-8; what does not decode is replaced."""
+        """``stdout`` as UTF-8; invalid bytes are replaced."""
         return self.stdout.decode("utf-8", "replace")
 
     @property
     def stderr_text(self) -> str:
-        """``stderr`` decoded as UTF-8; what does not decode is replaced."""
+        """``stderr`` as UTF-8; invalid bytes are replaced."""
         return self.stderr.decode("utf-8", "replace")
 
     @property
     def is_truncated(self) -> bool:
-        """Some of what it wrote is not in ``stdout`` or ``stderr``."""
+        """``stdout`` or ``stderr`` was cut."""
         return self.stdout_length > len(self.stdout) or self.stderr_length > len(self.stderr)
 
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Runs untrusted programs. Every program gives exactly one outcome; safe to share between threads."""
+    """Runs untrusted programs. Each gives exactly one outcome. Safe to share between threads."""
 
     def run(self, program: Program) -> Outcome:
         """Run one program and wait for its outcome.
@@ -293,7 +289,7 @@ class Sandbox(Protocol):
         ...
 
     def submit(self, program: Program) -> Future[Outcome]:
-        """Queue one program; blocks while the queue is full. A cancelled future is not run."""
+        """Queue one program; blocks while the queue is full. A cancelled program does not run."""
         ...
 
     def map(self, programs: Iterable[Program]) -> list[Outcome]:
@@ -301,7 +297,7 @@ class Sandbox(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop: running programs are killed, queued ones cancelled, nothing is left behind."""
+        """Kill running programs, cancel queued ones and end every process."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -316,18 +312,20 @@ def _parse(source: str, where: str) -> ast.Module:
         raise ValueError(f"{where} is not Python: {error}: {source[:200]!r}") from error
 
 
-def _check_names(entry_point: str, exports: Sequence[str]) -> None:
-    for name in (entry_point, *exports):
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"{name!r} is not a name a program can define")
+@functools.lru_cache(maxsize=1024)
+def count_test_methods(test_code: str) -> int:
+    """Return how many test methods the code of a ``UnittestTask`` defines.
 
-
-def _exported(entry_point: str, exports: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([entry_point, *exports]))
+    Raises:
+        ValueError: it is not Python.
+    """
+    classes = [node for node in ast.walk(_parse(test_code, "test_code")) if isinstance(node, ast.ClassDef)]
+    methods = [node for found in classes for node in found.body if isinstance(node, ast.FunctionDef)]
+    return sum(method.name.startswith("test") for method in methods)
 
 
 def undefined_names(sources: Sequence[str]) -> list[str]:
-    """Return the names that tests read and neither define nor find in builtins or the standard library.
+    """Return names that tests read and that neither they, builtins nor standard modules define.
 
     Empty where a ``from ... import *`` may define them.
     """
@@ -341,7 +339,7 @@ def undefined_names(sources: Sequence[str]) -> list[str]:
 
 
 def imported_modules(sources: Sequence[str], exported: Sequence[str]) -> list[str]:
-    """Return standard modules the tests use without importing them (they relied on the program's imports)."""
+    """Return the standard modules that tests use without an import of their own."""
     names = _undefined_names(sources)
     return [name for name in names if name in sys.stdlib_module_names and name not in exported]
 

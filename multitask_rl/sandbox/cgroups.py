@@ -1,8 +1,8 @@
-"""A memory and process limit around a whole cell, where cgroup v2 controllers are delegated to this process.
+"""Limits of memory and processes for a whole cell, where cgroup v2 controllers are delegated to this process.
 
-Without them each program still has its own limits (RLIMIT_AS, RLIMIT_NPROC, the size of its file system); a
-cgroup adds what those do not count: kernel memory, pipes, and both halves of a function task together.
-Source: Linux ``Documentation/admin-guide/cgroup-v2.rst``, "Delegation" and "No Internal Process Constraint".
+Each program has limits of its own. A cgroup adds what those do not count: kernel memory, pipes, and both
+processes of a function task together.
+Source: Linux ``Documentation/admin-guide/cgroup-v2.rst``, "Delegation", "No Internal Process Constraint".
 """
 
 from __future__ import annotations
@@ -22,19 +22,31 @@ __all__ = ["CellCgroup", "delegated_cgroup"]
 _NEEDED = ("memory", "pids")
 _PREFIX = "multitask-rl-"
 _BASE_MB = 256
-"""The zygotes themselves."""
+"""For the zygotes."""
 _JUDGE_MB = 512
 _SETTLED_PROCESSES = 16
 _REMOVAL_S = 2.0
 
 
 def delegated_cgroup(directory: str | None = None) -> tuple[Path | None, str]:
-    """Return a cgroup in which cells can be limited, or None and what is missing.
+    """Return a cgroup in which cells can have limits, or None and what is missing.
 
     Args:
         directory: a cgroup v2 directory; None = the one this process is in.
     """
-    path = Path(directory) if directory is not None else _own_cgroup()
+    path = Path(directory) if directory is not None else None
+    if path is None:
+        with contextlib.suppress(OSError):
+            groups = Path("/proc/self/cgroup").read_text().splitlines()
+            own = next((line[3:] for line in groups if line.startswith("0::")), None)
+            for line in Path("/proc/self/mountinfo").read_text().splitlines():
+                fields, _, kind = line.partition(" - ")
+                if own is not None and kind.startswith("cgroup2 "):
+                    root, mount_point = fields.split()[3:5]
+                    relative = os.path.relpath(own, root)
+                    if not relative.startswith(".."):
+                        path = Path(mount_point, relative)
+                    break
     if path is None:
         return None, "no cgroup v2 hierarchy is mounted"
     try:
@@ -51,24 +63,8 @@ def delegated_cgroup(directory: str | None = None) -> tuple[Path | None, str]:
     return path, ""
 
 
-def _own_cgroup() -> Path | None:
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None
-    own = next((line[3:] for line in groups if line.startswith("0::")), None)
-    for line in mounts:
-        fields, _, kind = line.partition(" - ")
-        if own is not None and kind.startswith("cgroup2 "):
-            root, mount_point = fields.split()[3:5]
-            relative = os.path.relpath(own, root)
-            return None if relative.startswith("..") else Path(mount_point, relative)
-    return None
-
-
 class CellCgroup:
-    """The cgroup of one worker's cell; its limits grow with what the programs are allowed.
+    """The cgroup of one worker's cell; its limits grow with those of the programs.
 
     Args:
         parent: what ``delegated_cgroup`` returned.
@@ -81,7 +77,11 @@ class CellCgroup:
     def __init__(self, parent: Path, worker: int) -> None:
         self.path = parent / f"{_PREFIX}{os.getpid()}-{worker}"
         self._memory_mb = self._processes = 0
-        _sweep(parent)
+        for path in parent.glob(f"{_PREFIX}*-*"):  # a cgroup outlives the crash of its owner
+            owner = path.name.removeprefix(_PREFIX).partition("-")[0]
+            if not os.path.exists(f"/proc/{owner}"):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
         try:
             self.path.mkdir(exist_ok=True)
             self.allow(Limits())
@@ -93,21 +93,21 @@ class CellCgroup:
         memory_mb = _BASE_MB + _JUDGE_MB + limits.mem_mb + 2 * limits.disk_mb
         if memory_mb > self._memory_mb:
             self._memory_mb = memory_mb
-            self._write("memory.max", str(memory_mb << 20))
+            (self.path / "memory.max").write_text(str(memory_mb << 20))
         processes = _SETTLED_PROCESSES + 2 * limits.nproc
         if processes > self._processes:
             self._processes = processes
-            self._write("pids.max", str(processes))
+            (self.path / "pids.max").write_text(str(processes))
 
     def take(self, processes: Iterable[int]) -> None:
-        """Put processes under the limits; what they start follows."""
+        """Put processes under the limits; their later children follow."""
         for pid in processes:
-            self._write("cgroup.procs", str(pid))
+            (self.path / "cgroup.procs").write_text(str(pid))
 
     def close(self) -> None:
-        """Kill what is left inside and remove the directory."""
+        """Kill the processes inside and remove the directory."""
         with contextlib.suppress(OSError):
-            self._write("cgroup.kill", "1")
+            (self.path / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + _REMOVAL_S
         while time.monotonic() < deadline:
             try:
@@ -118,15 +118,3 @@ class CellCgroup:
                 time.sleep(0.02)
             else:
                 return
-
-    def _write(self, name: str, value: str) -> None:
-        (self.path / name).write_text(value)
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what processes that are dead left: a cgroup outlives the crash of its owner."""
-    for path in parent.glob(f"{_PREFIX}*-*"):
-        owner = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if not os.path.exists(f"/proc/{owner}"):
-            with contextlib.suppress(OSError):
-                path.rmdir()

@@ -2,12 +2,13 @@
 
 The manifest is JSON: {default_limits, programs: [...]}. A program has name, file, task, limits and expect.
 Optional keys: sequence and order (programs of a sequence run in order on one worker), requires (packages),
-soft (an escape is no failure). After every program a trivial one must run normally on the same worker.
+soft (an escape is no failure). After every program a trivial one must run normally on its worker.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import random
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from multitask_rl.errors import DataError, check_output_file, path_errors
 from multitask_rl.sandbox.base import (
     AssertsTask,
     Limits,
-    Outcome,
     Program,
     Sandbox,
     ScriptTask,
@@ -35,14 +35,14 @@ from multitask_rl.sandbox.base import (
     Verdict,
 )
 from multitask_rl.sandbox.host_checks import HostWatch
-from multitask_rl.sandbox.levels import LEVELS
 from multitask_rl.sandbox.pool import NamespaceSandbox
+from multitask_rl.sandbox.worker import LEVELS
 
 __all__ = ["CorpusFinding", "load_manifest", "main", "repeat_noise", "run_corpus"]
 
 _TRIVIAL = Program(source="print(6 * 7)")
 _NOISY_CHECKS = ("host_mem_delta_mb", "host_disk_delta_mb", "wall")
-"""What other work on the machine can disturb: tried twice more; found twice in three it counts."""
+"""Other work on the machine can disturb these checks: a problem counts if two of three tries find it."""
 _TRIES = 3
 _EXPRESSION_NAMES = {
     "range": range,
@@ -68,17 +68,12 @@ class CorpusFinding:
     skipped: str = ""
     """Why it did not run."""
     note: str = ""
-    """What differed in one of several tries: other work on the machine, or a program that does it seldom."""
+    """What differed in one of several tries, by other work on the machine or by a rare effect."""
     stdout: str = ""
 
 
-@dataclass(slots=True)
-class _Entry:
-    raw: dict[str, Any]
-    program: Program
-    order: int = 0
-    sequence: str = ""
-    requires: list[str] = field(default_factory=list)
+_Entry = tuple[dict[str, Any], Program]
+"""A program of a manifest: its entry there, and what the sandbox runs."""
 
 
 def load_manifest(path: Path) -> list[_Entry]:
@@ -107,9 +102,7 @@ def load_manifest(path: Path) -> list[_Entry]:
                 task=_task(raw["task"]),
                 limits=Limits(**{**defaults, **raw.get("limits", {})}),
             )
-            entries.append(
-                _Entry(raw, program, raw.get("order", 0), raw.get("sequence", ""), raw.get("requires", []))
-            )
+            entries.append((raw, program))
         except DataError:
             raise
         except (ValueError, KeyError, TypeError) as error:
@@ -123,10 +116,16 @@ def _task(raw: dict[str, Any]) -> Task:
     if kind == "script":
         return ScriptTask()
     if kind == "stdio":
-        return StdioTask(
-            tests=[StdioTest(stdin=_stdin(test), stdout=_expected(test)) for test in raw["tests"]],
-            float_tolerance=raw.get("float_tolerance"),
-        )
+        tests = []
+        for test in raw["tests"]:
+            text, times = test.get("stdin_repeat", (test.get("stdin", ""), 1))
+            if "stdout_expr" in test:
+                # an expression of the corpus, which is trusted; text of a program never gets here
+                wanted = eval(test["stdout_expr"], {"__builtins__": _EXPRESSION_NAMES})
+            else:
+                wanted = test["stdout"]
+            tests.append(StdioTest(stdin=str(text) * int(times), stdout=str(wanted)))
+        return StdioTask(tests=tests, float_tolerance=raw.get("float_tolerance"))
     options = {"exports": raw.get("exports", ()), "allow_dunder": raw.get("allow_dunder", False)}
     if kind == "asserts":
         return AssertsTask(
@@ -135,20 +134,6 @@ def _task(raw: dict[str, Any]) -> Task:
     if kind == "unittest":
         return UnittestTask(entry_point=raw["entry_point"], test_code=raw["test_code"], **options)
     raise ValueError(f"unknown task type {kind!r}; allowed: script, stdio, asserts, unittest")
-
-
-def _stdin(test: dict[str, Any]) -> str:
-    if "stdin_repeat" in test:
-        text, times = test["stdin_repeat"]
-        return str(text) * int(times)
-    return str(test.get("stdin", ""))
-
-
-def _expected(test: dict[str, Any]) -> str:
-    if "stdout_expr" in test:
-        # an expression of the corpus, which its owner wrote; a program never gets here
-        return str(eval(test["stdout_expr"], {"__builtins__": _EXPRESSION_NAMES}))
-    return str(test["stdout"])
 
 
 def run_corpus(
@@ -166,9 +151,9 @@ def run_corpus(
         SandboxError: this machine cannot give the level.
     """
     units: dict[str, list[int]] = {}
-    for index, entry in enumerate(entries):
-        units.setdefault(entry.sequence or f"#{index}", []).append(index)
-    ordered = [sorted(unit, key=lambda i: entries[i].order) for unit in units.values()]
+    for index, (raw, _) in enumerate(entries):
+        units.setdefault(raw.get("sequence") or f"#{index}", []).append(index)
+    ordered = [sorted(unit, key=lambda i: entries[i][0].get("order", 0)) for unit in units.values()]
     if seed is not None:
         random.Random(seed).shuffle(ordered)
     findings: dict[int, CorpusFinding] = {}
@@ -184,7 +169,16 @@ def run_corpus(
                         return
                     unit = waiting.pop()
                 for index in unit:
-                    findings[index] = _examine(entries[index], sandbox, watch)
+                    raw, program = entries[index]
+                    missing = [n for n in raw.get("requires", []) if importlib.util.find_spec(n) is None]
+                    if missing:
+                        skipped = f"needs {', '.join(missing)}"
+                        findings[index] = CorpusFinding(
+                            name=raw["name"], verdict="", pass_fraction=None, wall_s=0.0, skipped=skipped
+                        )
+                    else:
+                        examine = functools.partial(_examine, raw, program, sandbox, watch)
+                        findings[index] = repeat_noise(examine)
 
     with HostWatch() as watch, ThreadPoolExecutor(workers) as pool:
         for served in [pool.submit(serve, watch) for _ in range(workers)]:
@@ -197,61 +191,32 @@ def _warm_up(sandbox: Sandbox) -> None:
         sandbox.run(Program(source=source))
 
 
-def _examine(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> CorpusFinding:
-    missing = [name for name in entry.requires if importlib.util.find_spec(name) is None]
-    if missing:
-        return CorpusFinding(
-            name=entry.raw["name"],
-            verdict="",
-            pass_fraction=None,
-            wall_s=0.0,
-            skipped=f"needs {', '.join(missing)}",
-        )
-    return repeat_noise(lambda: _examine_once(entry, sandbox, watch))
-
-
 def repeat_noise(examine: Callable[[], CorpusFinding]) -> CorpusFinding:
-    """Return a finding; one that other work on the machine may have caused counts when it is found again."""
+    """Return a finding; one that other work on the machine may cause counts when a repetition has it, too."""
+
+    def is_noise(finding: CorpusFinding) -> bool:
+        return all(problem.startswith(_NOISY_CHECKS) for problem in finding.problems)
+
     finding = examine()
-    if not finding.problems or not _is_noise(finding):
+    if not finding.problems or not is_noise(finding):
         return finding
     tries = [finding, *(examine() for _ in range(_TRIES - 1))]
     found = [attempt for attempt in tries if attempt.problems]
     if len(found) > 1:
-        return next((attempt for attempt in found if not _is_noise(attempt)), found[0])
-    note = f"once in {_TRIES} tries: {'; '.join(finding.problems)}"
-    return replace(tries[-1], note=note)
+        return next((attempt for attempt in found if not is_noise(attempt)), found[0])
+    return replace(tries[-1], note=f"once in {_TRIES} tries: {'; '.join(finding.problems)}")
 
 
-def _is_noise(finding: CorpusFinding) -> bool:
-    return all(problem.startswith(_NOISY_CHECKS) for problem in finding.problems)
-
-
-def _examine_once(entry: _Entry, sandbox: NamespaceSandbox, watch: HostWatch) -> CorpusFinding:
-    expect = entry.raw["expect"]
+def _examine(
+    raw: dict[str, Any], program: Program, sandbox: NamespaceSandbox, watch: HostWatch
+) -> CorpusFinding:
+    """Run one program and compare the outcome with its entry in the manifest."""
+    expect = raw["expect"]
     watched = watch.begin(sandbox, expect.get("host_checks", []))
     started, restarts = time.monotonic(), sandbox.restarts
-    outcome = sandbox.run(entry.program)
+    outcome = sandbox.run(program)
     wall_s = time.monotonic() - started
-    problems = _compare(entry.raw, outcome, wall_s) + watched.problems()
-    if sandbox.restarts != restarts:
-        _warm_up(sandbox)  # the new worker's zygotes are no leftovers of a program
-        watch.remember_processes(sandbox)
-    after = sandbox.run(_TRIVIAL)
-    if after.verdict is not Verdict.completed or after.stdout != b"42\n":
-        problems.append(f"next program: {after.verdict} {after.message!r}")
-    return CorpusFinding(
-        name=entry.raw["name"],
-        verdict=outcome.verdict.value,
-        pass_fraction=outcome.pass_fraction,
-        wall_s=wall_s,
-        problems=tuple(problems),
-        stdout=outcome.stdout_text[:2000],
-    )
-
-
-def _compare(raw: dict[str, Any], outcome: Outcome, wall_s: float) -> list[str]:
-    expect, problems = raw["expect"], []
+    problems = []
     if outcome.verdict.value not in expect["verdict_any_of"]:
         problems.append(f"verdict {outcome.verdict} ({outcome.message!r}), want {expect['verdict_any_of']}")
     wanted = expect.get("pass_fraction")
@@ -271,7 +236,21 @@ def _compare(raw: dict[str, Any], outcome: Outcome, wall_s: float) -> list[str]:
         least = expect.get(f"min_reported_{key}", raw.get(f"min_reported_{key}"))
         if least is not None and value < least:
             problems.append(f"reported {key} {value:.2f}, want at least {least}")
-    return problems
+    problems += watched.problems()
+    if sandbox.restarts != restarts:
+        _warm_up(sandbox)  # the new worker's zygotes are no leftovers of a program
+        watch.remember_processes(sandbox)
+    after = sandbox.run(_TRIVIAL)
+    if after.verdict is not Verdict.completed or after.stdout != b"42\n":
+        problems.append(f"next program: {after.verdict} {after.message!r}")
+    return CorpusFinding(
+        name=raw["name"],
+        verdict=outcome.verdict.value,
+        pass_fraction=outcome.pass_fraction,
+        wall_s=wall_s,
+        problems=tuple(problems),
+        stdout=text[:2000],
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -288,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
     check_output_file("--json", arguments.json_file)
     entries = load_manifest(arguments.manifest)
     if arguments.folder:
-        entries = [e for e in entries if e.raw.get("folder") in arguments.folder]
+        entries = [entry for entry in entries if entry[0].get("folder") in arguments.folder]
     started = time.monotonic()
     findings = run_corpus(entries, level=arguments.level, workers=arguments.workers, seed=arguments.seed)
     different = [f for f in findings if f.problems]
@@ -303,8 +282,8 @@ def main(argv: Sequence[str]) -> int:
     seconds = time.monotonic() - started
     out(f"{len(findings)} programs, {len(different)} differ, {len(skipped)} skipped, {seconds:.1f} s\n")
     if arguments.json_file is not None:
-        records = [{name: getattr(f, name) for name in CorpusFinding.__slots__} for f in findings]
-        arguments.json_file.write_text(json.dumps(records, indent=1), encoding="utf-8")
+        records = json.dumps([asdict(finding) for finding in findings], indent=1)
+        arguments.json_file.write_text(records, encoding="utf-8")
     return 1 if different else 0
 
 

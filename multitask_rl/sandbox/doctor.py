@@ -1,4 +1,4 @@
-"""Test of the isolation layers on this machine, with the attacks that a missing layer would stop."""
+"""Test of the isolation layers on this machine, with what each layer stops."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Program
 from multitask_rl.sandbox.cell import landlock, linux
 from multitask_rl.sandbox.cgroups import delegated_cgroup
-from multitask_rl.sandbox.levels import LEVELS
-from multitask_rl.sandbox.worker import Worker, WorkerLostError, cell_config
+from multitask_rl.sandbox.worker import LEVELS, Worker, WorkerLostError, cell_config
 
 __all__ = ["report"]
 
@@ -52,7 +51,7 @@ _LAYERS = (
     (
         "private",
         "private file system per program",
-        "leaving files for others (without it: no writing at all)",
+        "leaving files for others (without it no file is written)",
     ),
     ("root", "own root directory", "reading the files of this machine"),
     ("writes", "read-only system directories", "changing the interpreter for later programs"),
@@ -74,14 +73,27 @@ def report() -> list[tuple[str, bool, str]]:
 
     Starts a sandbox of each level for a moment and asks a program inside. Never raises for a missing layer.
     """
-    rows: list[tuple[str, bool, str]] = []
     if not linux.is_supported():
         return [("sandbox", False, "needs Linux on x86_64: no program can be run on this machine")]
+    rows: list[tuple[str, bool, str]] = []
     facts: dict[str, Any] = {}
     for level in LEVELS:
-        found, problem = _try(level)
+        worker = Worker(0, cell_config((), level))
+        found: dict[str, Any] = {}
+        told = "works; strongest level that works is used"
+        try:
+            worker.start()
+            outcome = worker.run(Program(source=_PROBE), 0)
+            found = json.loads(outcome.stdout)
+            found["root"] = "root" not in found["files"] and "home" not in found["files"]
+        except (SandboxError, WorkerLostError) as error:
+            told = str(error)
+        except ValueError:
+            told = f"the probe ended as {outcome.verdict}: {outcome.message}"
+        finally:
+            worker.stop()
         facts = facts or found
-        rows.append((f"level {level}", bool(found), problem or "works; strongest level that works is used"))
+        rows.append((f"level {level}", bool(found), told))
     for key, layer, stops in _LAYERS:
         rows.append((layer, bool(facts.get(key)), f"stops: {stops}"))
     cgroup, missing = delegated_cgroup()
@@ -91,20 +103,3 @@ def report() -> list[tuple[str, bool, str]]:
     known = f"version {version}: " if version else ""
     rows.append(("Landlock", version > 0, f"{known}confines files where namespaces are refused"))
     return rows
-
-
-def _try(level: str) -> tuple[dict[str, Any], str]:
-    worker = Worker(0, cell_config((), level))
-    try:
-        worker.start()
-        outcome = worker.run(Program(source=_PROBE), 0)
-    except (SandboxError, WorkerLostError) as error:
-        return {}, str(error)
-    finally:
-        worker.stop()
-    try:
-        facts: dict[str, Any] = json.loads(outcome.stdout)
-    except ValueError:
-        return {}, f"the probe ended as {outcome.verdict}: {outcome.message}"
-    facts["root"] = "root" not in facts["files"] and "home" not in facts["files"]
-    return facts, ""

@@ -1,4 +1,4 @@
-"""Checks of the host while hostile programs run: canaries, victims, memory, leftovers."""
+"""Checks of the host while hostile programs run: canaries, a victim, memory, leftovers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
@@ -25,64 +26,95 @@ _CANARY = Path("/tmp/mtrl_canary")  # the programs of a corpus name this place
 _SECRET = "CANARY-7f3a91"
 _ENDED_WITHIN_S = 1.0
 _TCP, _UDP, _ABSTRACT_STREAM, _ABSTRACT_DATAGRAM = 47831, 47832, "sbx_canary_47833", "sbx_canary_47834"
+_OTHER_RUN_S = 600.0
 
 
 class HostWatch:
-    """Baits and gauges of one corpus run."""
+    """Baits and gauges of one corpus run; a run waits for the end of another one on this machine.
+
+    Raises:
+        SandboxError: another run has not ended within ten minutes.
+    """
 
     _victim: subprocess.Popen[bytes]
     _thread: threading.Thread
 
     def __init__(self) -> None:
         self._known: dict[int, set[int]] = {}
-        self._touched: Counter[str] = Counter()
+        self.touched: Counter[str] = Counter()
+        """How often each canary listener was reached."""
         self._selector = selectors.DefaultSelector()
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        shutil.rmtree(_CANARY, ignore_errors=True)
-        _CANARY.mkdir(parents=True)
-        _CANARY.chmod(0o777)
-        (_CANARY / "secret.txt").write_text(_SECRET)
-        os.environ["SBX_CANARY_SECRET"] = _SECRET
-        self._victim = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"], env={}
-        )
-        kinds = (
-            (f"tcp:{_TCP}", socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", _TCP)),
-            (f"udp:{_UDP}", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", _UDP)),
-            (f"unix:{_CANARY}/c.sock", socket.AF_UNIX, socket.SOCK_STREAM, f"{_CANARY}/c.sock"),
-            (f"abstract:{_ABSTRACT_STREAM}", socket.AF_UNIX, socket.SOCK_STREAM, f"\0{_ABSTRACT_STREAM}"),
-            (f"abstract:{_ABSTRACT_STREAM}", socket.AF_UNIX, socket.SOCK_DGRAM, f"\0{_ABSTRACT_DATAGRAM}"),
-        )
-        for name, family, kind, address in kinds:
-            listener = socket.socket(family, kind)
-            with contextlib.suppress(OSError):
+        # Two runs share the baits' names. The first address is the lock: without it a second run would empty
+        # the canary directory of the first, and take connections that are meant for the first.
+        abstract = f"abstract:{_ABSTRACT_STREAM}"
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline = time.monotonic() + _OTHER_RUN_S
+        while True:
+            try:
+                lock.bind(f"\0{_ABSTRACT_STREAM}")
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    lock.close()
+                    raise SandboxError(
+                        f"another run of a corpus has {abstract}: wait for its end or end it ({error})"
+                    ) from error
+                time.sleep(0.1)
+        self._bait(abstract, lock)
+        try:
+            shutil.rmtree(_CANARY, ignore_errors=True)
+            _CANARY.mkdir(parents=True)
+            _CANARY.chmod(0o777)
+            (_CANARY / "secret.txt").write_text(_SECRET)
+            os.environ["SBX_CANARY_SECRET"] = _SECRET
+            kinds = (
+                (f"tcp:{_TCP}", socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", _TCP)),
+                (f"udp:{_UDP}", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", _UDP)),
+                (f"unix:{_CANARY}/c.sock", socket.AF_UNIX, socket.SOCK_STREAM, f"{_CANARY}/c.sock"),
+                (abstract, socket.AF_UNIX, socket.SOCK_DGRAM, f"\0{_ABSTRACT_DATAGRAM}"),
+            )
+            for name, family, kind, address in kinds:
+                listener = socket.socket(family, kind)
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            if kind == socket.SOCK_STREAM:
-                listener.listen()
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, name)
+                listener.bind(address)
+                self._bait(name, listener)
+            self._victim = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"], env={}
+            )
+        except BaseException:
+            self._remove_baits()
+            raise
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
         return self
 
+    def _bait(self, name: str, listener: socket.socket) -> None:
+        if listener.type == socket.SOCK_STREAM:
+            listener.listen()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, name)
+
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
         self._victim.kill()
         self._victim.wait()
+        self._remove_baits()
+
+    def _remove_baits(self) -> None:
         os.environ.pop("SBX_CANARY_SECRET", None)
         shutil.rmtree(_CANARY, ignore_errors=True)
+        for key in list(self._selector.get_map().values()):  # the lock among them, so after the directory
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
 
     def _listen(self) -> None:
         while not self._stop.is_set():
             for key, _ in self._selector.select(timeout=0.05):
-                self._touched[key.data] += 1
+                self.touched[key.data] += 1
                 listener: Any = key.fileobj
                 with contextlib.suppress(OSError):
                     if listener.type == socket.SOCK_STREAM:
@@ -91,7 +123,7 @@ class HostWatch:
                         listener.recv(65536)
 
     def remember_processes(self, sandbox: NamespaceSandbox) -> None:
-        """Take what runs below a fresh sandbox as its own: anything else later is a leftover."""
+        """Note the processes below a fresh sandbox: any other one is a leftover later."""
         for pid in sandbox.monitor_pids:
             self._known[pid] = descendants(pid)
 
@@ -100,15 +132,11 @@ class HostWatch:
         return _Watched(self, sandbox, checks)
 
     def victim_is_alive(self) -> bool:
-        """The process a program might have killed still runs."""
+        """The process that a program might have killed still runs."""
         return self._victim.poll() is None
 
-    def connections(self) -> Counter[str]:
-        """How often each canary listener was reached."""
-        return self._touched.copy()
-
     def leftovers(self, sandbox: NamespaceSandbox) -> set[int]:
-        """Processes below the sandbox that were not there before, and are still there a moment later."""
+        """Return processes below the sandbox that are new and do not end within a second."""
         deadline = time.monotonic() + _ENDED_WITHIN_S
         while True:
             found = {
@@ -116,7 +144,7 @@ class HostWatch:
             }
             if not found or time.monotonic() > deadline:
                 return found
-            time.sleep(0.02)  # one that was killed takes a moment to leave
+            time.sleep(0.02)  # a killed process takes a moment to leave
 
 
 class _Watched:
@@ -125,14 +153,13 @@ class _Watched:
     def __init__(self, watch: HostWatch, sandbox: NamespaceSandbox, checks: Sequence[str]) -> None:
         self._watch, self._sandbox, self._checks = watch, sandbox, checks
         self._canary = _snapshot()
-        self._connections = watch.connections()
+        self._touched = watch.touched.copy()
         self._restarts = sandbox.restarts
         self._disk = shutil.disk_usage("/tmp").free
         self._memory = self._least = _available_mb()
         self._done = threading.Event()
-        self._sampler: threading.Thread | None = None
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
         if any(check.startswith("host_mem_delta_mb") for check in checks):
-            self._sampler = threading.Thread(target=self._sample, daemon=True)
             self._sampler.start()
 
     def _sample(self) -> None:
@@ -142,7 +169,7 @@ class _Watched:
     def problems(self) -> list[str]:
         """Return what the program did to the host."""
         self._done.set()
-        if self._sampler is not None:
+        if self._sampler.is_alive():
             self._sampler.join()
         found = []
         if is_replaced := self._sandbox.restarts != self._restarts:
@@ -150,7 +177,7 @@ class _Watched:
         for check in self._checks:
             kind, _, argument = check.partition(":")
             if is_replaced and kind == "no_leftover_procs":
-                continue  # what runs now is another cell
+                continue  # another cell runs now
             if message := self._check(kind, argument):
                 found.append(f"{check}: {message}")
         return found
@@ -167,12 +194,17 @@ class _Watched:
             case "canary_dir_unchanged":
                 return "" if _snapshot() == self._canary else "the canary directory changed"
             case "no_connection":
-                reached = self._watch.connections()[argument] - self._connections[argument]
+                reached = self._watch.touched[argument] - self._touched[argument]
                 return f"{reached} connections" if reached else ""
             case "no_file":
                 return "the file exists" if os.path.lexists(argument) else ""
             case "port_free":
-                return _port_problem(int(argument))
+                with socket.socket() as probe:
+                    try:
+                        probe.bind(("127.0.0.1", int(argument)))
+                    except OSError as error:
+                        return str(error)
+                return ""
             case "host_mem_delta_mb":
                 used = self._memory - self._least
                 return f"{used:.0f} MiB" if used > float(argument) else ""
@@ -191,12 +223,3 @@ def _available_mb() -> float:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 1024
     return 0.0
-
-
-def _port_problem(port: int) -> str:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return str(error)
-    return ""

@@ -1,7 +1,7 @@
 """The built-in sandbox: a pool of cells behind one bounded queue.
 
-Threads of the trainer only carry messages: cells are started by exec of a clean interpreter (the trainer,
-torch and all, is never forked), verdicts are computed in the monitors.
+Threads of the trainer carry messages only. Monitors compute the verdicts. They start by exec in a clean
+interpreter, so the trainer is never forked.
 """
 
 from __future__ import annotations
@@ -13,34 +13,51 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.backlog import Backlog, QueuedProgram
 from multitask_rl.sandbox.base import Outcome, Program, Verdict
 from multitask_rl.sandbox.cgroups import delegated_cgroup
-from multitask_rl.sandbox.levels import acceptable_levels
-from multitask_rl.sandbox.worker import Worker, WorkerLostError, cell_config
+from multitask_rl.sandbox.worker import LEVELS, Worker, WorkerLostError, cell_config
 
-__all__ = ["BubblewrapSandbox", "NamespaceSandbox"]
+__all__ = ["BubblewrapSandbox", "NamespaceSandbox", "acceptable_levels"]
 
 _log = logging.getLogger(__name__)
 _MAX_LOSSES = 2
-"""Workers that a program may lose while nothing else runs on them: then it is the program that ends them."""
+"""A program that loses so many workers while it runs alone is the cause of their ends."""
+
+
+def acceptable_levels(level: str | None, minimum_level: str) -> list[str]:
+    """Return the levels that may be used, strongest first.
+
+    Args:
+        level: the one level to use; None = the strongest that works.
+        minimum_level: the weakest acceptable one when ``level`` is None.
+
+    Raises:
+        SandboxError: an unknown level.
+    """
+    for name in (level, minimum_level):
+        if name is not None and name not in LEVELS:
+            raise SandboxError(
+                f"unknown isolation level {name!r}; levels, strongest first: {', '.join(LEVELS)}"
+            )
+    return [level] if level is not None else list(LEVELS[: LEVELS.index(minimum_level) + 1])
 
 
 class NamespaceSandbox:
     """Runs programs in cells of this machine; safe to share between threads.
 
     Args:
-        workers: cells, each running one program at a time; more than there are cores gains nothing. As many
-            as there are cores: each keeps to one of them.
+        workers: cells; each runs one program at a time. More cells than cores gain nothing; with one for each
+            core, each keeps to its core.
         level: isolation to use (``namespaces``, ``bwrap``, ``landlock``); None = the strongest that works.
-        minimum_level: the weakest level that is acceptable when ``level`` is None.
-        packages: third-party packages programs may import, preloaded when a program names them.
+        minimum_level: the weakest acceptable level when ``level`` is None.
+        packages: third-party packages that programs may import, loaded before a program that names them.
         queue_size: programs that may wait; ``submit`` blocks beyond that. 0 = 64 per worker.
-        cgroup: cgroup v2 directory with delegated memory and pids controllers, where each cell gets limits of
-            its own; None = the one this process is in, when it is delegated.
+        cgroup: cgroup v2 directory with delegated memory and pids controllers, where each cell gets limits;
+            None = that of this process, when it is delegated.
 
     Raises:
         SandboxError: this machine cannot give ``minimum_level`` (or ``level``).
@@ -62,58 +79,51 @@ class NamespaceSandbox:
         if queue_size < 0:
             raise ValueError(f"queue_size must be at least 0, got {queue_size!r}")
         self._owner = os.getpid()
-        self._size = queue_size or 64 * workers
         self._cgroup, missing = delegated_cgroup(cgroup)
         if cgroup is not None and self._cgroup is None:
             raise SandboxError(f"cells cannot be limited by the cgroup {cgroup}: {missing}")
-        self._workers: list[Worker] = []
-        self._threads: list[threading.Thread] = []
-        self.level = self._start_strongest(acceptable_levels(level, minimum_level), workers, packages)
-
-    def _start_strongest(self, levels: list[str], workers: int, packages: Sequence[str]) -> str:
-        """Start the workers at the first level that works; return it."""
+        # A worker is a chain of processes that wake each other; the kernel often puts two on one CPU while
+        # another is idle. So each keeps to a CPU, unless there are CPUs left: then it goes where one is idle.
+        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        is_pinned = bool(cpus) and workers >= len(cpus)
         problems: list[str] = []
-        for level in levels:
-            error = self._start(workers, cell_config(packages, level))
-            if error is None:
+        for name in acceptable_levels(level, minimum_level):
+            self.level, config = name, cell_config(packages, name)
+            self._workers = [
+                Worker(index, config, self._cgroup, cpus[index % len(cpus)] if is_pinned else None)
+                for index in range(workers)
+            ]
+            self._backlog = Backlog(queue_size or 64 * workers, [worker.cancel for worker in self._workers])
+            started: queue.Queue[SandboxError | None] = queue.Queue()
+            # a monitor dies with the thread that started it: the thread that uses it starts it
+            self._threads = [
+                threading.Thread(
+                    target=_serve, args=(w, self._backlog, started), name=f"sandbox-{w.index}", daemon=True
+                )
+                for w in self._workers
+            ]
+            for thread in self._threads:
+                thread.start()
+            errors = [error for error in [started.get() for _ in self._threads] if error is not None]
+            if not errors:
                 if problems:
-                    _log.warning("sandbox at level %s only: %s", level, "; ".join(problems))
-                return level
-            problems.append(f"{level}: {error}")
+                    _log.warning("sandbox at level %s only: %s", name, "; ".join(problems))
+                return
+            self.close()
+            problems.append(f"{name}: {errors[0]}")
         raise SandboxError(
             f"no acceptable isolation on this machine ({'; '.join(problems)}). Run 'multitask-rl doctor' for "
             "what is missing; a weaker level has to be allowed with minimum_level."
         )
 
-    def _start(self, workers: int, config: dict[str, Any]) -> SandboxError | None:
-        """Start the workers and their threads; return the first error after stopping what did start."""
-        started: queue.Queue[SandboxError | None] = queue.Queue()
-        cpus = _one_cpu_each(workers)
-        self._workers = [Worker(index, config, self._cgroup, cpus[index]) for index in range(workers)]
-        self._backlog = Backlog(self._size, [worker.cancel for worker in self._workers])
-        # a monitor dies with the thread that started it, so each is started by the thread that uses it
-        self._threads = [
-            threading.Thread(
-                target=self._serve, args=(w, self._backlog, started), name=f"sandbox-{w.index}", daemon=True
-            )
-            for w in self._workers
-        ]
-        for thread in self._threads:
-            thread.start()
-        errors = [error for error in [started.get() for _ in self._threads] if error is not None]
-        if errors:
-            self._stop_workers()
-            return errors[0]
-        return None
-
     @property
     def monitor_pids(self) -> list[int]:
-        """Process ids of the monitors, for health checks."""
+        """Process ids of the monitors."""
         return [worker.pid for worker in self._workers]
 
     @property
     def restarts(self) -> int:
-        """How many monitors had to be replaced since the start."""
+        """How many monitors were replaced since the start."""
         return sum(max(0, worker.restarts) for worker in self._workers)
 
     def run(self, program: Program) -> Outcome:
@@ -127,7 +137,7 @@ class NamespaceSandbox:
     def submit(self, program: Program) -> Future[Outcome]:
         """Queue one program; blocks while the queue is full.
 
-        ``cancel`` of the future works at any time: a program that waits is not run, one that runs is killed.
+        ``cancel`` of the future works at any time: a waiting program does not run, a running one is killed.
 
         Raises:
             SandboxError: the sandbox is closed, or belongs to the process this one was forked from.
@@ -143,15 +153,11 @@ class NamespaceSandbox:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Kill what runs, cancel what waits, end every process. Safe to call twice."""
+        """Kill running programs, cancel waiting ones, end every process. Safe to call twice."""
         if os.getpid() != self._owner:
             return
         for item in self._backlog.close():
             item.future.cancel()
-        self._stop_workers()
-
-    def _stop_workers(self) -> None:
-        self._backlog.close()
         for worker in self._workers:
             worker.interrupt()
         for thread in self._threads:
@@ -164,62 +170,46 @@ class NamespaceSandbox:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _serve(self, worker: Worker, backlog: Backlog, started: queue.Queue[SandboxError | None]) -> None:
-        """Carry programs to one worker until the sandbox closes."""
-        try:
-            worker.start()
-        except SandboxError as error:
-            started.put(error)
-            return
-        started.put(None)
-        try:
-            while not backlog.is_closed:
-                try:
-                    _exchange(worker, backlog)
-                except WorkerLostError as error:
-                    _recover(worker, backlog, f"sandbox worker {worker.index} was lost: {error}")
-        finally:
-            _fail(backlog.drop(worker.index), worker, "the sandbox was closed while the program ran")
-            worker.stop()
 
-
-def _one_cpu_each(workers: int) -> list[int | None]:
-    """Return a CPU per worker where there is one for each at most, else None for all.
-
-    A worker is a chain of processes that wake each other; the kernel often puts two on one CPU while another
-    is idle. Fewer workers than CPUs stay free, to go where a CPU is idle.
-    """
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if not cpus or workers < len(cpus):
-        return [None] * workers
-    return [cpus[index % len(cpus)] for index in range(workers)]
-
-
-def _exchange(worker: Worker, backlog: Backlog) -> None:
-    """Hand over programs, then take what has ended."""
-    for item in backlog.take(worker.index):
-        try:
-            worker.hand_over(item.identity, item.program)
-        except Exception as error:  # noqa: BLE001 - a program that cannot be sent must not hang its future
-            backlog.finish(worker.index, item.identity)
-            item.future.give(error)
-    worker.send()
-    if not worker.owes:
+def _serve(worker: Worker, backlog: Backlog, started: queue.Queue[SandboxError | None]) -> None:
+    """Carry programs to one worker until the sandbox closes."""
+    try:
+        worker.start()
+    except SandboxError as error:
+        started.put(error)
         return
-    while True:
-        identity, outcome = worker.receive()
-        ended = backlog.finish(worker.index, identity)
-        if ended is not None and outcome is not None:
-            ended.future.give(replace(outcome, retries=ended.retries) if ended.retries else outcome)
-        if not worker.owes or not worker.has_answer:
-            return
+    started.put(None)
+    try:
+        while not backlog.is_closed:
+            try:
+                for item in backlog.take(worker.index):
+                    try:
+                        worker.hand_over(item.identity, item.program)
+                    except Exception as error:  # noqa: BLE001 - a program that cannot be sent must not hang its future
+                        backlog.finish(worker.index, item.identity)
+                        item.future.give(error)
+                worker.send()
+                while worker.owes:
+                    identity, outcome = worker.receive()
+                    ended = backlog.finish(worker.index, identity)
+                    if ended is not None and outcome is not None:
+                        if ended.retries:
+                            outcome = replace(outcome, retries=ended.retries)
+                        ended.future.give(outcome)
+                    if not worker.has_answer:
+                        break
+            except WorkerLostError as error:
+                _recover(worker, backlog, f"sandbox worker {worker.index} was lost: {error}")
+    finally:
+        _fail(backlog.drop(worker.index), worker, "the sandbox was closed while the program ran")
+        worker.stop()
 
 
 def _recover(worker: Worker, backlog: Backlog, problem: str) -> None:
-    """Replace a lost worker; what it had is run again, each program alone.
+    """Replace a lost worker; its programs run again, each alone.
 
-    The new worker has run a program of ours before it gets one of these. One that loses two workers alone is
-    therefore to blame: it has an outcome, not a failure of the sandbox that would leave it without a score.
+    A new worker runs a program of ours first. So a program that loses two workers while it runs alone is the
+    cause. It gets an outcome with a score; a failure of the sandbox would have none.
     """
     lost = backlog.drop(worker.index)
     if backlog.is_closed:
@@ -248,23 +238,14 @@ def _fail(
     items: list[QueuedProgram], worker: Worker, problem: str, verdict: Verdict = Verdict.infrastructure_error
 ) -> None:
     for item in items:
-        item.future.give(
-            Outcome(
-                verdict=verdict,
-                message=problem,
-                worker=worker.index,
-                retries=item.retries,
-            )
-        )
+        item.future.give(Outcome(verdict=verdict, message=problem, worker=worker.index, retries=item.retries))
 
 
 class BubblewrapSandbox(NamespaceSandbox):
-    """The same sandbox with cells that bubblewrap builds, for who trusts its set-up more than ours.
+    """The same sandbox with cells that bubblewrap builds.
 
     Args:
-        workers: as for ``NamespaceSandbox``.
-        packages: as for ``NamespaceSandbox``.
-        queue_size: as for ``NamespaceSandbox``.
+        workers, packages, queue_size: as for ``NamespaceSandbox``.
 
     Raises:
         SandboxError: bubblewrap is not installed or may not make namespaces here.

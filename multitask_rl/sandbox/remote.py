@@ -1,8 +1,7 @@
 """A client for servers that speak SandboxFusion's ``/run_code``, behind the same interface.
 
-The server runs one file per request without tests, so it takes ``ScriptTask`` and ``StdioTask`` only; this
-module compares the output. Function tests are refused: they would have to be appended to the program, which
-could then read them. The server is responsible for the isolation.
+The server runs one file per request, without tests; this module compares the output. It refuses function
+tests: the program could read tests that are appended to it. The server is responsible for the isolation.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class HttpSandbox:
         concurrency: requests at once; more wait here.
         retries: further attempts after a refused connection, a time-out or a server error.
         backoff_s: wait before the first further attempt; doubles each time.
-        overhead_s: what a request may take beyond the program's wall limit.
+        overhead_s: time that a request may take beyond the program's wall limit.
         check: ask the server for a trivial program first.
 
     Raises:
@@ -89,7 +88,7 @@ class HttpSandbox:
         return self.submit(program).result()
 
     def submit(self, program: Program) -> Future[Outcome]:
-        """Queue one program; blocks while too many wait. A cancelled future is not run.
+        """Queue one program; blocks while too many wait. A cancelled program does not run.
 
         Raises:
             SandboxError: the sandbox is closed.
@@ -114,7 +113,7 @@ class HttpSandbox:
         return [future.result() for future in [self.submit(program) for program in programs]]
 
     def close(self) -> None:
-        """Cancel what waits; what runs ends by itself."""
+        """Cancel waiting programs; running ones end by themselves."""
         self._is_closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
@@ -125,23 +124,20 @@ class HttpSandbox:
         self.close()
 
     def _run(self, program: Program) -> Outcome:
-        if isinstance(program.task, StdioTask):
-            return self._run_tests(program, program.task)
-        stdin = program.task.stdin if isinstance(program.task, ScriptTask) else b""
-        return self._execute(program, stdin)
-
-    def _run_tests(self, program: Program, task: StdioTask) -> Outcome:
+        task = program.task
+        if not isinstance(task, StdioTask):
+            return self._execute(program, task.stdin if isinstance(task, ScriptTask) else b"")
         outcomes, tests = [], []
         for test in task.tests:
             outcome = self._execute(program, test.stdin)
             if outcome.verdict is Verdict.infrastructure_error:
                 return outcome
-            verdict, message = outcome.verdict, outcome.message
+            verdict = outcome.verdict
             if verdict is Verdict.completed:
                 is_right = same_text(outcome.stdout, test.stdout.encode(), task.float_tolerance)
                 verdict = Verdict.passed if is_right else Verdict.failed
             outcomes.append(outcome)
-            tests.append(TestResult(verdict=verdict, message=message, wall_s=outcome.wall_s))
+            tests.append(TestResult(verdict=verdict, message=outcome.message, wall_s=outcome.wall_s))
         shown = next((i for i, test in enumerate(tests) if not test.is_passed), len(tests) - 1)
         return replace(
             outcomes[shown],
@@ -166,37 +162,28 @@ class HttpSandbox:
                 problem = "the sandbox was closed"
                 break
             try:
-                answer = self._post("/run_code", request, program.limits.wall_s + self._overhead_s)
+                posted = urllib.request.Request(
+                    f"{self._url}/run_code",
+                    json.dumps(request).encode(),
+                    {"Content-Type": "application/json"},
+                )
+                with open_request(posted, timeout=program.limits.wall_s + self._overhead_s) as response:
+                    answer = json.loads(response.read(_ANSWER_LIMIT))
+                if not isinstance(answer, dict):
+                    raise ValueError(f"the server answers {type(answer).__name__}, not an object")
                 if answer.get("status") != "SandboxError":
                     return replace(_outcome(answer, program), retries=attempt)
                 problem = f"the server reports {answer.get('message')!r}"
-            except _PermanentError as error:
-                problem = str(error)
-                break
+            except urllib.error.HTTPError as error:
+                with error:
+                    if error.code not in _RETRIED_STATUS:
+                        problem = f"the server answers {error.code} {error.reason}"
+                        break
+                    problem = f"{type(error).__name__}: {error}"
             except (OSError, ValueError, KeyError, RecursionError, http.client.HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
             _log.warning("sandbox server %s: %s (attempt %d)", self._url, problem, attempt + 1)
         return Outcome(verdict=Verdict.infrastructure_error, message=problem, retries=attempt)
-
-    def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with open_request(request, timeout=timeout_s) as response:
-                answer = json.loads(response.read(_ANSWER_LIMIT))
-        except urllib.error.HTTPError as error:
-            with error:
-                if error.code in _RETRIED_STATUS:
-                    raise
-                raise _PermanentError(f"the server answers {error.code} {error.reason}") from error
-        if not isinstance(answer, dict):
-            raise ValueError(f"the server answers {type(answer).__name__}, not an object")
-        return answer
-
-
-class _PermanentError(Exception):
-    """An answer that another attempt would not change."""
 
 
 def _text(data: str | bytes) -> str:
@@ -204,23 +191,15 @@ def _text(data: str | bytes) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _bytes_of(result: dict[str, Any], key: str) -> bytes:
-    text = result.get(key) or ""
-    if not isinstance(text, str):
-        raise ValueError(f"{key} is {type(text).__name__}, not text")
-    return text.encode("utf-8", "replace")
-
-
 def _outcome(answer: dict[str, Any], program: Program) -> Outcome:
-    """Return the outcome in a server's answer.
-
-    Raises:
-        ValueError: it is not of the form that servers of this kind give.
-    """
+    """Return the outcome in a server's answer; raise ``ValueError`` where it has another form."""
     result = answer.get("run_result") or answer.get("compile_result") or {}
     if not isinstance(result, dict):
         raise ValueError(f"run_result is {type(result).__name__}, not an object")
-    stdout, stderr = (_bytes_of(result, key) for key in ("stdout", "stderr"))
+    texts = [result.get(key) or "" for key in ("stdout", "stderr")]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"stdout and stderr are {[type(text).__name__ for text in texts]}, not text")
+    stdout, stderr = (text.encode("utf-8", "replace") for text in texts)
     code, wall_s = result.get("return_code"), result.get("execution_time") or 0.0
     if code is not None and (type(code) is not int or abs(code) > 1 << 31):
         raise ValueError(f"return_code is {code!r:.40}, not a status")

@@ -1,10 +1,9 @@
-"""The trainer's handle of one monitor process: started by exec, reached by a socket, replaced."""
+"""The trainer's side of one monitor process: start by exec, conversation over a socket, replacement."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import os
 import shutil
 import socket
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.base import Limits, Outcome, Program, Verdict
+from multitask_rl.sandbox.base import Limits, Outcome, Program, StdioTask, Verdict
 from multitask_rl.sandbox.cell import linux
 from multitask_rl.sandbox.cell.frames import MAX_FRAME, Inbox, pack_frame
 from multitask_rl.sandbox.cell.trainer import IDENTITY
@@ -28,20 +27,20 @@ from multitask_rl.sandbox.cgroups import CellCgroup
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.jobs import outcome_of, to_job
 
-__all__ = ["Worker", "WorkerLostError", "cell_config"]
+__all__ = ["LEVELS", "Worker", "WorkerLostError", "cell_config"]
 
-_log = logging.getLogger(__name__)
+LEVELS = ("namespaces", "bwrap", "landlock")
+"""Isolation levels, strongest first."""
 _START_TIMEOUT_S = 30.0
 _SEND_TIMEOUT_S = 60
 _GRACE_S = 20.0
 _SENT_AHEAD = 1 << 16
-"""Bytes a monitor may have unread: less than a socket holds, so that sending does not wait."""
-_HERE = Path(__file__).parent
+"""Bytes that a monitor may have unread: less than a socket holds, so that sending does not wait."""
 _PROBE = Program(source="print(6 * 7)")
 
 
 class WorkerLostError(RuntimeError):
-    """The monitor or its cell died or does not answer."""
+    """The monitor or its cell died, or the monitor is silent."""
 
 
 @dataclass(slots=True)
@@ -55,13 +54,18 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
     """Return what a monitor needs to know of this machine.
 
     Args:
-        packages: third-party packages programs may import; one that is not installed is left out.
+        packages: third-party packages that programs may import; one that is not installed is left out.
         level: the isolation to build.
     """
-    executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    found = {name: _package_directories(name) for name in packages}
+    found: dict[str, list[str]] = {}
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            directory = Path(next(iter(spec.submodule_search_locations))).resolve()
+            libraries = directory.with_name(f"{name}.libs")  # those that a wheel brings
+            found[name] = [str(path) for path in (directory, libraries) if path.is_dir()]
     return {
-        "executable": executable,
+        "executable": os.path.realpath(getattr(sys, "_base_executable", sys.executable)),
         "prefix": os.path.realpath(sys.base_prefix),
         "packages": [path for paths in found.values() for path in paths],
         "variants": {name: [name] for name, paths in found.items() if paths},
@@ -70,23 +74,14 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
     }
 
 
-def _package_directories(name: str) -> list[str]:
-    """Return the package's directory and the one with its bundled libraries."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    directory = Path(next(iter(spec.submodule_search_locations))).resolve()
-    return [str(path) for path in (directory, directory.with_name(f"{name}.libs")) if path.is_dir()]
-
-
 class Worker:
-    """A monitor process and the connection to it; used by one thread, ``cancel`` and ``interrupt`` by any.
+    """A monitor process and the connection to it. One thread uses it; any may ``cancel`` and ``interrupt``.
 
     Args:
         index: its number in the sandbox.
         config: what ``cell_config`` returned.
-        cgroup_parent: where the cell gets a cgroup of its own; None = nowhere.
-        cpu: the one it and its programs run on; None = any.
+        cgroup_parent: where the cell gets a cgroup of its own; None = it gets none.
+        cpu: the one that it and its programs run on; None = any.
     """
 
     def __init__(
@@ -108,28 +103,55 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process id of the monitor; 0 before it was started."""
+        """Process id of the monitor; 0 before the start."""
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Start the monitor and wait until its cell is up.
+        """Start the monitor, wait until its cell is up and run a program of our own there.
 
         Raises:
-            SandboxError: this machine cannot build the cell; the message says which step failed.
+            SandboxError: this machine cannot build the cell, or a cell in which programs run.
         """
         if not linux.is_supported():
             raise SandboxError("the sandbox needs Linux on x86_64: run the code rewards on such a machine")
         self.stop()
         self.restarts += 1
         try:
-            self._launch()
-        except OSError as error:
+            try:
+                self._launch()
+            except OSError as error:
+                raise SandboxError(
+                    f"the sandbox's monitor cannot be started: {error}. Where it is too many open files or "
+                    "processes, raise the limit before the start (ulimit -n, ulimit -u)"
+                ) from error
+            if self._connection is None:  # another thread closed the sandbox
+                raise SandboxError("the sandbox's monitor was stopped")
+            self._inbox = Inbox(self._connection)
+            try:
+                self._connection.sendall(pack_frame(self._config))
+                header, _ = self._inbox.receive(_START_TIMEOUT_S)
+            except (OSError, EOFError) as error:
+                raise SandboxError(
+                    f"the sandbox's monitor did not start: {error or type(error).__name__}"
+                ) from error
+            if "error" in header:
+                raise SandboxError(f"this machine cannot build a sandbox cell: {header['error']}")
+            self.cell_pid = header["cell"]
+            if self._cgroup_parent is not None:
+                self._cgroup = CellCgroup(self._cgroup_parent, self.index)
+                self._cgroup.take([self.cell_pid, *descendants(self.cell_pid)])
+            try:
+                outcome = self.run(_PROBE, 0)
+            except WorkerLostError as error:
+                raise SandboxError(f"the sandbox cell ended at once: {error}") from error
+            if outcome.verdict is not Verdict.completed or outcome.stdout != b"42\n":
+                raise SandboxError(
+                    f"the sandbox cell cannot run a program: {outcome.verdict}: {outcome.message} "
+                    f"{outcome.stderr_text[:200]}"
+                )
+        except SandboxError:
             self.stop()
-            raise SandboxError(
-                f"the sandbox's monitor cannot be started: {error}. Where it is too many open files or "
-                "processes, raise the limit before the start (ulimit -n, ulimit -u)"
-            ) from error
-        self._greet()
+            raise
 
     def _launch(self) -> None:
         """Start the process and connect to it."""
@@ -140,69 +162,31 @@ class Worker:
             self._cancel_fd = cancel
         os.set_blocking(cancel, False)
         starter = (
-            f"import sys; sys.path.insert(0, {str(_HERE)!r}); from cell.monitor import main; "
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from cell.monitor import main; "
             f"main({theirs.fileno()}, {cancelled}, {os.getpid()})"
         )
-        executable = self._config["executable"]
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
+        if (prefix := self._config["prefix"]) != "/usr":
+            environment["LD_LIBRARY_PATH"] = f"{prefix}/lib"
         try:
             self._process = subprocess.Popen(
-                [executable, "-I", "-S", "-X", "utf8", "-c", starter],
+                [self._config["executable"], "-I", "-S", "-X", "utf8", "-c", starter],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), cancelled],
                 cwd="/",
-                env=_environment(self._config["prefix"]),
+                env=environment,
             )
         finally:
             theirs.close()
             os.close(cancelled)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
 
-    def _greet(self) -> None:
-        """Tell the monitor what it is to build, and wait until it has."""
-        if self._connection is None:
-            raise SandboxError("the sandbox's monitor was stopped")
-        self._inbox = Inbox(self._connection)
-        try:
-            self._connection.sendall(pack_frame(self._config))
-            header, _ = self._inbox.receive(_START_TIMEOUT_S)
-        except (OSError, EOFError) as error:
-            self.stop()
-            raise SandboxError(
-                f"the sandbox's monitor did not start: {error or type(error).__name__}"
-            ) from error
-        if "error" in header:
-            self.stop()
-            raise SandboxError(f"this machine cannot build a sandbox cell: {header['error']}")
-        self.cell_pid = header["cell"]
-        if self._cgroup_parent is not None:
-            self._cgroup = CellCgroup(self._cgroup_parent, self.index)
-            self._cgroup.take([self.cell_pid, *descendants(self.cell_pid)])
-        self._check()
-
-    def _check(self) -> None:
-        """Run a program that works wherever the cell does.
-
-        Raises:
-            SandboxError: it does not work here.
-        """
-        try:
-            outcome = self.run(_PROBE, 0)
-        except WorkerLostError as error:
-            self.stop()
-            raise SandboxError(f"the sandbox cell ended at once: {error}") from error
-        if outcome.verdict is not Verdict.completed or outcome.stdout != b"42\n":
-            self.stop()
-            raise SandboxError(
-                f"the sandbox cell cannot run a program: {outcome.verdict}: {outcome.message} "
-                f"{outcome.stderr_text[:200]}"
-            )
-
     def run(self, program: Program, retries: int) -> Outcome:
-        """Run one program and wait for its outcome; for a worker nobody else uses.
+        """Run one program and wait for its outcome, on a worker that has no other program.
 
         Raises:
-            WorkerLostError: the monitor is gone; the program may be run again elsewhere.
+            WorkerLostError: the monitor is gone; the program may run again elsewhere.
         """
         self.hand_over(0, program)
         self.send()
@@ -212,7 +196,7 @@ class Worker:
         return replace(outcome, retries=retries)
 
     def hand_over(self, identity: int, program: Program) -> None:
-        """Take a program; what was taken runs, and is answered, in this order once ``send`` was called.
+        """Take a program. ``send`` sends programs in the order of taking; answers keep that order.
 
         Raises:
             ValueError: program and tests together are too large.
@@ -224,10 +208,13 @@ class Worker:
                 f"a program and its tests take {len(frame) >> 20} MiB; at most {MAX_FRAME >> 20} MiB can be "
                 "judged: give the row fewer or smaller tests"
             )
-        self._unsent.append(_Frame(frame, _patience_s(program), program.limits))
+        task = program.task
+        executions = len(task.tests) if isinstance(task, StdioTask) else 1
+        patience_s = LONGEST_WAIT * program.limits.wall_s * executions + _GRACE_S
+        self._unsent.append(_Frame(frame, patience_s, program.limits))
 
     def send(self) -> None:
-        """Send what the monitor's socket surely takes: it may be busy, or waiting for us to read.
+        """Send what the monitor's socket surely takes: the monitor may be busy, or wait for us to read.
 
         Raises:
             WorkerLostError: the monitor is gone.
@@ -241,25 +228,24 @@ class Worker:
             ready.append(frame.data)
             size += len(frame.data)
             self._sent.append(frame)
-        if not ready:
-            return
-        if self._connection is None:
-            raise WorkerLostError("not started")
-        try:
-            self._connection.sendall(b"".join(ready))
-        except OSError as error:
-            raise WorkerLostError(f"{type(error).__name__}: {error}") from error
+        if ready:
+            if self._connection is None:
+                raise WorkerLostError("not started")
+            try:
+                self._connection.sendall(b"".join(ready))
+            except OSError as error:
+                raise WorkerLostError(f"{type(error).__name__}: {error}") from error
 
     @property
     def owes(self) -> bool:
-        """A job has no answer yet."""
+        """A program has no answer yet."""
         return bool(self._sent or self._unsent)
 
     def receive(self) -> tuple[int, Outcome | None]:
-        """Return identity and outcome of the next job that ended; None of one that was cancelled.
+        """Return identity and outcome of the next program that ended; no outcome if it was cancelled.
 
         Raises:
-            WorkerLostError: the monitor is gone, or is silent for longer than the job's patience.
+            WorkerLostError: the monitor is gone, or silent for longer than the program can take.
         """
         if self._connection is None or self._inbox is None or not self._sent:
             raise WorkerLostError("not started")
@@ -279,7 +265,7 @@ class Worker:
         return self._inbox is not None and self._inbox.has_message()
 
     def cancel(self, identity: int) -> None:
-        """Give up a job wherever it is: it is answered as cancelled unless it ends first."""
+        """Give up a program wherever it is: the answer is "cancelled" unless it ends first."""
         with self._cancel_lock, contextlib.suppress(OSError):
             if self._cancel_fd >= 0:
                 os.write(self._cancel_fd, IDENTITY.pack(identity))
@@ -306,23 +292,8 @@ class Worker:
             self._cgroup = None
 
     def interrupt(self) -> None:
-        """Kill the monitor from another thread; ``run`` there raises ``WorkerLostError``."""
+        """Kill the monitor from another thread; ``receive`` then raises ``WorkerLostError`` in its own."""
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-
-
-def _patience_s(program: Program) -> float:
-    """Return for how long a monitor may be silent over a program before it is given up."""
-    tests = getattr(program.task, "tests", ())
-    # the judge and the zygote have their own grace
-    return LONGEST_WAIT * program.limits.wall_s * max(1, len(tests)) + _GRACE_S
-
-
-def _environment(prefix: str) -> dict[str, str]:
-    """Return the whole environment of a monitor: nothing of the trainer's."""
-    environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
-    if prefix != "/usr":
-        environment["LD_LIBRARY_PATH"] = f"{prefix}/lib"
-    return environment

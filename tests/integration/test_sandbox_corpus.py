@@ -16,7 +16,9 @@ import pytest
 
 from multitask_rl.cli import main as command_line
 from multitask_rl.sandbox.corpus import CorpusFinding, load_manifest, main, repeat_noise, run_corpus
+from multitask_rl.sandbox.host_checks import HostWatch
 from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.pool import NamespaceSandbox
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "tests/fixtures/sandbox_corpus/manifest.json"
@@ -105,6 +107,26 @@ def test_the_cell_of_a_new_worker_is_no_leftover(tmp_path):
         done.set()
         killer.join()
     assert different(findings) == {"nap": ("worker_alive: the worker had to be replaced",)}
+
+
+def test_a_second_run_waits_until_the_first_has_taken_its_baits_away():
+    """Both name one directory and the same addresses: the second would empty the canary directory."""
+    order = []
+
+    def run_too():
+        with HostWatch() as watch:
+            order.append("second")
+            assert watch.victim_is_alive()
+
+    second = threading.Thread(target=run_too)
+    with HostWatch() as first, NamespaceSandbox(workers=1) as sandbox:
+        watched = first.begin(sandbox, ["canary_dir_unchanged", "victim_alive"])
+        second.start()
+        second.join(timeout=0.5)
+        assert watched.problems() == []
+        order.append("first")
+    second.join(timeout=60)
+    assert order == ["first", "second"]
 
 
 @pytest.mark.parametrize("level", ["bwrap", "landlock"])

@@ -6,7 +6,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from multitask_rl.boundary.response_text import OWNERS, table
+from response_owners import OWNERS, table
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = (

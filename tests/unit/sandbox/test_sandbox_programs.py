@@ -16,7 +16,8 @@ from multitask_rl.sandbox import (
     Verdict,
 )
 from multitask_rl.sandbox.base import imported_modules, undefined_names
-from multitask_rl.sandbox.levels import LEVELS, acceptable_levels
+from multitask_rl.sandbox.pool import acceptable_levels
+from multitask_rl.sandbox.worker import LEVELS
 
 UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): pass\n"
 
