@@ -68,7 +68,7 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
         "executable": os.path.realpath(getattr(sys, "_base_executable", sys.executable)),
         "prefix": os.path.realpath(sys.base_prefix),
         "packages": [path for paths in found.values() for path in paths],
-        "variants": {name: [name] for name, paths in found.items() if paths},
+        "package_names": [name for name, paths in found.items() if paths],
         "level": level,
         "bwrap": shutil.which("bwrap") or "",
     }

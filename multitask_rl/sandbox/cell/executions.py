@@ -1,4 +1,4 @@
-"""Executions on the monitor's side: descriptors and limits in; exit status and written output out."""
+"""The monitor's side of executions: it sends descriptors and limits and gets exit status and output."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from .launch import Layout, launch
 from .trainer import JobCancelled, TrainerConversation
 from .verdicts import Execution
-from .wire import LONGEST_WAIT, Exit, Mode, Spawn, pack_kill, pack_spawn, pack_variant, unpack_exit
+from .wire import EXIT, KILL, LIMITS, LONGEST_WAIT, OP_KILL, OP_SPAWN, OP_VARIANT, SPAWN, Exit, Mode
 
-__all__ = ["Memory", "ZygoteProcess", "Zygotes", "collect"]
+__all__ = ["ZygoteProcess", "Zygotes", "collect", "memory"]
 
 _GRACE_S = 5.0
 """How much later than a limit the zygote may report before the cell is given up."""
@@ -22,23 +23,20 @@ _LAST_BREATH_S = 0.5
 _F_ADD_SEALS, _ALL_SEALS = 1033, 15
 
 
-class Memory:
-    """An anonymous file, open while in use."""
-
-    def __init__(self, content: bytes = b"", *, seal: bool = False) -> None:
-        self._descriptor = os.memfd_create("io", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seal else 0))
-        if content:
-            view, done = memoryview(content), 0
-            while done < len(view):  # a read of it begins at the start: its offset stays there
-                done += os.pwrite(self._descriptor, view[done:], done)
+@contextlib.contextmanager
+def memory(content: bytes = b"", *, seal: bool = False) -> Iterator[int]:
+    """Open an anonymous file; the context value is its descriptor. ``seal`` makes it read-only for ever."""
+    descriptor = os.memfd_create("io", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seal else 0))
+    try:
+        view = memoryview(content)
+        done = 0
+        while done < len(view):  # not ``write``: the reader shares the offset, which must stay at the start
+            done += os.pwrite(descriptor, view[done:], done)
         if seal:
-            fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _ALL_SEALS)
-
-    def __enter__(self) -> int:
-        return self._descriptor
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+            fcntl.fcntl(descriptor, _F_ADD_SEALS, _ALL_SEALS)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class ZygoteProcess:
@@ -64,13 +62,8 @@ class ZygoteProcess:
     ) -> int:
         """Start an execution; return its identity."""
         self._last = (self._last + 1) % (1 << 32)
-        spawn = Spawn(
-            self._last,
-            mode,
-            has_stdin,
-            has_output,
-            source_bytes,
-            limits["wall_s"],
+        head = SPAWN.pack(OP_SPAWN, self._last, mode, has_stdin, has_output, source_bytes, limits["wall_s"])
+        rest = LIMITS.pack(
             max(1, -int(-limits["cpu_s"] // 1)),
             limits["mem_mb"],
             limits["disk_mb"] << 20,
@@ -79,14 +72,14 @@ class ZygoteProcess:
             limits["nofile"],
             _largest_file(limits),
         )
-        socket.send_fds(self._control, [pack_spawn(spawn)], descriptors)
+        socket.send_fds(self._control, [head + rest], descriptors)
         self._running.add(self._last)
         return self._last
 
-    def become(self, modules: list[str]) -> ZygoteProcess:
-        """Return another zygote that has these modules loaded."""
+    def become(self, package: str) -> ZygoteProcess:
+        """Return another zygote that has this package loaded."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        socket.send_fds(self._control, [pack_variant(modules)], [theirs.fileno()])
+        socket.send_fds(self._control, [bytes([OP_VARIANT]) + package.encode()], [theirs.fileno()])
         theirs.close()
         return ZygoteProcess(ours, self._trainer)
 
@@ -94,9 +87,9 @@ class ZygoteProcess:
         """Return the end of an execution.
 
         Raises:
-            TimeoutError: the zygote is silent long after the limit, as extended for a starved program.
+            TimeoutError: the zygote is silent long after the limit of a starved program.
             EOFError: the zygote ended.
-            JobCancelled: nobody wants the job any more.
+            JobCancelled: the trainer gave up the job.
         """
         deadline = time.monotonic() + LONGEST_WAIT * wall_s + _GRACE_S
         while identity not in self._exits:
@@ -106,21 +99,21 @@ class ZygoteProcess:
     def end(
         self, program: int, limits: dict[str, Any], stdout: int, stderr: int, *, is_gone: bool
     ) -> Execution:
-        """End a program whose tests are over; one that is gone is given a moment to end by itself."""
+        """End a program after its tests; one that left the conversation gets a moment to end by itself."""
         if is_gone and program not in self._exits:
             with contextlib.suppress(TimeoutError):
                 self._receive_exit(_LAST_BREATH_S)
         is_killed_by_us = program not in self._exits
         if is_killed_by_us:
-            self._control.send(pack_kill(program))
+            self._control.send(KILL.pack(OP_KILL, program))
         execution = collect(self.wait(program, limits["wall_s"]), stdout, stderr, limits)
         execution.is_killed_by_us = is_killed_by_us
         return execution
 
     def end_all(self) -> None:
-        """Kill what still runs, whatever it is."""
+        """Kill every execution of this zygote."""
         for identity in self._running:
-            self._control.send(pack_kill(identity))
+            self._control.send(KILL.pack(OP_KILL, identity))
         while self._running:
             with contextlib.suppress(JobCancelled):
                 self._receive_exit(_GRACE_S)
@@ -131,7 +124,7 @@ class ZygoteProcess:
         data = self._control.recv(4096)
         if not data:
             raise EOFError("the zygote ended")
-        ended = unpack_exit(data)
+        ended = Exit._make((*EXIT.unpack_from(data), data[EXIT.size :].decode("utf-8", "replace")))
         self._exits[ended.identity] = ended
         self._running.discard(ended.identity)
 
@@ -141,38 +134,36 @@ class Zygotes:
 
     Args:
         layout: what the cell may see.
-        variants: third-party modules by the name that asks for them.
+        packages: names of the packages that get a zygote of their own.
         level: the isolation to build.
-        trainer: who may cancel.
+        trainer: may cancel.
 
     Raises:
         OSError: the cell cannot be built here.
     """
 
-    def __init__(
-        self, layout: Layout, variants: dict[str, list[str]], level: str, trainer: TrainerConversation
-    ) -> None:
+    def __init__(self, layout: Layout, packages: list[str], level: str, trainer: TrainerConversation) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.cell_pid = launch(layout, theirs, level)
         theirs.close()
-        self._variants = variants
+        self._packages = packages
         self._zygotes = {"": ZygoteProcess(ours, trainer)}
 
     def find(self, text: bytes) -> ZygoteProcess:
-        """Return the zygote that has the modules the text names; made when first needed."""
-        name = next((name for name in self._variants if name.encode() in text), "")
+        """Return the zygote with the package that the text names; the first request makes it."""
+        name = next((name for name in self._packages if name.encode() in text), "")
         if name not in self._zygotes:
-            self._zygotes[name] = self._zygotes[""].become(self._variants[name])
+            self._zygotes[name] = self._zygotes[""].become(name)
         return self._zygotes[name]
 
     def end_all(self) -> None:
-        """Kill every execution."""
+        """Kill every execution of the cell."""
         for zygote in self._zygotes.values():
             zygote.end_all()
 
 
 def collect(ended: Exit, stdout: int, stderr: int, limits: dict[str, Any]) -> Execution:
-    """Return an execution with what it wrote."""
+    """Return an execution with its output."""
     stdout_length, stderr_length = os.fstat(stdout).st_size, os.fstat(stderr).st_size
     return Execution(
         exit=ended,

@@ -1,9 +1,9 @@
 """Building a cell: namespaces, a root of a few read-only directories, and a clean interpreter inside.
 
 The monitor clones a child into new namespaces and writes its user map; the child builds a root on a tmpfs,
-moves into it and executes the zygote. Nothing of the trainer's memory, environment, descriptors or
-directories comes along. As root the cell's user is an unprivileged one outside (root's limits do not bind);
-otherwise it is the user who started it.
+moves into it and executes the zygote. Memory, environment, descriptors and directories of the trainer stay
+outside. Where root starts it, the cell's user is an unprivileged one (limits do not bind root); else it is
+the user who starts it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from . import landlock, linux, seccomp
 
@@ -81,7 +80,7 @@ class Layout:
         return [pair for pair in pairs if os.path.exists(pair[0])]
 
     def hidden(self) -> list[tuple[str, str]]:
-        """Return (source, place in the cell) of the interpreter's other packages, which no program sees."""
+        """Return (source, place in the cell) of the interpreter's other packages, hidden from programs."""
         places = ("python3*/site-packages", "python3*/dist-packages")
         return [
             (str(path), f"{target}/{path.relative_to(source)}")
@@ -108,33 +107,54 @@ def launch(layout: Layout, control: socket.socket, level: str = "namespaces") ->
     if level == "namespaces":
         flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET
         flags |= linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
-        return _start(flags, lambda: _enter_namespaces(layout, control), _write_maps)
+        return _start(flags, lambda: _enter_namespaces(layout, control))
     if level == "landlock":
         if landlock.abi_version() < 1:
             raise OSError("this kernel has no Landlock")
-        return _start(0, lambda: _enter_flat(layout, control), None)
+        return _start(0, lambda: _enter_flat(layout, control))
     if level == "bwrap":
         if not layout.bwrap:
             raise OSError("bubblewrap (the program bwrap) is not installed")
-        return _start(0, lambda: _enter_bwrap(layout, control), None)
+        return _start(0, lambda: _enter_bwrap(layout, control))
     raise OSError(f"unknown level {level!r}")
 
 
-def _start(flags: int, enter: Callable[[], _Command], prepare: Callable[[int], None] | None) -> int:
+def _start(flags: int, enter: Callable[[], _Command]) -> int:
     """Clone; in the child run ``enter`` and execute what it returns; a failure of either is an OSError."""
     go_read, go_write = os.pipe()
     error_read, error_write = os.pipe()
     pid = linux.clone(flags)
     if pid == 0:
-        os.close(go_write)
-        os.close(error_read)
-        _in_child(enter, go_read, error_write)
+        try:
+            os.close(go_write)
+            os.close(error_read)
+            linux.set_parent_death_signal(signal.SIGKILL)
+            if os.read(go_read, 1) != b"g":
+                os._exit(1)
+            arguments, environment, keep = enter()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            low = 3
+            for descriptor in sorted(d for d in {*keep, error_write} if d >= low):
+                os.closerange(low, descriptor)
+                low = descriptor + 1
+            os.closerange(low, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            for descriptor in keep:
+                os.set_inheritable(descriptor, True)
+            os.execve(arguments[0], arguments, environment)
+        except BaseException as error:  # noqa: BLE001 - the one way out of this child: tell the monitor
+            os.write(error_write, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
     os.close(go_read)
     os.close(error_write)
     try:
         prefer_as_victim(pid, _CELL_SCORE)
-        if prepare is not None:
-            prepare(pid)
+        if flags & linux.CLONE_NEWUSER:
+            outside = outside_id()
+            group = outside if outside != os.geteuid() else os.getegid()
+            if os.geteuid() != 0 or outside == 0:
+                Path(f"/proc/{pid}/setgroups").write_text("deny")
+            Path(f"/proc/{pid}/uid_map").write_text(f"{CELL_UID} {outside} 1")
+            Path(f"/proc/{pid}/gid_map").write_text(f"{CELL_UID} {group} 1")
         os.write(go_write, b"g")
         with os.fdopen(error_read, "rb") as errors:  # closed by a successful exec
             error_read = -1
@@ -152,9 +172,9 @@ def _start(flags: int, enter: Callable[[], _Command], prepare: Callable[[int], N
 
 
 def outside_id(offset: int = 0) -> int:
-    """Return an id for this process's cell that owns nothing here; the caller's own where there is no other.
+    """Return a user id for this process's cell that owns no file here; the caller's own where none exists.
 
-    Root's user is exempt from limits on processes and from file permissions, so it must not be the cell's.
+    Limits on processes and file permissions do not bind root, so the cell must not be root's.
     """
     wanted = _FIRST_OUTSIDE_ID + offset + os.getpid()
     if os.geteuid() != 0:
@@ -166,20 +186,11 @@ def outside_id(offset: int = 0) -> int:
     return 0
 
 
-def _write_maps(pid: int) -> None:
-    outside = outside_id()
-    group = outside if outside != os.geteuid() else os.getegid()
-    if os.geteuid() != 0 or outside == 0:
-        Path(f"/proc/{pid}/setgroups").write_text("deny")
-    Path(f"/proc/{pid}/uid_map").write_text(f"{CELL_UID} {outside} 1")
-    Path(f"/proc/{pid}/gid_map").write_text(f"{CELL_UID} {group} 1")
-
-
 def confine() -> None:
-    """Give up, as a monitor whose cell is up, what judging programs does not need.
+    """Give up, as a monitor whose cell is up, all rights that verdicts do not need.
 
-    That is all but some memory: it turns (as root) into a user that owns nothing, leaves the network, and
-    opens no file and starts no process any more.
+    Root becomes a user that owns no file. The process leaves the network, gets a memory limit, and can open
+    no file and start no process any more.
     """
     with contextlib.suppress(OSError):  # where namespaces are refused the filter alone bars the network
         linux.unshare(linux.CLONE_NEWNET | (linux.CLONE_NEWUSER if os.geteuid() else 0))
@@ -208,22 +219,6 @@ def prefer_as_victim(pid: int, score: int) -> None:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
 
 
-def _in_child(enter: Callable[[], _Command], go_read: int, error_write: int) -> NoReturn:
-    try:
-        linux.set_parent_death_signal(signal.SIGKILL)
-        if os.read(go_read, 1) != b"g":
-            os._exit(1)
-        arguments, environment, keep = enter()
-        for descriptor in keep:
-            os.set_inheritable(descriptor, True)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _close_others({*keep, error_write})
-        os.execve(arguments[0], arguments, environment)
-    except BaseException as error:  # noqa: BLE001 - the one way out of this child: tell the monitor
-        os.write(error_write, f"{type(error).__name__}: {error}".encode())
-    os._exit(1)
-
-
 @contextlib.contextmanager
 def _step(name: str) -> Iterator[None]:
     try:
@@ -235,12 +230,14 @@ def _step(name: str) -> Iterator[None]:
 def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
     """Build the root and move in; return the zygote's command."""
     with _step("read what the cell needs"):
-        # while still the outside user: the interpreter may lie under a home nobody else can enter
+        # while still the outside user: the interpreter may lie under a home that only its owner can enter
         sources = [(os.open(source, os.O_PATH | os.O_CLOEXEC), target) for source, target in layout.binds()]
         devices = [(os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC), name) for name in _DEVICES]
         hidden = [target for _, target in layout.hidden()]
         code = {path.name: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
-        cache = _read_if_any("/etc/ld.so.cache")
+        cache = None
+        with contextlib.suppress(OSError):
+            cache = Path("/etc/ld.so.cache").read_bytes()
     with _step("become the cell's user"):
         if Path("/proc/self/setgroups").read_text().strip() == "allow":
             os.setgroups([])
@@ -265,7 +262,19 @@ def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
     _become_outsider([*readable, __file__])
     control_copy = _take_null_and_copy(control)
     hidden = {source for source, _ in layout.hidden()}
-    listed, visible = _around(readable, hidden)
+    # a directory above something hidden is only listed; the paths in it that hold nothing hidden are readable
+    listed: list[str] = []
+    visible: list[str] = []
+    while readable:
+        path = readable.pop()
+        if path in hidden:
+            continue
+        if any(place.startswith(f"{path}/") for place in hidden):
+            listed.append(path)
+            # the target of a link is visible where it lies, or not at all
+            readable += [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
+        else:
+            visible.append(path)
     host = {
         "readable": [*visible, "/etc/ld.so.cache"],
         "listed": listed,
@@ -316,8 +325,11 @@ def _environment(layout: Layout, library: str) -> dict[str, str]:
 
 
 def _become_outsider(needed: list[str]) -> None:
-    """As root, turn into the cell's outside user, if everybody can read what the cell needs."""
-    if (mine := outside_id()) and os.geteuid() == 0 and _anyone_can_read(needed):
+    """As root, become the cell's outside user if all users can read every path that the cell needs."""
+    if not (mine := outside_id()) or os.geteuid() != 0:
+        return
+    paths = {parent for path in needed for parent in (Path(path), *Path(path).parents)}
+    if all(os.stat(path).st_mode & (0o5 if path.is_dir() else 0o4) for path in paths):
         with _step("become the cell's user"):
             os.setgroups([])
             os.setresgid(mine, mine, mine)
@@ -325,50 +337,11 @@ def _become_outsider(needed: list[str]) -> None:
             linux.set_parent_death_signal(signal.SIGKILL)
 
 
-def _anyone_can_read(paths: Iterable[str]) -> bool:
-    """Return whether every path, and every directory above it, is open to all users."""
-    needed = {parent for path in paths for parent in (Path(path), *Path(path).parents)}
-    return all(os.stat(path).st_mode & (0o5 if path.is_dir() else 0o4) for path in needed)
-
-
-def _around(paths: Iterable[str], hidden: set[str]) -> tuple[list[str], list[str]]:
-    """Return (directories above something hidden, paths that hold nothing hidden) that make up ``paths``."""
-    listed: list[str] = []
-    visible: list[str] = []
-    waiting = list(paths)
-    while waiting:
-        path = waiting.pop()
-        if path in hidden:
-            continue
-        if any(place.startswith(f"{path}/") for place in hidden):
-            listed.append(path)
-            # what a link leads to is visible where it lies, or not at all
-            waiting += [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
-        else:
-            visible.append(path)
-    return listed, visible
-
-
 def _take_null_and_copy(control: socket.socket) -> int:
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     return os.dup(control.fileno())
-
-
-def _read_if_any(path: str) -> bytes | None:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return None
-
-
-def _close_others(keep: set[int]) -> None:
-    low = 3
-    for descriptor in sorted(d for d in keep if d >= 3):
-        os.closerange(low, descriptor)
-        low = descriptor + 1
-    os.closerange(low, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _build_root(
@@ -389,7 +362,12 @@ def _build_root(
             os.symlink(os.readlink(link), base + link)
     for name, text in code.items():
         Path(f"{base}{_CODE}/{_PACKAGE}/{name}").write_bytes(text)
-    _write_etc(Path(f"{base}/etc"), cache)
+    etc = Path(f"{base}/etc")
+    (etc / "passwd").write_text(f"sandbox:x:{CELL_UID}:{CELL_UID}:sandbox:{CELL_HOME}:/bin/false\n")
+    (etc / "group").write_text(f"sandbox:x:{CELL_UID}:\n")
+    (etc / "hosts").write_text("127.0.0.1 localhost\n")
+    if cache is not None:
+        (etc / "ld.so.cache").write_bytes(cache)
     for descriptor, target in sources:
         _bind(descriptor, base + target)
         linux.set_mount_read_only((base + target).encode())
@@ -399,10 +377,19 @@ def _build_root(
     for descriptor, name in devices:
         _bind(descriptor, f"{base}/dev/{name}")
     os.symlink(CELL_HOME, f"{base}/dev/shm")
-    proc = _private_proc(f"{base}/proc")
+    proc, place = -1, f"{base}/proc"
+    try:
+        flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+        linux.mount(b"proc", place.encode(), b"proc", flags)
+    except OSError:
+        pass  # it may not be mounted everywhere
+    else:
+        # without a path: the zygote alone reads there how long a program waited for a CPU
+        proc = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        linux.umount(place.encode())
     os.chdir(base)
     linux.pivot_root(b".", b".")
-    linux.umount(b".", linux.MOUNT_DETACH)
+    linux.umount(b".")
     os.chdir("/")
     # not recursive: the device nodes need a mount without nodev
     linux.mount(
@@ -420,25 +407,3 @@ def _bind(descriptor: int, target: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         Path(target).touch()
     linux.mount(source.encode(), target.encode(), None, linux.MS_BIND | linux.MS_REC)
-
-
-def _write_etc(etc: Path, cache: bytes | None) -> None:
-    (etc / "passwd").write_text(f"sandbox:x:{CELL_UID}:{CELL_UID}:sandbox:{CELL_HOME}:/bin/false\n")
-    (etc / "group").write_text(f"sandbox:x:{CELL_UID}:\n")
-    (etc / "hosts").write_text("127.0.0.1 localhost\n")
-    if cache is not None:
-        (etc / "ld.so.cache").write_bytes(cache)
-
-
-def _private_proc(target: str) -> int:
-    """Return a descriptor of a procfs no path leads to, or -1 where it may not be mounted.
-
-    The zygote reads from it how long a program waited for a CPU and how large its own address space is.
-    """
-    try:
-        linux.mount(b"proc", target.encode(), b"proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-    except OSError:
-        return -1
-    descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-    linux.umount(target.encode(), linux.MOUNT_DETACH)
-    return descriptor

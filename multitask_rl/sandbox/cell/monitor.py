@@ -1,7 +1,7 @@
-"""One worker outside the cell: owns a zygote, knows the answers, computes every verdict.
+"""One worker outside the cell: it owns the zygotes, knows the answers and computes every verdict.
 
-A clean interpreter started by exec. It hands the zygote descriptors and reads back exit statuses, what the
-kernel counted, what was written, and the judge's lines; nothing a program says is executed here.
+It is a clean interpreter that exec starts. It hands descriptors to a zygote and gets back exit statuses, the
+kernel's counts, output and the judge's lines. No text of a program is executed here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from . import linux, verdicts
 from .channel import CellChannel
-from .executions import Memory, ZygoteProcess, Zygotes, collect
+from .executions import ZygoteProcess, Zygotes, collect, memory
 from .frames import pack_frame
 from .launch import Layout, confine, prefer_as_victim
 from .literals import NeedsJudgeError, judge_literals
@@ -28,14 +28,14 @@ __all__ = ["CellLostError", "CellMonitor", "main"]
 
 _KEPT_OUTPUT = 1 << 16
 _MONITOR_SCORE = 500
-"""Of the kernel's choice when memory runs out: after the programs (1000), before the trainer (0)."""
+"""When memory runs out, the kernel ends a monitor after the programs (1000), before the trainer (0)."""
 _DESCRIPTORS = 256
 _JUDGE_EXTRA_S = 1
 _JUDGE_MEM_MB = 512
 _NO_JUDGE = Exit(0, 0, 0.0, 0.0, 0, 0.0, False, "")
 _LOST_TIME_FACTOR = 1.5
 _LONG_SHARE = 0.1
-"""Share of its limit below which a test's idle time is not looked at."""
+"""Below this share of the wall limit, the idle time of a test does not count."""
 
 
 class CellLostError(RuntimeError):
@@ -68,8 +68,16 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
         bwrap=config["bwrap"],
     )
     try:
-        _make_room_for_descriptors()
-        zygotes = Zygotes(layout, config["variants"], config["level"], trainer)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < _DESCRIPTORS:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, max(hard, _DESCRIPTORS)))
+            except (OSError, ValueError) as error:
+                raise OSError(
+                    f"it needs {_DESCRIPTORS} open files and the limit is {hard}; raise it before the start "
+                    f"with ulimit -n {_DESCRIPTORS} or more"
+                ) from error
+        zygotes = Zygotes(layout, config["package_names"], config["level"], trainer)
         confine()
     except OSError as error:
         connection.sendall(pack_frame({"error": str(error)}))
@@ -88,32 +96,13 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
         os._exit(0)
 
 
-def _make_room_for_descriptors() -> None:
-    """Raise this process's limit on open files as far as the cell needs.
-
-    Raises:
-        OSError: it may not.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= _DESCRIPTORS:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, max(hard, _DESCRIPTORS)))
-    except (OSError, ValueError) as error:
-        raise OSError(
-            f"it needs {_DESCRIPTORS} open files and the limit is {hard}; raise it before the start with "
-            f"ulimit -n {_DESCRIPTORS} or more"
-        ) from error
-
-
 class CellMonitor:
     """Runs jobs one after the other.
 
     Args:
-        zygotes: of its cell.
+        zygotes: those of its cell.
         trainer: the process that sends the jobs.
-        counts_idle: the zygotes tell how long a program waited for a CPU, so that it is known how long it
-            did nothing.
+        counts_idle: the zygotes know how long a program waits for a CPU, hence also how long it is idle.
     """
 
     def __init__(self, zygotes: Zygotes, trainer: TrainerConversation, *, counts_idle: bool) -> None:
@@ -122,35 +111,30 @@ class CellMonitor:
         self._trainer = trainer
 
     def run(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """Run one job; return the result and what the program wrote; only ``cancelled`` of a cancelled one.
+        """Run one job; return result and output. The result of a cancelled job is ``cancelled`` alone.
 
         Raises:
             CellLostError: the cell is gone.
         """
         try:
-            self._trainer.begin(job["id"])
-            match job["kind"]:
-                case "script":
-                    return self._run_script(job, blobs)
-                case "stdio":
-                    return self._run_stdio(job, blobs)
-                case _:
-                    return self._run_function(job, blobs)
-        except JobCancelled:
-            return self._give_up()
+            try:
+                self._trainer.begin(job["id"])
+                match job["kind"]:
+                    case "script":
+                        return self._run_script(job, blobs)
+                    case "stdio":
+                        return self._run_stdio(job, blobs)
+                    case _:
+                        return self._run_function(job, blobs)
+            except JobCancelled:
+                self._zygotes.end_all()
+                return {"cancelled": True}, []
         except (ConnectionError, EOFError, TimeoutError) as error:
             raise CellLostError(f"{type(error).__name__}: {error}") from error
-
-    def _give_up(self) -> tuple[dict[str, Any], list[bytes]]:
-        try:
-            self._zygotes.end_all()
-        except (ConnectionError, EOFError, TimeoutError) as error:
-            raise CellLostError(f"{type(error).__name__}: {error}") from error
-        return {"cancelled": True}, []
 
     def _run_script(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         source, stdin = blobs
-        with Memory(source) as code:
+        with memory(source) as code:
             execution = self._execute(job["limits"], code, len(source), stdin, self._zygotes.find(source))
         verdict, message = verdicts.of_execution(execution, job["limits"])
         if verdict == "ok":
@@ -164,49 +148,42 @@ class CellMonitor:
         tests: list[list[Any]] = []
         executions: list[Execution] = []
         lost_s = 0.0
-        with Memory(source) as code:
+        with memory(source) as code:
             for index in range(len(texts) // 2):
                 allowance = _LOST_TIME_FACTOR * limits["wall_s"] - lost_s
                 if lost_s and allowance < 0.05:
                     tests.append(["timeout", "not run: earlier tests used up the time", 0.0, 0.0])
                     continue
                 wall_s = min(limits["wall_s"], allowance) if lost_s else limits["wall_s"]
-                execution = self._execute(
-                    {**limits, "wall_s": wall_s}, code, len(source), texts[2 * index], zygote
-                )
-                verdict, message = verdicts.of_stdio_test(
-                    execution, limits, texts[2 * index + 1], job["float_tolerance"]
-                )
+                stdin, expected = texts[2 * index : 2 * index + 2]
+                execution = self._execute({**limits, "wall_s": wall_s}, code, len(source), stdin, zygote)
+                verdict, message = verdicts.of_stdio_test(execution, limits, expected, job["float_tolerance"])
                 ended = execution.exit
                 if verdict == "timeout":
                     lost_s += ended.wall_s - ended.starved_s
                 elif self._counts_idle and ended.wall_s > _LONG_SHARE * limits["wall_s"]:
                     lost_s += max(0.0, ended.wall_s - ended.starved_s - ended.cpu_s)
-                tests.append([verdict, message, execution.exit.wall_s, execution.exit.cpu_s])
+                tests.append([verdict, message, ended.wall_s, ended.cpu_s])
                 executions.append(execution)
         bad = [i for i, test in enumerate(tests) if test[0] != "passed"]
         broken = [i for i in bad if tests[i][0] == "infrastructure_error"]
         verdict, message = tests[(broken or bad)[0]][:2] if bad else ("passed", "")
         shown = executions[bad[0] if bad else -1]
-        return verdicts.result(verdict, message, tests, executions, shown), [
-            shown.stdout[:_KEPT_OUTPUT],
-            shown.stderr[:_KEPT_OUTPUT],
-        ]
+        outputs = [shown.stdout[:_KEPT_OUTPUT], shown.stderr[:_KEPT_OUTPUT]]
+        return verdicts.result(verdict, message, tests, executions, shown), outputs
 
     def _run_function(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         source, tests_text = blobs
         zygote = self._zygotes.find(source + tests_text)
-        with Memory(source) as code:
+        with memory(source) as code:
             lines, judge_exit, execution = b"", _NO_JUDGE, None
             if job.get("literals"):
                 lines, execution = self._ask_literals(job, code, len(source), zygote)
             if execution is None:
                 lines, judge_exit, execution = self._ask_judge(job, code, len(source), tests_text, zygote)
         verdict, message, outcomes = verdicts.of_function(job, lines, judge_exit, execution)
-        return verdicts.result(verdict, message, outcomes, [execution]), [
-            execution.stdout[:_KEPT_OUTPUT],
-            execution.stderr[:_KEPT_OUTPUT],
-        ]
+        outputs = [execution.stdout[:_KEPT_OUTPUT], execution.stderr[:_KEPT_OUTPUT]]
+        return verdicts.result(verdict, message, outcomes, [execution]), outputs
 
     def _ask_judge(
         self, job: dict[str, Any], code: int, source_bytes: int, tests_text: bytes, zygote: ZygoteProcess
@@ -214,11 +191,16 @@ class CellMonitor:
         """Let program and judge talk; return the judge's lines and both ends."""
         limits = job["limits"]
         ours, theirs = socket.socketpair()
-        with Memory(tests_text) as tests, Memory() as results, Memory() as stdout, Memory() as stderr:
+        with memory(tests_text) as tests, memory() as results, memory() as stdout, memory() as stderr:
             descriptors = [code, stdout, stderr, theirs.fileno()]
             program = zygote.spawn(Mode.candidate, limits, source_bytes, descriptors)
             given = [tests, ours.fileno(), results]
-            judge_limits = _judge_limits(limits)
+            judge_limits = {
+                **limits,
+                "wall_s": limits["wall_s"] + _JUDGE_EXTRA_S,
+                "cpu_s": limits["cpu_s"] + _JUDGE_EXTRA_S,
+                "mem_mb": max(limits["mem_mb"], _JUDGE_MEM_MB),
+            }
             judge = zygote.spawn(Mode.judge, judge_limits, len(tests_text), given, has_output=False)
             ours.close()
             theirs.close()
@@ -230,17 +212,16 @@ class CellMonitor:
     def _ask_literals(
         self, job: dict[str, Any], code: int, source_bytes: int, zygote: ZygoteProcess
     ) -> tuple[bytes, Execution | None]:
-        """Ask the program here; return lines as the judge's, and no execution when the judge is needed."""
+        """Compare here; return lines as the judge's, and no execution when the judge is needed."""
         limits = job["limits"]
         ours, theirs = socket.socketpair()
-        with ours, Memory() as stdout, Memory() as stderr:
+        with ours, memory() as stdout, memory() as stderr:
             descriptors = [code, stdout, stderr, theirs.fileno()]
             program = zygote.spawn(Mode.candidate, limits, source_bytes, descriptors)
             theirs.close()
+            channel = CellChannel(ours.fileno(), self._trainer.reader(ours.fileno()))
             try:
-                lines = judge_literals(
-                    CellChannel(ours.fileno(), self._trainer.reader(ours.fileno())), job["literals"]
-                )
+                lines = judge_literals(channel, job["literals"])
             except NeedsJudgeError:
                 zygote.end(program, limits, stdout, stderr, is_gone=False)
                 return b"", None
@@ -252,26 +233,11 @@ class CellMonitor:
         self, limits: dict[str, Any], code: int, source_bytes: int, stdin: bytes, zygote: ZygoteProcess
     ) -> Execution:
         """Run the program once on real descriptors."""
-        with Memory() as stdout, Memory() as stderr:
+        with memory() as stdout, memory() as stderr:
             if stdin:
-                with Memory(stdin, seal=True) as given:
-                    identity = zygote.spawn(
-                        Mode.script,
-                        limits,
-                        source_bytes,
-                        [code, given, stdout, stderr],
-                        has_stdin=True,
-                    )
+                with memory(stdin, seal=True) as given:
+                    descriptors = [code, given, stdout, stderr]
+                    identity = zygote.spawn(Mode.script, limits, source_bytes, descriptors, has_stdin=True)
             else:
                 identity = zygote.spawn(Mode.script, limits, source_bytes, [code, stdout, stderr])
-            ended = zygote.wait(identity, limits["wall_s"])
-            return collect(ended, stdout, stderr, limits)
-
-
-def _judge_limits(limits: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **limits,
-        "wall_s": limits["wall_s"] + _JUDGE_EXTRA_S,
-        "cpu_s": limits["cpu_s"] + _JUDGE_EXTRA_S,
-        "mem_mb": max(limits["mem_mb"], _JUDGE_MEM_MB),
-    }
+            return collect(zygote.wait(identity, limits["wall_s"]), stdout, stderr, limits)

@@ -1,14 +1,16 @@
 """Rooms: roots for programs that share one mount namespace, each with an empty /tmp of its own.
 
-A mount namespace for each program would do as well, but to end one the kernel waits for an RCU grace period:
-0.4 ms in which the worker idles. Here one wait serves many programs. A room is a copy of the cell's root to
-which a program is confined by ``chroot``; an empty file system is mounted over the last one on its /tmp, and
-the whole room is taken down after a number of programs, or at once when a program left something behind.
-A program sees the topmost file system only, and has no right to mount, unmount or change its root.
+A room is a copy of the cell's root; ``chroot`` confines a program to it. Each program gets an empty file
+system, mounted over the last one on the room's /tmp. The room is taken down after a number of programs, or at
+once when a program left something. A program has no right to mount, unmount or change its root.
+
+A mount namespace per program would do as well, but its end waits for an RCU grace period of the kernel: 0.4
+ms.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 from typing import Any
@@ -20,6 +22,7 @@ __all__ = ["Room", "Rooms"]
 _PLACE = b"/tmp"
 _MOST_PROGRAMS, _MOST_OPTIONS = 32, 256
 _BLOCKS_AND_FILES = struct.Struct("=16x5Q")
+"""Fields of ``struct statfs``, which has 120 bytes."""
 
 
 class Room:
@@ -29,9 +32,13 @@ class Room:
         self._path = path
         self._tmp = path + _PLACE
         self._count = 0
-        self._ask, self._answer = linux.prepare_statfs(self._tmp)
+        self._answer = ctypes.create_string_buffer(120)
+        self._ask = linux.prepare_call(linux.NR_STATFS, self._tmp, self._answer)
         self._mounts: dict[bytes, tuple[Any, ...]] = {}
-        self.calls = (linux.prepare_chroot(path), linux.prepare_chdir(_PLACE))
+        self.calls = (
+            linux.prepare_call(linux.NR_CHROOT, path),
+            linux.prepare_call(linux.NR_CHDIR, _PLACE),
+        )
         """System calls by which a process enters."""
 
     def renew(self, options: bytes) -> None:
@@ -47,12 +54,14 @@ class Room:
         if mount is None:
             if len(self._mounts) > _MOST_OPTIONS:
                 self._mounts.clear()
-            self._mounts[options] = mount = linux.prepare_mount(self._tmp, b"tmpfs", options)
+            flags = linux.MS_NOSUID | linux.MS_NODEV
+            mount = linux.prepare_call(linux.NR_MOUNT, b"tmpfs", self._tmp, b"tmpfs", flags, options)
+            self._mounts[options] = mount
         if linux.raw_syscall(*mount) == -1:
             linux.raise_errno("mount")
 
     def leave(self) -> None:
-        """Note that the program has ended: what it left in /tmp does not outlive it."""
+        """Note the end of the program; its files do not outlive it."""
         if self._count < _MOST_PROGRAMS and linux.raw_syscall(*self._ask) == 0:
             blocks, free, _, files, free_files = _BLOCKS_AND_FILES.unpack_from(self._answer)
             if blocks == free and files == free_files + 1:
@@ -62,27 +71,34 @@ class Room:
     def clear(self) -> None:
         """Take the room down, with every file system in it."""
         if self._count:
-            linux.umount(self._path, linux.MOUNT_DETACH)
+            linux.umount(self._path)
             self._count = 0
 
 
 class Rooms:
-    """The rooms of one mount namespace; used by the one process that may mount there."""
+    """The rooms of one mount namespace, for the one process that may mount there."""
 
     def __init__(self) -> None:
         self._free: list[Room] = []
         self._number = 0
 
     def take(self, options: bytes) -> Room:
-        """Return a room nobody is in, its /tmp empty.
-
-        Args:
-            options: mount options of /tmp.
+        """Return an unused room with an empty /tmp, mounted with ``options``.
 
         Raises:
             OSError: the kernel refuses a mount.
         """
-        room = self._free.pop() if self._free else self._build()
+        if self._free:
+            room = self._free.pop()
+        else:
+            if not self._number:
+                flags = linux.MS_NOSUID | linux.MS_NODEV
+                linux.mount(b"tmpfs", _PLACE, b"tmpfs", flags, b"mode=0755,size=64k")
+                linux.mount(b"none", _PLACE, None, linux.MS_UNBINDABLE)  # no room holds a copy of the others
+            path = b"%s/%d" % (_PLACE, self._number)
+            os.mkdir(path)
+            self._number += 1
+            room = Room(path)
         try:
             room.renew(options)
         except OSError:
@@ -90,21 +106,12 @@ class Rooms:
             raise
         return room
 
-    def _build(self) -> Room:
-        if not self._number:
-            linux.mount(b"tmpfs", _PLACE, b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, b"mode=0755,size=64k")
-            linux.mount(b"none", _PLACE, None, linux.MS_UNBINDABLE)  # no room holds a copy of the others
-        path = b"%s/%d" % (_PLACE, self._number)
-        os.mkdir(path)
-        self._number += 1
-        return Room(path)
-
     def give_back(self, room: Room) -> None:
-        """Note that the program in the room has ended."""
+        """Note the end of the program in the room."""
         room.leave()
         self._free.append(room)
 
     def clear(self) -> None:
-        """Take down the rooms nobody is in."""
+        """Take down the rooms without a program."""
         for room in self._free:
             room.clear()

@@ -1,7 +1,7 @@
-"""The cell's parent process: forks one disposable process per execution, kills it in time, reports its end.
+"""The cell's parent process: it forks one process per execution, kills it in time and reports its end.
 
-It is process 1 of the cell, has one thread and never reads sources, tests or inputs of a program: they pass
-by descriptor. Modules that it imports are already loaded in every program.
+It is process 1 of the cell and has one thread. It never reads sources, tests or inputs of a program; these
+pass by descriptor. Modules that it imports are loaded in every program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import fcntl
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import resource
 import select
@@ -22,13 +21,13 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from . import landlock, linux, programs, seccomp, warm
 from .rooms import Room, Rooms
-from .wire import LIMITS, LONGEST_WAIT, OP_SPAWN, OP_VARIANT, SPAWN, pack_exit, unpack_kill
+from .wire import EXIT, KILL, LIMITS, LONGEST_WAIT, OP_SPAWN, OP_VARIANT, SPAWN
 
 __all__ = ["main"]
 
@@ -39,16 +38,16 @@ _PRELOAD = (
     "traceback types typing unicodedata unittest warnings"
 )
 _SETTLED_PROCESSES = 8
-"""Processes of the cell that are not this program's: zygotes and the other half of a function task."""
+"""Processes of the cell besides a program: zygotes and the other process of a function task."""
 _FIRST_OWN_FD = 100
 _HOT_LIBRARIES = (b"libpython", b"libc.so", b"libc-")
 _MAX_PLANS = 256
 _LONG_SHARE = 0.1
-"""Share of its limit that a program has to run for its waiting for a CPU to be looked up."""
+"""After this share of its wall limit a program's wait for a CPU is looked up."""
 _Plan = tuple[bytes, tuple[tuple[Any, ...], ...]]
-"""For certain limits: mount options of /tmp, and the system calls that confine a process, the filter last."""
+"""For given limits: mount options of /tmp, and the system calls that confine a process, the filter last."""
 _DESCRIPTORS = {4 * n: struct.Struct(f"{n}i").unpack for n in range(1, 9)}
-"""By the bytes they take in a message; prepared, so that the zygote touches fewer pages per program."""
+"""By their bytes in a message; prepared, so that the zygote touches fewer pages per program."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
 _PAGE_MB = resource.getpagesize() / (1 << 20)
 
@@ -59,7 +58,7 @@ def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoRetur
     Args:
         control: descriptor of the conversation.
         proc: descriptor of the cell's /proc, or -1.
-        host: without namespaces, what of the host may be read: ``readable``, ``listed``, ``devices``,
+        host: without namespaces, the readable paths of the host: ``readable``, ``listed``, ``devices``,
             ``packages``.
     """
     linux.set_parent_death_signal(signal.SIGKILL)
@@ -77,7 +76,7 @@ def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoRetur
 
 
 class _PackageFinder:
-    """Finds chosen packages where no directory of only them can be put on the path."""
+    """Finds chosen packages where the path has no directory of them alone."""
 
     def __init__(self, packages: list[str]) -> None:
         self._packages = {os.path.basename(path): path for path in packages}
@@ -92,21 +91,17 @@ class _PackageFinder:
         )
 
 
+@dataclass(slots=True)
 class _Running:
-    __slots__ = (
-        "deadline", "granted", "identity", "pid", "pidfd", "room", "started", "timed_out", "wall_s"
-    )  # fmt: skip
-
-    def __init__(self, identity: int, pid: int, pidfd: int, wall_s: float, room: Room | None) -> None:
-        self.identity = identity
-        self.pid = pid
-        self.pidfd = pidfd
-        self.room = room
-        self.started = now = time.monotonic()
-        self.wall_s = wall_s
-        self.deadline = now + wall_s
-        self.granted = 0.0
-        self.timed_out = False
+    identity: int
+    pid: int
+    pidfd: int
+    room: Room | None
+    wall_s: float
+    started: float
+    deadline: float
+    granted: float = 0.0
+    timed_out: bool = False
 
 
 class Zygote:
@@ -122,17 +117,16 @@ class Zygote:
         self._running: dict[int, _Running] = {}
         self._poll = select.poll()
         self._poll.register(self._control, select.POLLIN)
-        self._own_mb = 0
-        self._own_kb = 0
+        self._own_mb = self._own_kb = 0
         self._rooms = None if is_flat else Rooms()
         self._plans: dict[bytes, _Plan] = {}
         self._filter = seccomp.prepare(seccomp.program_filter())
         self._pidfd = ctypes.c_int()
-        self._clone = linux.clone_arguments(0 if is_flat else linux.CLONE_NEWPID, self._pidfd)
+        self._clone = linux.prepare_clone(0 if is_flat else linux.CLONE_NEWPID, self._pidfd)
         os.chdir("/")
 
     def preload(self, names: list[str]) -> None:
-        """Import modules for all programs, then freeze the heap so that no collection touches its pages."""
+        """Import modules for all programs, then freeze the heap: no collection touches its pages any more."""
         for name in names:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
@@ -142,35 +136,31 @@ class Zygote:
         for name in ("LD_LIBRARY_PATH", "LD_BIND_NOW"):
             os.environ.pop(name, None)
         warm.warm_up(self._warm_source)
-        self._own_text()
+        # The kernel copies page tables on a fork only for mappings that hold a page of our own; otherwise
+        # every program faults in the code of the interpreter again. So each mapping of the interpreter and of
+        # libc gets one. Other libraries stay as they are: their tables cost a fork more than the few faults.
+        maps = self._read(f"{os.getpid()}/maps") if self._proc >= 0 else b""
+        for line in maps.splitlines():
+            fields = line.split()
+            is_hot = len(fields) > 5 and os.path.basename(fields[5]).startswith(_HOT_LIBRARIES)
+            if is_hot and fields[1] in (b"r-xp", b"r--p"):
+                start, end = (int(part, 16) for part in fields[0].split(b"-"))
+                linux.own_first_page(start, end - start, is_code=fields[1] == b"r-xp")
         gc.collect()
         gc.freeze()
         gc.disable()
         for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
             resource.setrlimit(limit, (0, 0))
-        self._own_mb = self._address_space_mb()
-        self._own_kb = _child_peak_kb()
-
-    def _own_text(self) -> None:
-        """Make the kernel copy the page tables of the interpreter and of libc on a fork.
-
-        It does so only for mappings that hold a page of our own; otherwise every program faults in the code
-        of the interpreter again. So each mapping gets one: the byte that is there is written once more.
-        Other libraries stay as they are: their tables cost every fork more than the few faults they save.
-        """
-        if self._proc < 0:
-            return
-        for line in _read_all(f"{os.getpid()}/maps", self._proc).splitlines():
-            fields = line.split()
-            if len(fields) < 6 or fields[1] not in (b"r-xp", b"r--p"):
-                continue
-            if not os.path.basename(fields[5]).startswith(_HOT_LIBRARIES):
-                continue
-            start, end = (int(part, 16) for part in fields[0].split(b"-"))
-            linux.own_first_page(start, end - start, is_code=fields[1] == b"r-xp")
+        self._own_mb = 256
+        if self._proc >= 0:
+            self._own_mb = int(int(self._read(f"{os.getpid()}/statm").split()[0]) * _PAGE_MB) + 1
+        pid = linux.clone()  # a child's resident set before it does anything: a fork copies a part of ours
+        if pid == 0:
+            os._exit(0)
+        self._own_kb = os.wait4(pid, 0)[2].ru_maxrss
 
     def serve(self) -> NoReturn:
-        """Answer the monitor until it is gone; everything below dies with this process."""
+        """Answer the monitor until it is gone; every process below dies with this one."""
         running, control_fd = self._running, self._control.fileno()
         while True:
             if not running:
@@ -183,8 +173,23 @@ class Zygote:
                     self._handle_request()
                 elif descriptor in running:
                     self._finish(running.pop(descriptor))
-            if not events:
-                self._enforce_deadlines()
+            if events:
+                continue
+            now = time.monotonic()
+            for late in running.values():
+                if late.deadline > now or late.timed_out:
+                    continue
+                # A program that was ready to run but got no CPU gets that time back. It cannot feign that for
+                # long: threads that wait for each other use up the CPU limit together.
+                longest = (LONGEST_WAIT - 1) * late.wall_s
+                owed = min(self._starved_s(late.pid), longest) - late.granted
+                if owed > 0.05 * late.wall_s:
+                    late.granted += owed
+                    late.deadline = now + owed
+                else:
+                    self._kill(late)
+                    late.timed_out = True
+                    late.deadline = now + 3600
 
     def _handle_request(self) -> None:
         data, ancillary, _, _ = self._control.recvmsg(4096, _ANCILLARY_BYTES)
@@ -194,16 +199,17 @@ class Zygote:
         if data[0] == OP_SPAWN:
             self._spawn(data, descriptors)
         elif data[0] == OP_VARIANT:
-            self._become_variant(json.loads(data[1:]), descriptors[0])
+            self._become_variant(data[1:].decode(), descriptors[0])
         else:
+            _, identity = KILL.unpack(data)
             for running in self._running.values():
-                if running.identity == unpack_kill(data):
+                if running.identity == identity:
                     self._kill(running)
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _become_variant(self, names: list[str], control: int) -> None:
-        """Fork a second zygote that has more modules loaded, its own conversation and its own mounts."""
+    def _become_variant(self, package: str, control: int) -> None:
+        """Fork a second zygote that has a package loaded, its own conversation and its own mounts."""
         if self._rooms is not None:
             self._rooms.clear()
         if linux.clone(0 if self._is_flat else linux.CLONE_NEWNS):
@@ -215,21 +221,21 @@ class Zygote:
         os.close(control)
         linux.set_parent_death_signal(signal.SIGKILL)
         gc.unfreeze()
-        variant.preload(names)
+        variant.preload([package])
         variant.serve()
 
-    def _spawn(self, data: bytes, descriptors: Sequence[int]) -> None:
+    def _spawn(self, data: bytes, descriptors: tuple[int, ...]) -> None:
         _, identity, mode, has_stdin, has_output, source_bytes, wall_s = SPAWN.unpack_from(data)
         limits = data[SPAWN.size :]
         options, calls = self._plans.get(limits) or self._plan(limits)
         room = None
-        try:
-            if self._rooms is not None:
+        if self._rooms is not None:
+            try:
                 room = self._rooms.take(options)
-                calls = room.calls + calls
-        except OSError as error:
-            self._report_failure(identity, str(error))
-            return
+            except OSError as error:
+                self._report_failure(identity, str(error))
+                return
+            calls = room.calls + calls
         pid = linux.raw_syscall(*self._clone)
         if pid == 0:
             if self._is_flat:
@@ -242,12 +248,12 @@ class Zygote:
             if self._rooms is not None and room is not None:
                 self._rooms.give_back(room)
             return
-        pidfd = self._pidfd.value
-        self._running[pidfd] = _Running(identity, pid, pidfd, wall_s, room)
+        pidfd, now = self._pidfd.value, time.monotonic()
+        self._running[pidfd] = _Running(identity, pid, pidfd, room, wall_s, now, now + wall_s)
         self._poll.register(pidfd, select.POLLIN)
 
     def _report_failure(self, identity: int, message: str) -> None:
-        self._control.send(pack_exit(identity, 0, 0.0, 0.0, 0, 0.0, False, message))
+        self._control.send(EXIT.pack(identity, 0, 0.0, 0.0, 0, 0.0, False) + message.encode())
 
     def _plan(self, limits: bytes) -> _Plan:
         cpu_s, mem_mb, disk_bytes, inodes, nproc, nofile, file_bytes = LIMITS.unpack(limits)
@@ -262,15 +268,20 @@ class Zygote:
         }
         # kill(0) reaches a process group across pid namespaces. A session would do as well, but costs more:
         # the kernel gives each one a scheduling group
-        private = [linux.prepare_own_group()]
+        private = [linux.prepare_call(linux.NR_SETPGID, 0, 0)]
         if self._is_flat:  # no namespace would take it down with us
-            private = [linux.prepare_setsid(), linux.prepare_parent_death_signal(signal.SIGKILL)]
+            death = linux.prepare_call(linux.NR_PRCTL, linux.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            private = [linux.prepare_call(linux.NR_SETSID), death]
         plan = (
             b"mode=0700,size=%d,nr_inodes=%d" % (disk_bytes, inodes),
             (
                 *private,
-                *(linux.prepare_limit(which, value) for which, value in values.items()),
-                linux.prepare_drop_capabilities(),
+                *(
+                    linux.prepare_call(linux.NR_PRLIMIT64, 0, which, struct.pack("=QQ", value, value), None)
+                    for which, value in values.items()
+                ),
+                # ambient capabilities fall with the permitted set
+                linux.prepare_call(linux.NR_CAPSET, linux.CAPABILITY_HEADER, linux.NO_CAPABILITIES),
                 self._filter,
             ),
         )
@@ -291,43 +302,18 @@ class Zygote:
         if status:
             with contextlib.suppress(BlockingIOError):
                 failure = os.read(self._failures, 4096).decode("utf-8", "replace")
-        self._control.send(
-            pack_exit(
-                running.identity,
-                status,
-                wall_s,
-                usage[0] + usage[1],
-                max(0, usage[2] - self._own_kb),
-                starved_s,
-                running.timed_out,
-                failure,
-            )
-        )
+        cpu_s, peak_kb = usage[0] + usage[1], max(0, usage[2] - self._own_kb)
+        report = EXIT.pack(running.identity, status, wall_s, cpu_s, peak_kb, starved_s, running.timed_out)
+        self._control.send(report + failure.encode())
         if self._rooms is not None and running.room is not None:
             self._rooms.give_back(running.room)
-
-    def _enforce_deadlines(self) -> None:
-        now = time.monotonic()
-        for running in self._running.values():
-            if running.deadline <= now and not running.timed_out:
-                # a program that was ready to run but got no CPU is given that time back; it cannot feign that
-                # for long: threads that wait for each other use up the CPU limit together
-                longest = (LONGEST_WAIT - 1) * running.wall_s
-                owed = min(self._starved_s(running.pid), longest) - running.granted
-                if owed > 0.05 * running.wall_s:
-                    running.granted += owed
-                    running.deadline = now + owed
-                else:
-                    self._kill(running)
-                    running.timed_out = True
-                    running.deadline = now + 3600
 
     def _kill(self, running: _Running) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(running.pidfd, signal.SIGKILL)
 
     def _starved_s(self, pid: int) -> float:
-        """Return how long the threads of a process waited for a CPU, as the kernel counted."""
+        """Return the longest wait of a thread of the process for a CPU, as the kernel counts."""
         if self._proc < 0:
             return 0.0
         total = 0
@@ -335,40 +321,20 @@ class Zygote:
             tasks = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
             try:
                 for task in os.listdir(tasks):
-                    total = max(total, int(_read(f"{task}/schedstat", tasks).split()[1]))
+                    total = max(total, int(self._read(f"{task}/schedstat", tasks).split()[1]))
             finally:
                 os.close(tasks)
         return total / 1e9
 
-    def _address_space_mb(self) -> int:
-        if self._proc < 0:
-            return 256
-        return int(int(_read(f"{os.getpid()}/statm", self._proc).split()[0]) * _PAGE_MB) + 1
-
-
-def _child_peak_kb() -> int:
-    """Return the resident set a child has before it does anything: not all of ours is copied by a fork."""
-    pid = linux.fork()
-    if pid == 0:
-        os._exit(0)
-    return os.wait4(pid, 0)[2].ru_maxrss
+    def _read(self, path: str, directory: int = -1) -> bytes:
+        """Return the content of a file below ``directory``, else below the cell's /proc."""
+        descriptor = os.open(path, os.O_RDONLY, dir_fd=directory if directory >= 0 else self._proc)
+        with open(descriptor, "rb") as file:
+            return file.read()
 
 
 def _move_up(descriptor: int) -> int:
-    """Return a copy far above the descriptors a program is given."""
+    """Return a copy far above the descriptors of a program."""
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN_FD)
     os.close(descriptor)
     return copy
-
-
-def _read_all(path: str, directory: int) -> bytes:
-    with open(os.open(path, os.O_RDONLY, dir_fd=directory), "rb") as file:
-        return file.read()
-
-
-def _read(path: str, directory: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY, dir_fd=directory)
-    try:
-        return os.read(descriptor, 4096)
-    finally:
-        os.close(descriptor)
