@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 __all__ = ["MAX_PER_BATCH", "BackgroundWriter"]
@@ -14,25 +15,42 @@ __all__ = ["MAX_PER_BATCH", "BackgroundWriter"]
 _LOG = logging.getLogger(__name__)
 MAX_PER_BATCH = 1000
 """Points that one write takes."""
-_MAX_FAILURES = 5
 
 
 class BackgroundWriter(threading.Thread):
-    """Runs calls in order, joins neighbouring points into batches; after five failures in a row it stops."""
+    """Runs queued calls in order and joins neighbouring points into batches.
 
-    def __init__(self, log: Callable[[list[Any]], None]) -> None:
-        super().__init__(name="mlflow-tracker", daemon=True)
-        self._log = log
-        self._queue: queue.Queue[Callable[[], None] | list[Any] | None] = queue.Queue(maxsize=10_000)
+    Args:
+        target: name of the server, for messages.
+        log: writes a batch of points.
+        max_per_batch: a batch of so many points is full.
+        max_queued: calls and lists of points that wait at most.
+        max_failures: after so many failures in a row nothing more is sent; None = no limit.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        log: Callable[[list[Any]], None],
+        *,
+        max_per_batch: int = MAX_PER_BATCH,
+        max_queued: int = 10_000,
+        max_failures: int | None = 5,
+    ) -> None:
+        super().__init__(name=target, daemon=True)
+        self._target, self._log = target, log
+        self._max_per_batch, self._max_failures = max_per_batch, max_failures
+        self._queue: queue.Queue[Callable[[], None] | list[Any] | None] = queue.Queue(maxsize=max_queued)
         self.num_failed = 0
+        """Points and calls that were lost."""
         self._num_failed_in_row = 0
 
     def put(self, item: Callable[[], None] | list[Any]) -> None:
-        """Queue a call or metrics; never blocks: a full queue (a server that hangs) loses the item."""
+        """Queue a call or points; never blocks: a full queue (a server that hangs) loses the item."""
         try:
             self._queue.put_nowait(item)
         except queue.Full:
-            self.num_failed += _size(item)
+            self.num_failed += len(item) if isinstance(item, list) else 1
 
     def close(self, timeout_s: float) -> None:
         """Write the queued items; items left after ``timeout_s`` are lost."""
@@ -43,55 +61,47 @@ class BackgroundWriter(threading.Thread):
             self.num_failed += 1  # the write under way
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self.num_failed += _size(self._queue.get_nowait())
+                    item = self._queue.get_nowait()
+                    self.num_failed += len(item) if isinstance(item, list) else item is not None
 
     def run(self) -> None:
         """Work until ``None`` comes."""
-        item = self._queue.get()
-        while item is not None:
-            following = None
+        points: list[Any] = []
+        while True:
+            item: Callable[[], None] | list[Any] | None = []
+            with contextlib.suppress(queue.Empty):
+                item = self._queue.get(block=not points)  # points wait for nothing that is not queued
             if isinstance(item, list):
-                item, following = self._drain(item)
-                self._attempt(self._log, item)
-            else:
-                self._attempt(item)
-            item = following or self._queue.get()
-
-    def _drain(self, metrics: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
-        """Return all metrics queued up to the next call, and that call."""
-        while len(metrics) < MAX_PER_BATCH:
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                break
+                points = points + item
+                if item and len(points) < self._max_per_batch:
+                    continue
+            if points:
+                self._attempt(partial(self._log, points), len(points))
+                points = []
             if item is None:
-                self._queue.put(None)
-                break
+                return
             if not isinstance(item, list):
-                return metrics, item
-            metrics = metrics + item
-        return metrics, None
+                self._attempt(item, 1)
 
-    def _attempt(self, call: Callable[..., None], *arguments: Any) -> None:
-        size = _size(arguments[0] if arguments else call)
-        if self._num_failed_in_row >= _MAX_FAILURES:
+    def _attempt(self, call: Callable[[], None], size: int) -> None:
+        if self._num_failed_in_row == self._max_failures:
             self.num_failed += size
             return
         try:
-            call(*arguments)
+            call()
             self._num_failed_in_row = 0
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
-            is_first = self.num_failed == 0
+            if self._num_failed_in_row == 0:
+                _LOG.warning(
+                    "%s refused a write (the run goes on; further refusals are counted): %r",
+                    self._target,
+                    error,
+                )
             self.num_failed += size
             self._num_failed_in_row += 1
-            if is_first:
+            if self._num_failed_in_row == self._max_failures:
                 _LOG.warning(
-                    "MLflow refused a write (the run goes on; later refusals are counted): %r", error
+                    "%s refused %d writes in a row; nothing more is sent to it",
+                    self._target,
+                    self._max_failures,
                 )
-            if self._num_failed_in_row == _MAX_FAILURES:
-                _LOG.warning("MLflow refused %d writes in a row; nothing more is sent to it", _MAX_FAILURES)
-
-
-def _size(item: Callable[[], None] | list[Any] | None) -> int:
-    """Return how many writes ``item`` is: points, or one call."""
-    return len(item) if isinstance(item, list) else int(item is not None)

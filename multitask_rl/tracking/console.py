@@ -1,6 +1,6 @@
-"""Console tracker: one line per task and one for the run, live on a terminal, plain in a log.
+"""Console tracker: one line per task and one for the run; on a terminal a live table.
 
-It shows the metrics that the run logs (names in ``tracking.base``) and omits missing ones.
+``_TASK_COLUMNS`` and ``_GLOBAL_COLUMNS`` name the metrics shown; one that the run does not log has no column.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from multitask_rl.boundary.printable import printable
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.records import Event, Scored
+from multitask_rl.records import Event
+from multitask_rl.tracking.base import Tracker
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -21,35 +22,28 @@ if TYPE_CHECKING:
 
 __all__ = ["ConsoleTracker"]
 
-
-class _Column(NamedTuple):
-    """A column: its title and the metrics that fill it, joined by ``/``."""
-
-    title: str
-    metrics: tuple[str, ...]
-
-
-_TASK_COLUMNS = (
-    _Column("reward", ("reward_mean",)),
-    _Column("weight", ("weight",)),
-    _Column("share req/sampled/trained", ("share_requested", "share_sampled", "share_trained")),
-    _Column("informative", ("informative_rate",)),
-    _Column("rejected", ("rejection_rate",)),
-    _Column("samples/s", ("samples_per_s",)),
-    _Column("held-out", ("eval",)),
-)
-_GLOBAL_COLUMNS = (
-    _Column("macro reward", ("macro/reward_mean",)),
-    _Column("worst reward", ("worst/reward_mean",)),
-    _Column("loss", ("train/loss",)),
-    _Column("grad norm", ("train/grad_norm",)),
-    _Column("samples/s", ("time/samples_per_s",)),
-    _Column("rewards/s", ("time/rewards_per_s",)),
-    _Column("tokens/s", ("time/tokens_per_s",)),
-    _Column("step s", ("time/step_s",)),
-    _Column("macro held-out", ("macro/eval",)),
-    _Column("worst held-out", ("worst/eval",)),
-)
+_TASK_COLUMNS: Mapping[str, Sequence[str]] = {
+    "reward": ("reward_mean",),
+    "weight": ("weight",),
+    "share req/sampled/trained": ("share_requested", "share_sampled", "share_trained"),
+    "informative": ("informative_rate",),
+    "rejected": ("rejection_rate",),
+    "samples/s": ("samples_per_s",),
+    "held-out": ("eval",),
+}
+"""Title -> the metrics ``task/<name>/<metric>`` that fill the column, joined by ``/``."""
+_GLOBAL_COLUMNS: Mapping[str, Sequence[str]] = {
+    "macro reward": ("macro/reward_mean",),
+    "worst reward": ("worst/reward_mean",),
+    "loss": ("train/loss",),
+    "grad norm": ("train/grad_norm",),
+    "samples/s": ("time/samples_per_s",),
+    "rewards/s": ("time/rewards_per_s",),
+    "tokens/s": ("time/tokens_per_s",),
+    "step s": ("time/step_s",),
+    "macro held-out": ("macro/eval",),
+    "worst held-out": ("worst/eval",),
+}
 
 
 def _format(value: float | None) -> str:
@@ -60,33 +54,21 @@ def _format(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1e}"
 
 
-def _cells(columns: Sequence[_Column], metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return title -> text of the columns for which at least one number is there."""
+def _cells(columns: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return title -> text of the columns that have at least one number."""
     return {
-        column.title: "/".join(_format(metrics.get(name)) for name in column.metrics)
-        for column in columns
-        if any(name in metrics for name in column.metrics)
+        title: "/".join(_format(metrics.get(name)) for name in names)
+        for title, names in columns.items()
+        if any(name in metrics for name in names)
     }
 
 
-def _split_by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return task -> metric -> value; the task's name is what stands between the first and second slash."""
-    tasks: dict[str, dict[str, float]] = {}
-    for key, value in metrics.items():
-        area, _, rest = key.partition("/")
-        task, _, metric = rest.partition("/")
-        if area == "task" and metric:
-            tasks.setdefault(task, {})[metric] = value
-    return tasks
-
-
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Writes to standard output, or to ``stream``."""
 
     def __init__(
         self, output_dir: Path, config: TrackingConfig, run_id: str | None, *, stream: TextIO | None = None
     ) -> None:
-        self.run_id: str | None = None
         self._stream = stream
         self._output_dir = output_dir
         self._num_steps: int | None = None
@@ -95,7 +77,7 @@ class ConsoleTracker:
         self._shown_tasks: dict[str, dict[str, str]] = {}
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
-        """Say where the run writes and, on a terminal, open the live table."""
+        """Print where the run writes; on a terminal, open the live table."""
         max_steps = parameters.get("max_steps")
         self._num_steps = max_steps if isinstance(max_steps, int) else None
         self._write(
@@ -121,7 +103,12 @@ class ConsoleTracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the step: a line for the run, one per task."""
-        tasks = {name: _cells(_TASK_COLUMNS, values) for name, values in _split_by_task(metrics).items()}
+        by_task: dict[str, dict[str, float]] = {}
+        for key, value in metrics.items():
+            area, *rest = key.split("/", 2)
+            if area == "task" and len(rest) == 2:
+                by_task.setdefault(rest[0], {})[rest[1]] = value
+        tasks = {name: _cells(_TASK_COLUMNS, values) for name, values in by_task.items()}
         run = _cells(_GLOBAL_COLUMNS, metrics)
         title = f"step {step}" + (f"/{self._num_steps}" if self._num_steps else "")
         if not run and not any(tasks.values()):
@@ -146,11 +133,8 @@ class ConsoleTracker:
         task = f" [{event.task}]" if event.task else ""
         self._write(f"step {event.step}  {event.source} {event.kind}{task}: {event.reason}")
 
-    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Show nothing."""
-
     def finish(self, status: str) -> None:
-        """Leave the last table standing and say how the run ended."""
+        """Close the table, whose last state stays, and print how the run ended."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -161,7 +145,7 @@ def _table(title: str, run: Mapping[str, str], tasks: Mapping[str, Mapping[str, 
     from rich.table import Table
     from rich.text import Text
 
-    present = [column.title for column in _TASK_COLUMNS if any(column.title in row for row in tasks.values())]
+    present = [title for title in _TASK_COLUMNS if any(title in row for row in tasks.values())]
     table = Table(title=title, caption="  ".join(f"{name} {text}" for name, text in run.items()))
     table.add_column("task")
     for head in present:

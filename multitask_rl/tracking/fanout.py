@@ -1,4 +1,4 @@
-"""One tracker over all configured trackers: a failing one is reported once and left out; the run goes on.
+"""All trackers of a run: one that fails is reported once and left out, and the run goes on.
 
 Exception: the run ends if its own records in its output directory cannot be written.
 """
@@ -23,15 +23,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Trackers:
-    """Fans out to the trackers of the entry points ``multitask_rl.trackers``; itself a ``Tracker``.
-
-    ``run_id`` is the trackers' identities as one string (JSON, name -> id), to be kept in the checkpoint
-    and given back on resume.
+    """Passes each call of a ``Tracker`` on to every tracker of the run.
 
     Args:
         output_dir: of the run.
-        config: names the trackers.
-        run_id: of the run that is continued.
+        config: names the trackers (entry points ``multitask_rl.trackers``).
+        run_id: ``run_id`` of the run that is continued.
         further: trackers beside the configured ones, by name.
 
     Raises:
@@ -58,7 +55,7 @@ class Trackers:
 
     @property
     def run_id(self) -> str | None:
-        """The identities of the trackers that have one, also of those left out since."""
+        """Identities of the trackers, with those left out since, as JSON: name -> id."""
         for name, tracker in self._trackers.items():
             if tracker.run_id:
                 self._identities[name] = tracker.run_id

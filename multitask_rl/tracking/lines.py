@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 from multitask_rl.records import (
-    Event,
     Failure,
     NotApplicable,
     Prompt,
@@ -24,7 +23,7 @@ from multitask_rl.records import (
     Verdict,
 )
 
-__all__ = ["dump_line", "event_to_dict", "rollout_from_dict", "scored_to_dict"]
+__all__ = ["dump_line", "rollout_from_dict", "scored_to_dict"]
 
 
 def _plain(value: Any) -> Any:
@@ -47,21 +46,12 @@ def dump_line(record: Mapping[str, Any]) -> str:
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def event_to_dict(event: Event) -> dict[str, Any]:
-    """Return the line of ``event``."""
-    return asdict(event)
-
-
-def _result_to_dict(result: RewardResult) -> dict[str, Any]:
+def _result_to_dict(result: RewardResult | Verdict) -> dict[str, Any]:
     if isinstance(result, Score):
         return {"value": result.value, "components": dict(result.components)}
     if isinstance(result, NotApplicable):
         return {"not_applicable": True}
-    return {"failure": asdict(result)}
-
-
-def _verdict_to_dict(verdict: Verdict | Failure) -> dict[str, Any]:
-    return {"failure": asdict(verdict)} if isinstance(verdict, Failure) else asdict(verdict)
+    return {"failure": asdict(result)} if isinstance(result, Failure) else asdict(result)
 
 
 def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
@@ -83,7 +73,7 @@ def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
         "failure": asdict(scored.failure) if scored.failure else None,
         "finish_reason": rollout.finish_reason,
         "rejected": rollout.rejected,
-        "verdicts": {name: _verdict_to_dict(verdict) for name, verdict in rollout.verdicts.items()},
+        "verdicts": {name: _result_to_dict(verdict) for name, verdict in rollout.verdicts.items()},
         "policy_version": rollout.policy_version,
         "sampling": asdict(rollout.sampling),
         "row": dict(prompt.row),

@@ -1,12 +1,9 @@
-"""Tracker that writes to MLflow (extra ``mlflow``).
+"""Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite in the output directory.
 
-Without a URI the run goes to ``<output_dir>/mlflow.db`` (SQLite; MLflow 3.17 refuses its file store) with the
-artifacts beside it. Names are made legal, non-finite values are dropped and counted, all writes after
-``start`` happen in a background thread that batches, and a failing server costs numbers, never the run.
-
-MLflow holds a part of ``metrics.jsonl``: of each metric every point up to step 200, then one per hundredth of
-the steps made (``thinned``), so that its database grows with the logarithm of the steps. It cannot delete
-points: a resumed run sends what MLflow lacks and leaves out what it has of the steps made again.
+A background thread does all writes after ``start``; a failing server costs numbers, never the run. Of each
+metric MLflow gets every point before step 200, then one per hundredth of the steps made: its database grows
+with the logarithm of the steps. It cannot delete points: a resumed run sends the points that MLflow lacks
+and leaves out those that it has of repeated steps.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
@@ -35,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.boundary.redaction import redact_text
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import ConfigError, MissingExtraError
-from multitask_rl.records import Event, Scored
+from multitask_rl.records import Event
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
-from multitask_rl.tracking.lines import dump_line, event_to_dict
-from multitask_rl.tracking.thinning import Thinning
+from multitask_rl.tracking.base import Tracker
+from multitask_rl.tracking.lines import dump_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,6 +51,8 @@ _MAX_PARAMETER = 500
 _MAX_TAG = 5000
 _MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
+_RESOLUTION = 100
+"""Kept points of a metric lie at least this part of the steps made so far apart."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
 """What ``fetch_run`` needs beside metrics and events, from the output directory."""
@@ -130,7 +130,7 @@ def _make_database(path: Path) -> None:
 
 @contextlib.contextmanager
 def _asking_briefly() -> Iterator[None]:
-    """Wait half a minute for a server at most where MLflow would for several; what the user set holds."""
+    """Wait for a server half a minute at most, where MLflow waits several; settings of the user hold."""
     ours = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
     ours = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(ours)
@@ -174,7 +174,7 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
                     stream.write(dump_line({"step": point.step, name: point.value}))
 
 
-class MLflowTracker:
+class MLflowTracker(Tracker):
     """One MLflow run; a resumed run continues it under its ``run_id``.
 
     Raises:
@@ -184,17 +184,18 @@ class MLflowTracker:
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
         _require_mlflow()
         self.run_id = run_id
-        self._is_reopened = run_id is not None
         self.num_dropped = 0
         """Metric values left out because they were not finite numbers."""
-        self.uri = config.uri or f"sqlite:///{Path(output_dir).resolve() / 'mlflow.db'}"
+        self._directory = output_dir.resolve()
+        self.uri = config.uri or f"sqlite:///{self._directory / 'mlflow.db'}"
         self._config = config
-        self._directory = Path(output_dir).resolve()
-        self._artifacts = None if config.uri else (self._directory / "mlartifacts").as_uri()
-        self._thinning = Thinning()
-        self._repeated: Counter[tuple[str, int]] = Counter()
-        """Points that MLflow has of steps that are made again: name and step -> how often."""
+        self._last_kept: dict[str, int] = {}
+        """Metric -> step of its newest point that was kept."""
+        self._stored: Counter[tuple[str, int]] = Counter()
+        """Points that MLflow has and that come again: name and step -> how often."""
         self._client: MlflowClient
+        self._run: str
+        """``run_id``, once the run is open."""
         self._worker: BackgroundWriter | None = None
         self._events: list[dict[str, Any]] = []
         self._event_counts: Counter[str] = Counter()
@@ -206,186 +207,165 @@ class MLflowTracker:
         if not self._config.uri:
             _make_database(self._directory / "mlflow.db")
         self._client = _client(self.uri)
+        is_reopened = self.run_id is not None
         with _asking_briefly():
-            self._open_run(parameters, resume_step)
-        self._worker = BackgroundWriter(self._send_metrics)
+            if self.run_id is None:
+                self.run_id = self._create_run(parameters)
+            else:
+                self._client.update_run(self.run_id, status="RUNNING")
+        self._run = self.run_id
+        self._worker = BackgroundWriter(f"MLflow at {redact_text(self.uri)}", self._send_metrics)
         self._worker.start()
         self._worker.put(lambda: self._send_parameters(parameters))
-        if resume_step is not None and self._is_reopened:
+        if resume_step is not None and is_reopened:
             self._worker.put(lambda: self._load_events(resume_step))
             record = self._directory / "metrics.jsonl"
             num_bytes = record.stat().st_size if record.exists() else None
             self._worker.put(lambda: self._meet_record(resume_step, record, num_bytes))
 
-    def _open_run(self, parameters: Mapping[str, Any], resume_step: int | None) -> None:
-        if self.run_id is not None:
-            self._client.update_run(self.run_id, status="RUNNING")
-        else:
-            name = self._config.run_name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
-            experiment, tags = self._experiment_id(), {_DIRECTORY_TAG: self._tag}
-            self._end_dead_runs(experiment)
-            self.run_id = self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
-
-    @property
-    def _tag(self) -> str:
-        """Machine and directory of the run, as a filter can ask for it."""
-        return f"{socket.gethostname()}:{self._directory}".replace("'", "_")[:_MAX_TAG]
-
-    def _end_dead_runs(self, experiment: str) -> None:
-        """End runs of this directory that a kill left running; delete those that made no step.
+    def _create_run(self, parameters: Mapping[str, Any]) -> str:
+        """Create a run; end earlier runs of the directory that a kill left open, delete those without a step.
 
         No other run goes on in the directory: it is locked.
         """
-        ours = f"tags.`{_DIRECTORY_TAG}` = '{self._tag}'" if self._config.uri else ""
-        for run in self._client.search_runs([experiment], ours):
+        experiment = self._client.get_experiment_by_name(self._config.experiment)
+        if experiment is not None:
+            number = str(experiment.experiment_id)
+        else:
+            place = None if self._config.uri else (self._directory / "mlartifacts").as_uri()
+            number = str(self._client.create_experiment(self._config.experiment, artifact_location=place))
+        # machine and directory, as a filter can ask for them
+        tag = f"{socket.gethostname()}:{self._directory}".replace("'", "_")[:_MAX_TAG]
+        ours = f"tags.`{_DIRECTORY_TAG}` = '{tag}'" if self._config.uri else ""
+        for run in self._client.search_runs([number], ours):
             run_id = run.info.run_id
             histories = (self._client.get_metric_history(run_id, name) for name in run.data.metrics)
             if not any(point.step > 0 for history in histories for point in history):
                 self._client.delete_run(run_id)
             elif run.info.status == "RUNNING":
                 self._client.set_terminated(run_id, "KILLED")
+        name = self._config.run_name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
+        created = self._client.create_run(number, run_name=name, tags={_DIRECTORY_TAG: tag})
+        return str(created.info.run_id)
 
     def _meet_record(self, resume_step: int, record: Path, num_bytes: int | None) -> None:
-        """Send what MLflow lacks of ``metrics.jsonl``; note what it has of the steps that are made again.
+        """Send the points of ``metrics.jsonl`` that MLflow lacks; note those that it has of later steps.
 
-        Without that file it is taken to have all up to ``resume_step``.
+        Without that file MLflow is taken to have all points up to ``resume_step``.
         """
-        assert self.run_id is not None, "started"
-        has: Counter[tuple[str, int]] = Counter()
-        for name in self._client.get_run(self.run_id).data.metrics:
-            has.update((name, point.step) for point in self._client.get_metric_history(self.run_id, name))
+        for name in self._client.get_run(self._run).data.metrics:
+            history = self._client.get_metric_history(self._run, name)
+            self._stored.update((name, point.step) for point in history)
         if num_bytes is None:
-            self._repeated = Counter({point: n for point, n in has.items() if point[1] > resume_step})
+            self._stored = Counter({point: n for point, n in self._stored.items() if point[1] > resume_step})
             return
+        points = []
         with record.open("rb") as stream:
-            rows = [json.loads(line) for line in stream.read(num_bytes).splitlines()]
-        lacking = []
-        for row in rows:
-            step = int(row.pop("step"))
-            finite = {name: value for name, value in row.items() if value is not None}
-            self.num_dropped += len(row) - len(finite)
-            for metric in self._metrics(finite, step):
-                if self._thinning.keeps(metric.key, step):
-                    if has[metric.key, step] > 0:
-                        has[metric.key, step] -= 1
-                    else:
-                        lacking.append(metric)
-        self._repeated = +has
-        self._log_batches(lacking)
+            for line in stream.read(num_bytes).splitlines():
+                row = json.loads(line)
+                step = int(row.pop("step"))
+                values = {name: math.nan if value is None else value for name, value in row.items()}
+                points += self._points(values, step)
+        self._send_metrics(points)
 
-    def _experiment_id(self) -> str:
-        name = self._config.experiment
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            return str(self._client.create_experiment(name, artifact_location=self._artifacts))
-        return str(experiment.experiment_id)
-
-    def _load_events(self, resume_step: int | None) -> None:
-        assert self.run_id is not None, "only a reopened run has earlier events"
+    def _load_events(self, resume_step: int) -> None:
         path = self._directory / "events.jsonl"  # cut to the checkpoint
         with tempfile.TemporaryDirectory() as directory:
             if not path.exists():
-                if not any(entry.path == path.name for entry in self._client.list_artifacts(self.run_id)):
+                if not any(entry.path == path.name for entry in self._client.list_artifacts(self._run)):
                     return
-                path = Path(self._client.download_artifacts(self.run_id, path.name, directory))
+                path = Path(self._client.download_artifacts(self._run, path.name, directory))
             events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for event in events:
-            if resume_step is None or event["step"] <= resume_step:
+            if event["step"] <= resume_step:
                 self._send_event(event)
 
     def _send_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log what the run does not have yet; changed values go to ``config.resumed.json``."""
+        """Log parameters that the run lacks; changed values go to ``config.resumed.json``."""
         from mlflow.entities import Param
 
-        assert self.run_id is not None, "started"
-        present = self._client.get_run(self.run_id).data.params
+        present = self._client.get_run(self._run).data.params
         wanted = dict(flatten_parameters(parameters))
         new = [Param(key, value) for key, value in wanted.items() if key not in present]
         for index in range(0, len(new), _MAX_PARAMETERS_PER_BATCH):
             batch = new[index : index + _MAX_PARAMETERS_PER_BATCH]
-            self._client.log_batch(self.run_id, params=batch, synchronous=True)
+            self._client.log_batch(self._run, params=batch, synchronous=True)
         changed = {key: value for key, value in wanted.items() if present.get(key, value) != value}
         if changed:
-            self._client.log_dict(self.run_id, changed, "config.resumed.json")
+            self._client.log_dict(self._run, changed, "config.resumed.json")
 
-    def _send_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Send the points that MLflow gets and does not have."""
+    def _send_metrics(self, points: Sequence[Metric]) -> None:
+        """Send the kept points that MLflow lacks."""
         new = []
-        for metric in metrics:
-            if self._thinning.keeps(metric.key, metric.step):
-                if self._repeated[metric.key, metric.step] > 0:
-                    self._repeated[metric.key, metric.step] -= 1
+        for point in points:
+            if self._keeps(point.key, point.step):
+                if self._stored[point.key, point.step] > 0:
+                    self._stored[point.key, point.step] -= 1
                 else:
-                    new.append(metric)
-        self._log_batches(new)
+                    new.append(point)
+        for index in range(0, len(new), MAX_PER_BATCH):
+            batch = new[index : index + MAX_PER_BATCH]
+            self._client.log_batch(self._run, metrics=batch, synchronous=True)
 
-    def _log_batches(self, metrics: Sequence[Metric]) -> None:
-        assert self.run_id is not None, "started"
-        for index in range(0, len(metrics), MAX_PER_BATCH):
-            batch = metrics[index : index + MAX_PER_BATCH]
-            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
+    def _keeps(self, name: str, step: int) -> bool:
+        """Whether a point is kept: no kept one is near before it; only earlier points decide."""
+        last = self._last_kept.get(name)
+        if last is not None and last < step < last + step // _RESOLUTION:
+            return False
+        self._last_kept[name] = step
+        return True
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue the finite values under legal names."""
-        points = self._metrics(metrics, step)
-        self.num_dropped += len(metrics) - len(points)
+        points = self._points(metrics, step)
         if points and self._worker is not None:
             self._worker.put(points)
 
-    def _metrics(self, metrics: Mapping[str, float], step: int) -> list[Metric]:
+    def _points(self, metrics: Mapping[str, float], step: int) -> list[Metric]:
+        """Return the finite values under legal names; count the others."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         finite = {legal_name(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.num_dropped += len(metrics) - len(finite)
         return [Metric(name, value, now_ms, step) for name, value in finite.items()]
 
     def log_event(self, event: Event) -> None:
         """Queue the event: counted and quoted in a tag, kept whole in the artifact ``events.jsonl``."""
         if self._worker is not None:
-            self._worker.put(lambda: self._send_event(event_to_dict(event)))
+            self._worker.put(lambda: self._send_event(asdict(event)))
 
     def _send_event(self, event: dict[str, Any]) -> None:
-        assert self.run_id is not None, "started"
         self._events.append(event)
         key = f"{event['source']}.{event['kind']}"
         self._event_counts[key] += 1
         text = f"{self._event_counts[key]} x, last at step {event['step']}: {event['reason']}"
-        self._client.set_tag(self.run_id, legal_name(f"event.{key}"), text[:_MAX_TAG])
+        self._client.set_tag(self._run, legal_name(f"event.{key}"), text[:_MAX_TAG])
         if time.monotonic() - self._events_written_s > _EVENTS_EVERY_S:
             self._send_events()
 
     def _send_events(self) -> None:
-        assert self.run_id is not None, "started"
-        if not self._events:
-            return
-        self._client.log_text(self.run_id, "".join(map(dump_line, self._events)), "events.jsonl")
-        self._events_written_s = time.monotonic()
-
-    def _send_num_dropped(self) -> None:
-        """Tag the run; in the worker's turn, which counts those of the record first."""
-        assert self.run_id is not None, "started"
-        if self.num_dropped:
-            self._client.set_tag(self.run_id, "metrics_not_finite", str(self.num_dropped))
-
-    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Do nothing: thousands of small artifacts help nobody; they are in ``rollouts.jsonl``."""
+        if self._events:
+            self._client.log_text(self._run, "".join(map(dump_line, self._events)), "events.jsonl")
+            self._events_written_s = time.monotonic()
 
     def finish(self, status: str) -> None:
         """Send what is queued (at most a minute) and close the run. A second call does nothing."""
         worker, self._worker = self._worker, None
-        if worker is None or self.run_id is None:
+        if worker is None:
             return
-        run_id = self.run_id
+
+        def tag_dropped() -> None:
+            # in the worker's turn: it counts the values of the record first
+            if self.num_dropped:
+                self._client.set_tag(self._run, "metrics_not_finite", str(self.num_dropped))
+
         worker.put(self._send_events)
         for path in (self._directory / name for name in _KEPT_FILES):
             if path.is_file():
-                worker.put(partial(self._client.log_artifact, run_id, str(path)))
-        worker.put(self._send_num_dropped)
-        worker.put(lambda: self._client.set_terminated(run_id, _STATUS.get(status, "FAILED")))
+                worker.put(partial(self._client.log_artifact, self._run, str(path)))
+        worker.put(tag_dropped)
+        worker.put(lambda: self._client.set_terminated(self._run, _STATUS.get(status, "FAILED")))
         worker.close(timeout_s=60.0)
         if worker.num_failed:
-            _LOG.warning(
-                "MLflow at %s did not take everything: %d writes lost",
-                redact_text(self.uri),
-                worker.num_failed,
-            )
+            _LOG.warning("%s did not take everything: %d writes lost", worker.name, worker.num_failed)

@@ -27,22 +27,22 @@ class Evaluation:
     task: str
     metric: str
     values: list[float]
-    """[n] per prompt, in the order of the held-out prompts; NaN = failed to score."""
+    """[n] per held-out prompt, in their order; NaN = failed to score."""
     direction: Direction
     prompts: str
-    """What identifies the held-out prompts, if the run wrote it; else empty."""
+    """Identity of the held-out prompts; empty if the run wrote none."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers, finite ones."""
+    """Further finite numbers."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
-    """What can be said of a run afterwards."""
+    """The records of one run."""
 
     name: str
     config: dict[str, Any]
     evaluations: dict[str, list[Evaluation]]
-    """By task, in the order of the run that counts: what a resume or a rollback undid is left out."""
+    """By task, in order of steps, without evaluations that a resume or a rollback undid."""
     weights: dict[str, dict[int, float]] = field(default_factory=dict)
     """task -> step -> weight."""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +54,7 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
     """Read the output directory of a run; every file but ``evaluations.jsonl`` may be missing.
 
     Raises:
-        ConfigError: it is no output directory of a run, or nothing was evaluated yet.
+        ConfigError: it is no output directory of a run, or holds no evaluation yet.
     """
     if not (directory / "evaluations.jsonl").is_file():
         raise ConfigError(
@@ -65,13 +65,33 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
     config = load_yaml(config_path)[0] if config_path.is_file() else {}
     config = config if isinstance(config, dict) else {}
     names = _renamed(config)
+
+    def event(line: Mapping[str, Any]) -> dict[str, Any]:
+        texts = {key: str(line[key]) for key in ("source", "kind", "reason")}
+        return {**line, "step": int(line["step"]), **texts}
+
+    def interval(line: Mapping[str, Any]) -> dict[str, Any]:
+        texts = {key: str(line[key]) for key in ("stage", "task")}
+        return {"start": float(line["start"]), "end": float(line["end"]), **texts}
+
+    def task_weights(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+        own = {
+            key[len("task/") : -len("/weight")]: float(value)
+            for key, value in line.items()
+            if key.startswith("task/") and key.endswith("/weight") and value is not None
+        }
+        return int(line["step"]), own
+
     evaluations: dict[str, list[Evaluation]] = {}
     for evaluation in read_lines(directory / "evaluations.jsonl", lambda line: _evaluation(line, names)):
-        _append_in_order(evaluations.setdefault(evaluation.task, []), evaluation)
+        history = evaluations.setdefault(evaluation.task, [])
+        while history and history[-1].step >= evaluation.step:  # the run went back: it undid these
+            history.pop()
+        history.append(evaluation)
     if not evaluations:
         raise ConfigError(f"{directory / 'evaluations.jsonl'} is empty: the run has evaluated nothing yet")
     weights: dict[str, dict[int, float]] = {}
-    for step, own in read_lines(directory / "metrics.jsonl", _weights):
+    for step, own in read_lines(directory / "metrics.jsonl", task_weights):
         for task, value in own.items():
             weights.setdefault(names.get(task, task), {})[step] = value
     return RunRecord(
@@ -79,8 +99,8 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
         config=config,
         evaluations=evaluations,
         weights=weights,
-        events=list(read_lines(directory / "events.jsonl", _event)),
-        stages=summarise(read_lines(directory / "timeline.jsonl", _interval)),
+        events=list(read_lines(directory / "events.jsonl", event)),
+        stages=summarise(read_lines(directory / "timeline.jsonl", interval)),
     )
 
 
@@ -127,25 +147,6 @@ def _renamed(config: Mapping[str, Any]) -> dict[str, str]:
     return {old: name for old, name in former.items() if old and old not in dict(named)}
 
 
-def _event(line: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {key: str(line[key]) for key in ("source", "kind", "reason")}
-    return {**line, "step": int(line["step"]), **texts}
-
-
-def _weights(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    own = {
-        key[len("task/") : -len("/weight")]: float(value)
-        for key, value in line.items()
-        if key.startswith("task/") and key.endswith("/weight") and value is not None
-    }
-    return int(line["step"]), own
-
-
-def _interval(line: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {key: str(line[key]) for key in ("stage", "task")}
-    return {"start": float(line["start"]), "end": float(line["end"]), **texts}
-
-
 def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation:
     task = names.get(str(line["task"]), str(line["task"]))
     if "direction" not in line:
@@ -153,23 +154,13 @@ def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation
             f"the evaluation of task {task!r} at step {line.get('step')} does not say which way its metric "
             "gets better: it was written by another version; read it with that one"
         )
+    values = [math.nan if value is None else float(value) for value in line["values"]]
     return Evaluation(
         step=int(line["step"]),
         task=task,
         metric=str(line["metric"]),
-        values=[math.nan if value is None else _finite(float(value)) for value in line["values"]],
+        values=[value if math.isfinite(value) else math.nan for value in values],
         direction=Direction(line["direction"]),
         prompts=str(line.get("prompts", "")),
         metrics={k: float(v["mean"]) for k, v in line.get("metrics", {}).items() if v["mean"] is not None},
     )
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
-
-
-def _append_in_order(history: list[Evaluation], new: Evaluation) -> None:
-    """Append; a step that was there before means the run went back, and what came after it is undone."""
-    while history and history[-1].step >= new.step:
-        history.pop()
-    history.append(new)

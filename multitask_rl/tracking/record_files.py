@@ -1,7 +1,7 @@
-"""The records of a run: lines of JSON in files of its output directory, each line there once.
+"""The records of a run: files of JSON lines in its output directory.
 
-A checkpoint holds how long every file was when it was written. A run that goes on from it cuts them to that
-length: what came after is made again. So a kill at any moment neither loses nor repeats a line.
+A checkpoint holds the length of every file. A run that resumes from it cuts the files to these lengths and
+repeats the later steps: a kill at any moment neither loses nor repeats a line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ RECORDS = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "evaluations.jsonl
 
 
 class RecordFile:
-    """Appends lines to a file; opened, and made, with the first.
-
-    Args:
-        path: its directory is made if it is missing.
-    """
+    """Appends lines to the file ``path``; the first line opens it, and makes its directory if missing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,10 +52,10 @@ class RecordFile:
 
 
 def record_lengths(directory: Path) -> dict[str, int]:
-    """Return the bytes of every record file that there is; they are on the disk when this returns.
+    """Return the bytes of every record file that exists, after writing it to the disk.
 
     Raises:
-        CheckpointError: one cannot be written to the disk.
+        CheckpointError: a file cannot be written to the disk.
     """
     lengths = {}
     for path in (directory / name for name in RECORDS):
@@ -70,10 +66,10 @@ def record_lengths(directory: Path) -> dict[str, int]:
 
 
 def cut_records(directory: Path, lengths: Mapping[str, int]) -> None:
-    """Cut every record file to its length in ``lengths``; one that is not named there is removed.
+    """Cut every record file to its length in ``lengths``; remove a file that is not named there.
 
     Raises:
-        CheckpointError: one cannot be cut.
+        CheckpointError: a file cannot be cut.
     """
     for path in (directory / name for name in RECORDS):
         length, size = lengths.get(path.name, 0), path.stat().st_size if path.exists() else 0
@@ -89,10 +85,10 @@ def cut_records(directory: Path, lengths: Mapping[str, int]) -> None:
 
 
 def set_records_aside(directory: Path) -> None:
-    """Move the record files of a former run to ``previous-<n>/``; if it made no step, they are removed.
+    """Move the record files of a former run to ``previous-<n>/``; remove them if it made no step.
 
     Raises:
-        CheckpointError: they cannot be moved.
+        CheckpointError: a file cannot be moved.
     """
     paths = [path for name in RECORDS if (path := directory / name).exists()]
     if not paths:

@@ -1,10 +1,8 @@
-"""Who was busy when, and who waited for whom: ``timeline.jsonl``, and shares of each step.
+"""When each stage worked and when the update waited: ``timeline.jsonl``, and shares of each step.
 
-One line per span: ``stage``, ``task`` (empty: several), ``start`` and ``end`` in seconds of a monotonic clock
-(0 = the run was opened; a resumed run goes on), ``step`` the work belongs to
-(1 = the first, as in ``metrics.jsonl``). Stages: ``rollout``, ``constraints``, ``rewards``,
-``advantages``, ``update``; ``step`` is the whole step; ``wait/<stage>`` is the update standing still because
-that stage had nothing ready for it yet.
+One line per span: ``stage``, ``task`` (empty: several), ``step`` (1 = the first), ``start`` and ``end`` in
+seconds since the run was opened; a resumed run goes on. Stages: ``rollout``, ``constraints``, ``rewards``,
+``advantages``, ``update``; ``step`` is the whole step, ``wait/<stage>`` a wait of the update for that stage.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Timeline:
         self._began = time.monotonic()
         self._path = path
         self._stages: set[str] = set()
-        """Those that worked in some step: in every later one they have a share, if it is 0."""
+        """Stages that worked in some step: each later step has a share of them, if only 0."""
         self._spans: list[tuple[str, str, int, Span]] = []
         self._busy: dict[int, dict[str, list[Span]]] = {}
         """Step -> stage -> spans, until the step ends."""
@@ -43,12 +41,12 @@ class Timeline:
         self._zero = 0.0
 
     def begin_step(self) -> None:
-        """A step begins: what lies before (evaluation, a checkpoint) is in no step's shares."""
+        """Begin a step: time before it (evaluation, a checkpoint) is in no step's shares."""
         self._began = time.monotonic()
 
     @contextlib.contextmanager
     def busy(self, stage: str, *, step: int) -> Iterator[None]:
-        """Note the block as work of ``stage``."""
+        """Record the block as work of ``stage``."""
         began = time.monotonic()
         try:
             yield
@@ -56,7 +54,7 @@ class Timeline:
             self.add(stage, (began, time.monotonic()), step=step)
 
     def add(self, stage: str, span: Span, *, step: int, task: str = "") -> None:
-        """Note that ``stage`` was busy (or, for ``wait/<stage>``, waited for) during ``span``."""
+        """Record that ``stage`` worked (``wait/<stage>``: that the update waited for it) during ``span``."""
         self._spans.append((stage, task, step, span))
         self._busy.setdefault(step, {}).setdefault(stage, []).append(span)
 
@@ -70,15 +68,13 @@ class Timeline:
 
         Args:
             step: the step that ends.
-            running: stage and span of work under way for later steps, noted by them later.
+            running: stage and span so far of unfinished work for later steps, which record it themselves.
         """
         now = time.monotonic()
         whole = (self._began, now)
         self._spans.append(("step", "", step, whole))
-        # work of earlier steps may reach into this one, and is noted once
-        known = [*((stage, span) for stage, _, _, span in self._spans), *running]
         by_stage: dict[str, list[Span]] = {stage: [] for stage in sorted(self._stages)}
-        for stage, span in known:
+        for stage, span in [*((stage, span) for stage, _, _, span in self._spans), *running]:
             by_stage.setdefault(stage, []).extend(intersect([span], [whole]))
         self._stages |= by_stage.keys()
         length = max(now - self._began, 1e-9)
@@ -95,8 +91,13 @@ class Timeline:
         spans, self._spans = self._spans, []
         if self._path is None or not spans:
             return
-        if self._file is None:  # not before: a resumed run cuts off first what came after its checkpoint
-            self._zero = min(start for *_, (start, _) in spans) - _last_end(self._path)
+        if self._file is None:  # not before: a resumed run first cuts the file to its checkpoint
+            ended = 0.0  # the clock goes on from the last line
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._path.open("rb") as lines:
+                for line in lines:
+                    with contextlib.suppress(ValueError, KeyError):
+                        ended = max(ended, float(json.loads(line)["end"]))
+            self._zero = min(start for *_, (start, _) in spans) - ended
             self._file = RecordFile(self._path)
         self._file.append(
             json.dumps(
@@ -113,7 +114,7 @@ class Timeline:
         )
 
     def close(self) -> None:
-        """Write what is left and close the file. Idempotent."""
+        """Write the remaining spans and close the file. Idempotent."""
         self._write()
         if self._file is not None:
             self._file.close()
@@ -136,7 +137,7 @@ def merge(spans: Iterable[Span]) -> list[Span]:
 
 
 def intersect(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """Return what lies in both.
+    """Return the time in both.
 
     >>> intersect([(0, 2), (3, 5)], [(1, 4)])
     [(1, 2), (3, 4)]
@@ -156,7 +157,7 @@ def intersect(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """Return what lies in ``spans`` and not in ``others``.
+    """Return the time in ``spans`` and not in ``others``.
 
     >>> subtract([(0, 5)], [(1, 2), (4, 9)])
     [(0, 1), (2, 4)]
@@ -168,12 +169,12 @@ def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return the length of the union of ``spans``."""
+    """Return the length of the union."""
     return sum(end - start for start, end in merge(spans))
 
 
 def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return per stage ``busy`` and ``waited`` (the update stood still for it), shares of all steps' time.
+    """Return per stage ``busy`` and ``waited`` (the update waited for it), shares of all steps' time.
 
     A stage of one task that was waited for is named ``<stage>/<task>``.
 
@@ -199,14 +200,3 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]
     shares = {stage: busy_seconds(intersect(spans, steps)) / total for stage, spans in busy.items()}
     names = [*shares, *(n for n in waits if n not in shares)]
     return {n: {"busy": shares.get(n, 0.0), "waited": waits.get(n, 0.0) / total} for n in names}
-
-
-def _last_end(path: Path) -> float:
-    """Return the end of the last line, 0.0 without one: a resumed run's clock goes on from there."""
-    end = 0.0
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError, KeyError):
-                    end = max(end, float(json.loads(line)["end"]))
-    return end

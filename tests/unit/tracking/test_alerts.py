@@ -127,7 +127,7 @@ def test_a_server_that_refuses_is_logged_and_the_next_alert_is_tried(
     tracker.log_event(event("stop"))
     tracker.finish("stopped")
     assert [b["kind"] for _, b in server.received] == ["rollback", "stop"]
-    assert "failed, the run goes on" in caplog.text
+    assert "refused a write (the run goes on" in caplog.text
     assert "2 alerts did not reach the webhook at 127.0.0.1" in caplog.text
     assert "secret-path" not in caplog.text, "the address may hold a secret"
 

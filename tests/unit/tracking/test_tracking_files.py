@@ -147,23 +147,6 @@ def test_stored_rollout_can_be_rebuilt_for_scoring_again(tmp_path: Path) -> None
     assert rollout_from_dict(line) == expected
 
 
-@pytest.mark.parametrize(
-    ("limit", "kept"),
-    [(2, {"a": [0, 3], "b": [0, 1]}), (0, {}), (-1, {"a": list(range(6)), "b": list(range(2))})],
-)
-def test_rollouts_are_kept_per_task_and_spread(
-    tmp_path: Path, limit: int, kept: dict[str, list[int]]
-) -> None:
-    tracker = _jsonl(tmp_path, store_rollouts=limit)
-    tracker.log_rollouts([_scored("a", i) for i in range(6)] + [_scored("b", i) for i in range(2)], 1)
-    tracker.finish("finished")
-    path = tmp_path / "rollouts.jsonl"
-    found: dict[str, list[object]] = {}
-    for line in _lines(path) if path.exists() else []:
-        found.setdefault(str(line["task"]), []).append(line["sample"])
-    assert found == kept
-
-
 class _Failing(JsonlTracker):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         raise ConnectionError("no route")

@@ -104,6 +104,13 @@ def test_a_server_that_goes_away_costs_numbers_not_the_run(
     assert len(messages) <= 3
 
 
+def test_a_long_curve_keeps_points_in_proportion_to_the_logarithm_of_its_steps(tmp_path: Path) -> None:
+    tracker = MLflowTracker(tmp_path, TrackingConfig(), None)
+    kept = [step for step in range(1, 100_001) if tracker._keeps("loss", step)]
+    assert kept[:199] == list(range(1, 200))
+    assert len(kept) == 844
+
+
 def test_missing_mlflow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[mlflow\]"):
@@ -215,7 +222,7 @@ def test_what_was_not_sent_in_time_is_counted() -> None:
         started.set()
         done.wait(60)
 
-    writer = BackgroundWriter(hangs)
+    writer = BackgroundWriter("a server", hangs)
     writer.start()
     writer.put([1, 2])
     started.wait(60)
