@@ -16,7 +16,6 @@ from multitask_rl.algorithms.ragged import segment_mean, segment_sum
 
 __all__ = [
     "centre",
-    "centre_leave_one_out",
     "centre_length_weighted",
     "divide_by_group_std",
     "has_variance",
@@ -28,8 +27,10 @@ _ROUNDING = 1e-7
 """Relative precision of float32."""
 
 
-def _index(groups: Tensor) -> tuple[Tensor, Tensor]:
+def _index(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Return each sample's group number [B] in 0 .. M - 1 and the group sizes [M]."""
+    if values.ndim != 1 or values.shape != groups.shape:
+        raise ValueError(f"values {list(values.shape)} and groups {list(groups.shape)} must both be [B]")
     _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     return index, sizes
 
@@ -44,34 +45,22 @@ def _above_minimum(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
     return wide - lowest[index]
 
 
-def _check(values: Tensor, groups: Tensor) -> None:
-    if values.ndim != 1 or values.shape != groups.shape:
-        raise ValueError(f"values {list(values.shape)} and groups {list(groups.shape)} must both be [B]")
-
-
-def centre(values: Tensor, groups: Tensor) -> Tensor:
+def centre(values: Tensor, groups: Tensor, *, leave_one_out: bool = False) -> Tensor:
     """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783).
+
+    ``leave_one_out``: ``r - mean of the others in its group = G / (G - 1) (r - mean)`` (RLOO,
+    arXiv:2402.14740). That baseline is independent of the sample, so it adds no bias.
 
     >>> centre(torch.tensor([1.0, 0.0, 7.0]), torch.tensor([3, 3, 8])).tolist()
     [0.5, -0.5, 0.0]
     """
-    _check(values, groups)
-    index, sizes = _index(groups)
+    index, sizes = _index(values, groups)
     wide = _above_minimum(values, index, len(sizes))
-    return (wide - segment_mean(wide, index, len(sizes))[index]).to(values.dtype)
-
-
-def centre_leave_one_out(values: Tensor, groups: Tensor) -> Tensor:
-    """Return ``r - mean of the others in its group = G / (G - 1) (r - mean)`` [B].
-
-    Source: RLOO (arXiv:2402.14740). The baseline is independent of the sample, so it adds no bias.
-    """
-    _check(values, groups)
-    index, sizes = _index(groups)
-    wide = _above_minimum(values, index, len(sizes))
-    size = sizes[index].double()
     deviation = wide - segment_mean(wide, index, len(sizes))[index]
-    return (deviation * size / (size - 1.0).clamp(min=1.0)).to(values.dtype)
+    if leave_one_out:
+        size = sizes[index].double()
+        deviation = deviation * size / (size - 1.0).clamp(min=1.0)
+    return deviation.to(values.dtype)
 
 
 def centre_length_weighted(values: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -80,8 +69,7 @@ def centre_length_weighted(values: Tensor, groups: Tensor, lengths: Tensor) -> T
     Source: OPO (arXiv:2505.23585): the variance-optimal baseline when the score's squared norm grows
     with the length L. A group of one, or of empty responses, gets 0.
     """
-    _check(values, groups)
-    index, sizes = _index(groups)
+    index, sizes = _index(values, groups)
     wide, weight = _above_minimum(values, index, len(sizes)), lengths.double()
     total = segment_sum(weight, index, len(sizes))
     baseline = segment_sum(weight * wide, index, len(sizes)) / total.clamp(min=1.0)
@@ -99,10 +87,9 @@ def divide_by_group_std(
     Raises:
         ValueError: ddof is neither 0 nor 1.
     """
-    _check(deviations, groups)
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 or 1, got {ddof!r}")
-    index, sizes = _index(groups)
+    index, sizes = _index(deviations, groups)
     wide = deviations.double()
     square = segment_sum(wide.square(), index, len(sizes))
     std = (square / (sizes - ddof).clamp(min=1)).sqrt()
@@ -110,14 +97,11 @@ def divide_by_group_std(
 
 
 def mean_square_deviation(deviations: Tensor, groups: Tensor) -> float:
-    """Return the pooled unbiased variance of groups with variance, ``sum d^2 / sum (G - 1)``; 0 if none.
+    """Return the mean unbiased variance of groups with variance, ``sum d^2 / sum (G - 1)``; 0 if none.
 
-    Args:
-        deviations: [B] centred in their group.
-        groups: [B]
+    ``deviations`` [B] are centred in their group.
     """
-    _check(deviations, groups)
-    index, sizes = _index(groups)
+    index, sizes = _index(deviations, groups)
     square = segment_sum(deviations.double().square(), index, len(sizes))
     varied = square > 0
     degrees = (sizes[varied] - 1).clamp(min=1).sum()
@@ -133,9 +117,6 @@ def whiten(values: Tensor, *, floor: float = 0.0, among: Tensor | None = None) -
         values: any shape.
         floor: smallest divisor, in the units of ``values``.
         among: bool, shape of ``values``: the values that mean and std are taken over; None = all.
-
-    Returns:
-        Same shape and dtype.
     """
     wide = values.double()
     counted = wide if among is None else wide[among]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from multitask_rl.algorithms.base import AlgorithmConfig, LossOutput, TokenBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
-from multitask_rl.algorithms.policy_loss import bounded_log_ratio, clipped_surrogate, with_corrections
+from multitask_rl.algorithms.policy_loss import bounded_log_ratio, policy_loss
 from multitask_rl.algorithms.ragged import segment_mean
 
 __all__ = ["GSPO", "GSPOConfig"]
@@ -38,15 +38,5 @@ class GSPO(GRPO):
     def loss(self, batch: TokenBatch) -> LossOutput:
         """Return the sequence-clipped loss, repeated over the tokens of each response."""
         log_ratio = bounded_log_ratio(batch.logprobs, batch.old_logprobs)
-        sequence_log_ratio = segment_mean(log_ratio, batch.sequence, batch.num_sequences)
-        ratio = sequence_log_ratio.exp()[batch.sequence]
-        surrogate = clipped_surrogate(
-            ratio,
-            batch.advantages,
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
-            dual_clip=self.config.dual_clip,
-        )
-        surrogate.metrics["ratio"] = ratio.detach()
-        surrogate.metrics["approx_kl"] = (log_ratio.exp() - 1.0 - log_ratio).detach()
-        return with_corrections(surrogate, batch, self.config)
+        of_sequence = segment_mean(log_ratio, batch.sequence, batch.num_sequences).exp()
+        return policy_loss(batch, self.config, of_sequence[batch.sequence])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,18 +25,20 @@ from torch import Tensor
 
 from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.config.task import KLSpec
+from multitask_rl.records import Event
 
-__all__ = ["KL_ESTIMATORS", "KLChange", "KLController", "estimate_kl", "exact_kl", "sampled_kl"]
+__all__ = ["KL_ESTIMATORS", "KLController", "estimate_kl", "exact_kl", "sampled_kl"]
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
-_MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: only keeps float32 finite, far above any meaningful ratio
-
-_MAX_ERROR = 0.2  # Ziegler et al.: the proportional error is clipped to +-0.2
+_MAX_LOG_RATIO = 20.0
+"""exp(20) = 5e8 keeps float32 finite, far above any meaningful ratio."""
+_MAX_ERROR = 0.2
+_REPORTED_LOG_RATIO = math.log(1.25)
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) at the sampled tokens.
+    """Return the estimate [N], nats, of KL(policy || reference) at the sampled tokens; differentiable.
 
     Source: Schulman, "Approximating KL Divergence" (2020); the table in this module's docstring.
 
@@ -45,9 +46,6 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         logprobs: [N] nats, policy.
         ref_logprobs: [N] nats, reference.
         estimator: ``k1``, ``k2`` or ``k3``.
-
-    Returns:
-        [N] nats; differentiable in ``logprobs``.
 
     Raises:
         ValueError: unknown estimator or unequal shapes.
@@ -82,12 +80,7 @@ def exact_kl(policy_logits: Tensor, ref_logits: Tensor) -> Tensor:
 
     Tokens the policy gives probability 0 (logit -inf under a mask) add 0, also to the gradient.
 
-    Args:
-        policy_logits: [..., V], unnormalised or log-probabilities.
-        ref_logits: [..., V]
-
-    Returns:
-        [...] nats; differentiable in ``policy_logits``.
+    The logits are [..., V], unnormalised or log-probabilities; the result is [...] nats, differentiable.
     """
     log_p, log_q = policy_logits.log_softmax(dim=-1), ref_logits.log_softmax(dim=-1)
     # masked before the product: -inf - -inf is NaN, and 0 * NaN is NaN in the gradient
@@ -95,72 +88,56 @@ def exact_kl(policy_logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (log_p.exp() * gap).sum(dim=-1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KLChange:
-    """One move of an adaptive coefficient, for the event log."""
-
-    old: float
-    new: float
-    observed: float
-    """Nats per response that caused it."""
-    target: float
-
-    @property
-    def reason(self) -> str:
-        """One sentence for a person."""
-        word = "above" if self.observed > self.target else "below"
-        return (
-            f"KL of {self.observed:.4g} nats per response is {word} the target {self.target:.4g}: "
-            f"coefficient {self.old:.4g} -> {self.new:.4g}"
-        )
-
-
 class KLController:
     """The coefficient beta of one task: fixed, or steered to a target KL.
 
-    Adaptive update per optimizer step, with ``e = clip(observed / target - 1, -0.2, 0.2)``::
+    Adaptive update per step, with ``e = clip(observed / target - 1, -0.2, 0.2)``::
 
         beta <- beta * (1 + e / horizon)
 
     Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv:1909.08593), sec. 2.2,
-    with the horizon counted in steps. Several steps at once compound, so beta never changes sign.
+    with the horizon counted in steps.
     """
 
     def __init__(self, spec: KLSpec) -> None:
         self._spec = spec
-        self._coefficient = float(spec.coefficient)
-
-    @property
-    def coefficient(self) -> float:
+        self.coefficient = float(spec.coefficient)
         """Beta for the next step."""
-        return self._coefficient
+        self._reported = self.coefficient
 
-    def update(self, observed_kl_per_response: float, num_steps: int = 1) -> KLChange | None:
-        """Account for one measurement.
+    def update(self, observed: float, step: int) -> list[Event]:
+        """Update ``coefficient`` from the KL of ``step``; return an event for a large change.
 
         Args:
-            observed_kl_per_response: mean over responses of the summed KL, nats; NaN = nothing measured.
-            num_steps: optimizer steps since the last measurement.
-
-        Returns:
-            The change, or None when the coefficient stayed as it was.
+            observed: mean over responses of the summed KL, nats; NaN (nothing was measured) has no effect.
+            step: step of the measurement.
         """
         target = self._spec.target
-        if target is None or num_steps < 1 or not math.isfinite(observed_kl_per_response):
-            return None
-        error = min(max(observed_kl_per_response / target - 1.0, -_MAX_ERROR), _MAX_ERROR)
-        old = self._coefficient
-        self._coefficient = old * (1.0 + error / self._spec.horizon) ** num_steps
-        if self._coefficient == old:
-            return None
-        return KLChange(old=old, new=self._coefficient, observed=observed_kl_per_response, target=target)
+        if target is None or not math.isfinite(observed):
+            return []
+        error = min(max(observed / target - 1.0, -_MAX_ERROR), _MAX_ERROR)
+        self.coefficient *= 1.0 + error / self._spec.horizon
+        old, new = self._reported, self.coefficient
+        if old == 0.0 or abs(math.log(new / old)) <= _REPORTED_LOG_RATIO:
+            return []
+        self._reported = new
+        word = "above" if observed > target else "below"
+        reason = (
+            f"KL of {observed:.4g} nats per response is {word} the target {target:.4g}: "
+            f"coefficient {old:.4g} -> {new:.4g}"
+        )
+        data = {"from": old, "to": new, "observed": observed}
+        return [Event(step=step, source="kl", kind="coefficient", reason=reason, data=data)]
 
     def state_dict(self) -> dict[str, Any]:
-        """State across steps, JSON-able."""
-        return {"coefficient": self._coefficient, "start": self._spec.coefficient}
+        """Return the state, JSON-able."""
+        return {
+            "coefficient": self.coefficient,
+            "start": self._spec.coefficient,
+            "reported": self._reported,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore an adaptive beta with the same configured start; otherwise keep the configured beta."""
-        start = self._spec.coefficient
-        if self._spec.target is not None and state.get("start", start) == start:
-            self._coefficient = float(state["coefficient"])
+        if self._spec.target is not None and state["start"] == self._spec.coefficient:
+            self.coefficient, self._reported = state["coefficient"], state["reported"]

@@ -75,13 +75,8 @@ def truncated_is_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: flo
     Source: Ionides, "Truncated Importance Sampling" (2008); Yao et al., "Your efficient RL framework secretly
     brings you off-policy RL training" (2025).
 
-    Args:
-        old_logprobs: [N] nats, trainer.
-        rollout_logprobs: [N] nats, engine.
-        cap: C > 0.
-
-    Returns:
-        [N] in (0, cap].
+    ``old_logprobs`` [N] are the trainer's, ``rollout_logprobs`` [N] the engine's, nats. The weights are in
+    (0, cap].
     """
     known = ~torch.isnan(rollout_logprobs)
     # Mask before exp: a NaN that meets exp() cannot be masked out of a gradient afterwards.
@@ -91,10 +86,7 @@ def truncated_is_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: flo
 
 
 def with_corrections(surrogate: LossOutput, batch: TokenBatch, config: AlgorithmConfig) -> LossOutput:
-    """Finish a surrogate: engine-mismatch weight, KL term in the loss, entropy bonus.
-
-    ``L = w L_surrogate + beta KL_estimate - c_H entropy``. The weight is not applied to the KL and entropy
-    terms.
+    """Return ``L = w L_surrogate + beta KL_estimate - c_H entropy``, with w the engine-mismatch weight.
 
     Raises:
         ValueError: a KL coefficient without reference log-probabilities, or an entropy bonus without entropy.
@@ -117,17 +109,21 @@ def with_corrections(surrogate: LossOutput, batch: TokenBatch, config: Algorithm
     return LossOutput(loss=loss, metrics=metrics)
 
 
-def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> LossOutput:
-    """Return the token-level clipped loss with all corrections.
+def policy_loss(batch: TokenBatch, config: AlgorithmConfig, ratio: Tensor | None = None) -> LossOutput:
+    """Return the clipped loss per token [N] with all corrections.
 
     At the first update of a step ``ratio`` is 1 and the gradient is that of REINFORCE, ``-A grad log pi``.
+    Metrics: ``ratio``, ``approx_kl`` (k3 of old against now, nats), those of ``clipped_surrogate`` and
+    ``with_corrections``.
 
-    Returns:
-        Loss [N]; metrics ``ratio``, ``approx_kl`` (k3 of old against now, nats), those of
-        ``clipped_surrogate`` and ``with_corrections``.
+    Args:
+        batch: the tokens.
+        config: settings of the algorithm.
+        ratio: [N] importance ratio, with gradient; None = of each token.
     """
     log_ratio = bounded_log_ratio(batch.logprobs, batch.old_logprobs)
-    ratio = log_ratio.exp()
+    of_token = log_ratio.exp()
+    ratio = of_token if ratio is None else ratio
     surrogate = clipped_surrogate(
         ratio,
         batch.advantages,
@@ -136,5 +132,5 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> LossOutput:
         dual_clip=config.dual_clip,
     )
     surrogate.metrics["ratio"] = ratio.detach()
-    surrogate.metrics["approx_kl"] = (ratio - 1.0 - log_ratio).detach()
+    surrogate.metrics["approx_kl"] = (of_token - 1.0 - log_ratio).detach()
     return with_corrections(surrogate, batch, config)

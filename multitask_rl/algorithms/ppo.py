@@ -19,14 +19,13 @@ from multitask_rl.algorithms.base import (
     TokenBatch,
 )
 from multitask_rl.algorithms.costs import subtract_costs
-from multitask_rl.algorithms.gae import compute_gae
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.policy_loss import policy_loss
-from multitask_rl.algorithms.ragged import check_tokens, last_tokens
+from multitask_rl.algorithms.ragged import check_tokens, discounted_suffix_sum, last_tokens
 from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.config.schema.ranges import Fraction, NotNegative, PositiveFraction
 
-__all__ = ["PPO", "PPOConfig", "clipped_value_loss"]
+__all__ = ["PPO", "PPOConfig", "clipped_value_loss", "compute_gae"]
 
 _ADVANTAGE_FLOOR = 0.1
 """Smallest divisor of the advantages, in standard deviations of the reward. If the critic explains nearly
@@ -52,6 +51,35 @@ class PPOConfig(AlgorithmConfig):
     """``popart``: weight beta of the newest step in the moments."""
 
 
+def compute_gae(
+    token_rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Return advantages [N] and critic targets [N] by generalised advantage estimation.
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = sum_k (gamma lambda)^k delta_{t+k}``, ``R_t = A_t +
+    V_t``. Every response ends its episode: V after the last token is 0, also when the token limit cut it off.
+
+    Source: Schulman et al., "High-Dimensional Continuous Control Using GAE" (arXiv:1506.02438) Eq. 16.
+
+    Args:
+        token_rewards: [N]
+        values: [N] critic before each token.
+        lengths: [B] int64
+        gamma: discount per token, in [0, 1].
+        gae_lambda: 1 = Monte-Carlo return minus value, 0 = one-step temporal difference.
+
+    >>> rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.25, 0.5])
+    >>> compute_gae(rewards, values, torch.tensor([2]), gamma=1.0, gae_lambda=1.0)[0].tolist()
+    [0.75, 0.5]
+    """
+    check_tokens(lengths, token_rewards=token_rewards, values=values)
+    next_values = torch.roll(values, -1)
+    next_values[last_tokens(lengths)] = 0.0
+    deltas = token_rewards + gamma * next_values - values
+    advantages = discounted_suffix_sum(deltas, lengths, gamma * gae_lambda)
+    return advantages, advantages + values
+
+
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
@@ -68,7 +96,7 @@ def clipped_value_loss(
         clip: eps; 0 = off.
 
     Returns:
-        (loss [N], 1.0 where the clipped term is the larger one [N])
+        Loss [N], and 1.0 where the clipped term is the larger one [N].
     """
     plain = (values - returns).square()
     if clip == 0:
@@ -123,8 +151,13 @@ class PPO(Algorithm):
             token_rewards -= batch.kl_coefficient * kl.to(token_rewards.dtype)
             metrics["response_kl"] = float(kl.sum() / max(len(batch.lengths), 1))
         token_rewards[last_tokens(batch.lengths)] += outcomes[batch.lengths > 0].to(token_rewards.dtype)
-        if self.config.popart and batch.values.numel():
-            token_rewards = self._in_value_unit(token_rewards, batch.lengths)
+        rewards, targets = self._reward_moments, self._value_moments
+        is_popart = self.config.popart and batch.values.numel() > 0
+        if is_popart:  # from the reward's unit to that of the value targets
+            if targets.num_steps == 0:  # an untrained head has nothing to preserve: the units are equal
+                targets.update(rewards.mean, rewards.std**2)
+            token_rewards *= (rewards.std or 1.0) / (targets.std or 1.0)
+            token_rewards[last_tokens(batch.lengths)] += (rewards.mean - targets.mean) / (targets.std or 1.0)
         advantages, returns = compute_gae(
             token_rewards,
             batch.values,
@@ -132,39 +165,24 @@ class PPO(Algorithm):
             gamma=self.config.gamma,
             gae_lambda=self.config.gae_lambda,
         )
-        metrics["explained_variance"] = _explained_variance(batch.values, returns)
+        spread = float(returns.var(correction=0)) if returns.numel() > 1 else 0.0
+        unexplained = float((returns - batch.values).var(correction=0)) if spread > 0 else 0.0
+        metrics["explained_variance"] = 1.0 - unexplained / spread if spread > 0 else 0.0
         rescale = None
-        if self.config.popart and returns.numel():
-            rescale = self._move_value_unit(returns)
+        if is_popart:
+            mean, std = targets.mean, targets.std or 1.0
+            wide = returns.double()
+            targets.update(mean + std * float(wide.mean()), std**2 * float(wide.var(correction=0)))
+            new_std = targets.std or 1.0
+            rescale = std / new_std, (mean - targets.mean) / new_std
             returns = rescale[0] * returns + rescale[1]
-            metrics["value_mean"], metrics["value_scale"] = self._value_moments.mean, self._value_moments.std
+            metrics["value_mean"], metrics["value_scale"] = targets.mean, targets.std
         return Credit(
             advantages=group.whiten(advantages, floor=_ADVANTAGE_FLOOR),
             returns=returns,
             value_rescale=rescale,
             metrics=metrics,
         )
-
-    def _in_value_unit(self, token_rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Return token rewards [N] in units of the value targets; they come in units of the reward.
-
-        The first call sets the value unit to the reward's: an untrained head has nothing to preserve.
-        """
-        rewards, values = self._reward_moments, self._value_moments
-        if values.num_steps == 0:
-            values.update(rewards.mean, rewards.std**2)
-        scaled = token_rewards * ((rewards.std or 1.0) / (values.std or 1.0))
-        scaled[last_tokens(lengths)] += (rewards.mean - values.mean) / (values.std or 1.0)
-        return scaled
-
-    def _move_value_unit(self, returns: Tensor) -> tuple[float, float]:
-        """Update the moments with the targets [N]; return scale and shift from the old unit to the new."""
-        moments = self._value_moments
-        mean, std = moments.mean, moments.std or 1.0
-        wide = returns.double()
-        moments.update(mean + std * float(wide.mean()), std**2 * float(wide.var(correction=0)))
-        new = moments.std or 1.0
-        return std / new, (mean - moments.mean) / new
 
     def _whiten_rewards(self, rewards: Tensor) -> Tensor:
         """Update the running moments with this step's rewards and return the whitened rewards [B]."""
@@ -205,13 +223,4 @@ class PPO(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         self._reward_moments.load_state_dict(state["reward_moments"])
-        if "value_moments" in state:
-            self._value_moments.load_state_dict(state["value_moments"])
-
-
-def _explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return 1 - var(R - V) / var(R); 0 when the targets do not vary."""
-    if returns.numel() < 2:
-        return 0.0
-    spread = float(returns.var(correction=0))
-    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
+        self._value_moments.load_state_dict(state["value_moments"])

@@ -23,14 +23,7 @@ def check_tokens(lengths: Tensor, **tensors: Tensor | None) -> None:
 
 
 def broadcast(per_sample: Tensor, lengths: Tensor) -> Tensor:
-    """Give every token its sample's value.
-
-    Args:
-        per_sample: [B]
-        lengths: [B] int64
-
-    Returns:
-        [N]
+    """Return [N]: every token's value is that of its sample in ``per_sample`` [B].
 
     >>> broadcast(torch.tensor([5, 6, 7]), torch.tensor([2, 0, 1])).tolist()
     [5, 5, 7]
@@ -41,15 +34,9 @@ def broadcast(per_sample: Tensor, lengths: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """Sum the values of each segment; a segment without values gives 0.
+    """Return the sum of the values [N] of each segment, [num_segments]; 0 for one without values.
 
-    Args:
-        values: [N]
-        segments: [N] int64 in 0 .. num_segments - 1, in any order (tokens to samples, samples to groups)
-        num_segments: how many there are
-
-    Returns:
-        [num_segments]
+    ``segments`` [N] int64 are in 0 .. num_segments - 1, in any order (tokens to samples, samples to groups).
 
     >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3).tolist()
     [3.0, 0.0, 4.0]
@@ -58,10 +45,7 @@ def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 
 
 def segment_mean(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """Average the values of each segment; a segment without values gives 0.
-
-    Args and returns as ``segment_sum``.
-    """
+    """Return the mean of the values of each segment, as ``segment_sum``."""
     counts = torch.bincount(segments, minlength=num_segments).clamp(min=1)
     return segment_sum(values, segments, num_segments) / counts.to(values.dtype)
 
@@ -76,18 +60,10 @@ def last_tokens(lengths: Tensor) -> Tensor:
 
 
 def discounted_suffix_sum(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
-    """Return ``y_t = sum_{k >= 0} decay^k x_{t+k}`` within each sample.
+    """Return ``y_t = sum_{k >= 0} decay^k x_{t+k}`` [N] of the values [N], within each sample.
 
     Doubling scan: after the pass with stride s, ``y_t`` holds the first 2s terms; O(N log T) work
     for the longest sample T, in place of T dependent steps.
-
-    Args:
-        values: [N]
-        lengths: [B] int64
-        decay: per-token factor
-
-    Returns:
-        [N]
 
     >>> discounted_suffix_sum(torch.ones(3), torch.tensor([2, 1]), 0.5).tolist()
     [1.5, 1.0, 1.0]

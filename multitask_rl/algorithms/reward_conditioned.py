@@ -32,16 +32,16 @@ class RewardConditionedConfig(AlgorithmConfig):
 
     quantiles: Annotated[int, Range("[2, inf)")] = 5
     """K control tokens, one per quantile of reward."""
-    pool_size: int = 2048
-    """Most rollouts in the pool; the oldest are dropped first."""
+    buffer_size: int = 2048
+    """Most past rollouts in the replay buffer; the oldest are dropped first."""
     seed: int = 0
-    """Seed of the draws from the pool."""
+    """Seed of the draws from the buffer."""
 
     def __post_init__(self) -> None:
-        """Check ranges, and that every quantile can hold a rollout of the pool."""
+        """Check ranges, and that every quantile can hold a rollout of the buffer."""
         AlgorithmConfig.__post_init__(self)
-        if self.pool_size < self.quantiles:
-            raise ConfigError(f"pool_size must be >= quantiles, {self.quantiles}, got {self.pool_size!r}")
+        if self.buffer_size < self.quantiles:
+            raise ConfigError(f"buffer_size must be >= quantiles, {self.quantiles}, got {self.buffer_size!r}")
 
 
 _ROUNDING = 1e-12
@@ -75,27 +75,8 @@ def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
     return [num_quantiles - 1 if of_reward[r] == best else of_reward[r] for r in rewards]
 
 
-def _draws_per_quantile(sizes: Mapping[int, int], count: int) -> dict[int, int]:
-    """Return how many of ``count`` draws each quantile gets.
-
-    A quantile gets its share of the pool (in the paper all quantiles have one size); the top quantile gets at
-    least 1/K, so that rare successes are drawn. Equal shares for all would replay failures far above their
-    share when most responses succeed, and training would forget.
-    """
-    total, top = sum(sizes.values()), max(sizes)
-    # Ceilings in integers; a remainder goes to the best ones.
-    wanted = {top: max(-(-count * sizes[top] // total), -(-count // len(sizes)))}
-    rest = total - sizes[top]
-    left = count - wanted[top]
-    for quantile in sorted(sizes, reverse=True):
-        if quantile != top:
-            wanted[quantile] = -(-left * sizes[quantile] // rest)
-            left, rest = left - wanted[quantile], rest - sizes[quantile]
-    return wanted
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _PoolEntry:
+class _Past:
     """The part of a scored rollout that is needed to train on it again, also after a resume."""
 
     task: str
@@ -111,36 +92,15 @@ class _PoolEntry:
     policy_version: int
     sampling: dict[str, Any]
 
-    def to_scored(self) -> Scored:
-        """Return the record without texts, row and engine log-probabilities."""
-        prompt = Prompt(
-            task=self.task,
-            prompt_id=self.prompt_id,
-            draw=self.draw,
-            row={},
-            text="",
-            prompt_ids=list(self.prompt_ids),
-        )
-        rollout = Rollout(
-            prompt=prompt,
-            sample=self.sample,
-            response_ids=list(self.response_ids),
-            finish_reason=self.finish_reason,
-            policy_version=self.policy_version,
-            sampling=SamplingParams.from_json(self.sampling),
-        )
-        return Scored(rollout=rollout, reward=self.reward, cost=self.cost)
-
 
 class RewardConditioned(Algorithm):
     """Quark: sample, sort all experience into K quantiles of reward, fit each under its control token.
 
     ``L = -log pi(y_t | k, x, y_<t) + beta KL(pi(. | k, x, y_<t) || ref(. | x, y_<t))`` with the KL summed
-    over the vocabulary. The training set of a step is drawn from the pool, each quantile in proportion to its
-    size, the top one at least 1/K. Sampling conditions on the top quantile's token. No critic, ratio,
-    advantage.
+    over the vocabulary. The samples of a step are drawn from a replay buffer (the paper's pool). Sampling
+    conditions on the top quantile's token. No critic, ratio, advantage.
 
-    Deviations: the pool is bounded and drops the oldest; equal rewards share a quantile; the KL is taken
+    Deviations: the buffer is bounded and drops the oldest; equal rewards share a quantile; the KL is taken
     from the policy to the reference (the paper's has the reference first).
 
     Source: Quark (arXiv:2205.13636) sec. 2.
@@ -155,15 +115,12 @@ class RewardConditioned(Algorithm):
         super().__init__(config)
         self.num_control_tokens = self.config.quantiles
         self._control_ids: tuple[int, ...] = ()
-        self._pool: deque[_PoolEntry] = deque(maxlen=self.config.pool_size)
-        self._num_selections = 0
+        self._buffer: deque[_Past] = deque(maxlen=self.config.buffer_size)
+        self._num_draws = 0
 
     def bind(self, control_token_ids: Sequence[int]) -> None:
         """Receive the K control tokens, from the lowest quantile to the top."""
-        if (
-            len(set(control_token_ids)) != self.config.quantiles
-            or len(control_token_ids) != self.config.quantiles
-        ):
+        if not len(set(control_token_ids)) == len(control_token_ids) == self.config.quantiles:
             raise ConfigError(
                 f"reward_conditioned needs {self.config.quantiles} different control tokens (its quantiles), "
                 f"got {list(control_token_ids)!r}"
@@ -171,69 +128,84 @@ class RewardConditioned(Algorithm):
         self._control_ids = tuple(control_token_ids)
 
     def condition(self, prompt_ids: list[int], *, evaluation: bool) -> list[int]:
-        """Prepend the top token: always in evaluation; in training once the pool has rollouts."""
-        if evaluation or self._pool:
+        """Prepend the top token: always in evaluation; in training once the buffer has rollouts."""
+        if evaluation or self._buffer:
             return [self._control_id(self.config.quantiles - 1), *prompt_ids]
         return prompt_ids
 
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
-        """Add the step's rollouts to the pool and draw the same number of samples from the pool."""
-        for item in scored:
-            self._pool.append(self._pool_entry(item))
+        """Add the step's rollouts to the buffer and draw as many samples from it.
+
+        Each quantile gets its share of the buffer (in the paper all quantiles have one size); the top one
+        gets at least 1/K, so that rare successes are drawn. Equal shares for all would replay failures far
+        above their share when most responses succeed, and training would forget.
+        """
         if not scored:
             return []
-        entries = list(self._pool)
-        by_quantile: dict[int, list[_PoolEntry]] = {}
-        for entry, quantile in zip(
-            entries, quantile_of_each([e.reward for e in entries], self.config.quantiles), strict=True
-        ):
-            by_quantile.setdefault(quantile, []).append(entry)
-        return self._draw(by_quantile, len(scored), task=scored[0].rollout.task)
-
-    def _draw(
-        self, by_quantile: Mapping[int, list[_PoolEntry]], count: int, *, task: str
-    ) -> list[TrainSample]:
-        """Draw ``count`` samples: each quantile its share of the pool, the top one at least 1/K."""
-        rng = random_stream(self.config.seed, "reward_conditioned", task, self._num_selections)
-        self._num_selections += 1
-        wanted_of = _draws_per_quantile({q: len(e) for q, e in by_quantile.items()}, count)
-        samples = []
+        for item in scored:
+            rollout = item.rollout
+            prompt_ids = list(rollout.prompt.prompt_ids)
+            past = _Past(
+                task=rollout.task,
+                prompt_id=rollout.prompt.prompt_id,
+                draw=rollout.prompt.draw,
+                sample=rollout.sample,
+                prompt_ids=prompt_ids[1:] if set(prompt_ids[:1]) & set(self._control_ids) else prompt_ids,
+                response_ids=list(rollout.response_ids),
+                reward=self.outcome(item),
+                cost=item.cost,
+                finish_reason=rollout.finish_reason,
+                policy_version=rollout.policy_version,
+                sampling=dataclasses.asdict(rollout.sampling),
+            )
+            self._buffer.append(past)
+        quantiles = quantile_of_each([past.reward for past in self._buffer], self.config.quantiles)
+        by_quantile: dict[int, list[_Past]] = {}
+        for past, quantile in zip(self._buffer, quantiles, strict=True):
+            by_quantile.setdefault(quantile, []).append(past)
+        rng = random_stream(self.config.seed, "reward_conditioned", scored[0].rollout.task, self._num_draws)
+        self._num_draws += 1
+        samples: list[TrainSample] = []
+        # ceilings in integers, the best quantile first; a remainder goes to the best ones
+        left, rest = len(scored), len(self._buffer)
         for quantile in sorted(by_quantile, reverse=True):
-            entries, wanted = by_quantile[quantile], wanted_of[quantile]
-            # Whole rounds over a quantile that is too small, then a draw without replacement.
-            rounds, rest = divmod(wanted, len(entries))
-            chosen = entries * rounds + rng.sample(entries, rest)
-            samples += [self._train_sample(entry, quantile) for entry in chosen]
+            own = by_quantile[quantile]
+            wanted = -(-left * len(own) // rest)
+            if not samples:
+                wanted = max(wanted, -(-left // len(by_quantile)))
+            left, rest = left - wanted, rest - len(own)
+            # whole rounds over a quantile that is too small, then a draw without replacement
+            rounds, remainder = divmod(wanted, len(own))
+            chosen = own * rounds + rng.sample(own, remainder)
+            samples += [self._as_sample(past, quantile) for past in chosen]
         rng.shuffle(samples)
         return samples
 
-    def _train_sample(self, entry: _PoolEntry, quantile: int) -> TrainSample:
-        return TrainSample(
-            scored=entry.to_scored(),
-            prompt_ids=[self._control_id(quantile), *entry.prompt_ids],
-            response_ids=list(entry.response_ids),
-            rollout_logprobs=[],
-            reward=entry.reward,
-            ref_prompt_ids=list(entry.prompt_ids),
+    def _as_sample(self, past: _Past, quantile: int) -> TrainSample:
+        """Return the sample under its control token, without texts, row and engine log-probabilities."""
+        prompt = Prompt(
+            task=past.task,
+            prompt_id=past.prompt_id,
+            draw=past.draw,
+            row={},
+            text="",
+            prompt_ids=list(past.prompt_ids),
         )
-
-    def _pool_entry(self, item: Scored) -> _PoolEntry:
-        rollout = item.rollout
-        prompt_ids = list(rollout.prompt.prompt_ids)
-        if prompt_ids and prompt_ids[0] in self._control_ids:
-            prompt_ids = prompt_ids[1:]
-        return _PoolEntry(
-            task=rollout.task,
-            prompt_id=rollout.prompt.prompt_id,
-            draw=rollout.prompt.draw,
-            sample=rollout.sample,
-            prompt_ids=prompt_ids,
-            response_ids=list(rollout.response_ids),
-            reward=self.outcome(item),
-            cost=item.cost,
-            finish_reason=rollout.finish_reason,
-            policy_version=rollout.policy_version,
-            sampling=dataclasses.asdict(rollout.sampling),
+        rollout = Rollout(
+            prompt=prompt,
+            sample=past.sample,
+            response_ids=list(past.response_ids),
+            finish_reason=past.finish_reason,
+            policy_version=past.policy_version,
+            sampling=SamplingParams.from_json(past.sampling),
+        )
+        return TrainSample(
+            scored=Scored(rollout=rollout, reward=past.reward, cost=past.cost),
+            prompt_ids=[self._control_id(quantile), *past.prompt_ids],
+            response_ids=list(past.response_ids),
+            rollout_logprobs=[],
+            reward=past.reward,
+            ref_prompt_ids=list(past.prompt_ids),
         )
 
     def _control_id(self, quantile: int) -> int:
@@ -243,10 +215,10 @@ class RewardConditioned(Algorithm):
 
     def credit(self, batch: CreditBatch) -> Credit:
         """Return ones: every token of a drawn sample counts alike."""
-        metrics = {"pool_size": float(len(self._pool))}
-        if self._pool:
-            metrics["pool_reward_max"] = max(entry.reward for entry in self._pool)
-            metrics["pool_reward_mean"] = sum(entry.reward for entry in self._pool) / len(self._pool)
+        metrics = {"buffer_size": float(len(self._buffer))}
+        if self._buffer:
+            metrics["buffer_reward_max"] = max(entry.reward for entry in self._buffer)
+            metrics["buffer_reward_mean"] = sum(entry.reward for entry in self._buffer) / len(self._buffer)
         ones = torch.ones(int(batch.lengths.sum()), dtype=batch.rewards.dtype, device=batch.rewards.device)
         return Credit(advantages=ones, metrics=metrics)
 
@@ -266,13 +238,13 @@ class RewardConditioned(Algorithm):
         return LossOutput(loss=loss, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The pool and the count of draws, JSON-able."""
+        """Return the state, JSON-able."""
         return {
-            "num_selections": self._num_selections,
-            "pool": [dataclasses.asdict(entry) for entry in self._pool],
+            "num_draws": self._num_draws,
+            "buffer": [dataclasses.asdict(entry) for entry in self._buffer],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self._num_selections = int(state["num_selections"])
-        self._pool = deque((_PoolEntry(**entry) for entry in state["pool"]), maxlen=self.config.pool_size)
+        self._num_draws = int(state["num_draws"])
+        self._buffer = deque((_Past(**entry) for entry in state["buffer"]), maxlen=self.config.buffer_size)

@@ -36,4 +36,4 @@ class RLOO(GRPO):
 
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
         """Return values [B] minus the mean of the others in their group."""
-        return group.centre_leave_one_out(values, batch.groups)
+        return group.centre(values, batch.groups, leave_one_out=True)

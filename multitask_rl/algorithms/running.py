@@ -1,8 +1,7 @@
 """Running statistics of one task's rewards, which make tasks of different reward scales comparable.
 
 Averages are exponential over steps and bias-corrected (the first step counts fully). Every statistic is
-exactly
-equivariant: rewards times 100 plus 7 give 100 times the scale from the first step on.
+exactly equivariant: rewards times 100 plus 7 give 100 times the scale from the first step on.
 """
 
 from __future__ import annotations

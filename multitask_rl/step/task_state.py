@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +24,6 @@ from multitask_rl.training.credit import LearnerTask
 
 logger = logging.getLogger(__name__)
 
-_REPORTED_RATIO = math.log(1.25)
 """An adaptive coefficient moves every step; an event is made when it has moved by a quarter."""
 
 __all__ = ["TaskState", "build_task_states", "draw_prompts", "render_rows", "suppress_control_tokens"]
@@ -51,8 +49,6 @@ class TaskState:
     """Held-out rows, always the same ones in the same order."""
     max_prompt_tokens: int = 0
     """0 = no limit."""
-    kl_reported: float = 1.0
-    """Coefficient of the last event."""
     warnings: list[str] = field(default_factory=list)
     """Of the step, for its events."""
     num_overlong: int = 0
@@ -68,7 +64,6 @@ class TaskState:
             "type": self.spec.type,
             "algorithm": self.algorithm.state_dict(),
             "kl": self.kl.state_dict(),
-            "kl_reported": self.kl_reported,
             "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
@@ -84,9 +79,7 @@ class TaskState:
             logger.warning("task %r was of type %s: its %s starts fresh", name, kind, self.spec.type)
         self.kl.load_state_dict(state["kl"])
         beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
-        if beta == saved:
-            self.kl_reported = state.get("kl_reported", self.kl_reported)
-        else:
+        if beta != saved:
             logger.warning("task %r: kl.coefficient goes on with %g, it was %g", name, beta, saved)
         for constraint, multiplier in self.multipliers.items():
             if constraint in state.get("multipliers", {}):
@@ -103,15 +96,7 @@ class TaskState:
         events = [Event(step=step, source="rewards", kind="warn", reason=w, task=name) for w in self.warnings]
         self.warnings.clear()
         if "kl" in stats.metrics:
-            change = self.kl.update(stats.metrics["kl"])
-            if change is not None and abs(math.log(change.new / self.kl_reported)) > _REPORTED_RATIO:
-                self.kl_reported = change.new
-                data = {"from": change.old, "to": change.new, "observed": change.observed}
-                events.append(
-                    Event(
-                        step=step, source="kl", kind="coefficient", reason=change.reason, task=name, data=data
-                    )
-                )
+            events += [replace(event, task=name) for event in self.kl.update(stats.metrics["kl"], step)]
         for constraint, multiplier in self.multipliers.items():
             if (cost := stats.metrics.get(f"cost/{constraint}")) is not None:
                 for event in multiplier.update(cost, step):
@@ -169,7 +154,6 @@ def build_task_states(
             group_size=spec.group_size or config.batch.group_size,
             kl=KLController(spec.kl),
             learner=LearnerTask(spec=spec, algorithm=algorithm),
-            kl_reported=spec.kl.coefficient or 1.0,
             multipliers={
                 c.name or c.plugin: LagrangeMultiplier(limit=c.limit or 0.0, config=c.multiplier)
                 for c in spec.constraints

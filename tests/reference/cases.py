@@ -251,5 +251,5 @@ def _config(rng: random.Random, kind: str, staleness: int) -> dict[str, Any]:
     maybe("popart", True)
     maybe("popart_rate", 0.3)
     maybe("quantiles", 2, 3)
-    maybe("pool_size", 6, 20)
+    maybe("buffer_size", 6, 20)
     return config

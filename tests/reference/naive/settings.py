@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "popart": False,
         "popart_rate": 3e-4,
     },
-    "reward_conditioned": _BASE | {"quantiles": 5, "pool_size": 2048},
+    "reward_conditioned": _BASE | {"quantiles": 5, "buffer_size": 2048},
 }
 """Configuration of every algorithm, as its page says."""
 

@@ -52,7 +52,7 @@ class Given:
     """Number of held-out prompts of each task."""
     held_out_sampler: Sampler | None = None
     replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
-    """task -> what chance drew from its pool in this step: draw and sample, quantile."""
+    """task -> what chance drew from its buffer in this step: draw and sample, quantile."""
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,7 @@ class Run:
         self.ahead: deque[Batch] = deque()
         self.late: list[tuple[int, list[Attempt]]] = []
         """Step at which it is scored, group."""
-        self.pools: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
+        self.buffers: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
         self.reference = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
         self.margins: list[float] = []
         self.guard = Guard([t.name for t in self.settings.tasks] + self.settings.watched)
@@ -139,7 +139,7 @@ class Run:
                 number = self.draws[task.name]
                 self.draws[task.name] += 1
                 control = []
-                if task.type == "reward_conditioned" and self.pools[task.name]:
+                if task.type == "reward_conditioned" and self.buffers[task.name]:
                     control = [self.settings.first_control_token + task.config["quantiles"] - 1]
                 found += run_prompt(
                     task,
@@ -257,15 +257,15 @@ class Run:
         return rewards + [(-c.weight, math.nan) for c in task.constraints if c.mode == "penalty" and c.weight]
 
     def replayed(self, name: str, own: Sequence[Attempt]) -> list[tuple[Attempt, int]]:
-        """Samples drawn from the pool; what chance drew is given, and has to be a possible draw."""
-        task, pool = self.settings[name], self.pools[name]
-        pool += own
-        del pool[: -task.config["pool_size"]]
+        """Samples drawn from the buffer; what chance drew is given, and has to be a possible draw."""
+        task, buffer = self.settings[name], self.buffers[name]
+        buffer += own
+        del buffer[: -task.config["buffer_size"]]
         if not own:
             return []
-        by_name = {(a.draw, a.index): a for a in pool}
+        by_name = {(a.draw, a.index): a for a in buffer}
         chosen = [(by_name[which], quantile) for which, quantile in self.given.replay(name)]
-        check_draws(task, pool, chosen, len(own))
+        check_draws(task, buffer, chosen, len(own))
         return chosen
 
     def look(self, samples: Sequence[Sample]) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multitask_rl.algorithms.gae import compute_gae
+from multitask_rl.algorithms.ppo import compute_gae
 
 REWARDS = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
 VALUES = torch.tensor([0.5, 0.4, 0.6, 0.7], dtype=torch.float64)

@@ -26,7 +26,7 @@ def test_golden_grpo(ddof, levels):
 
 def test_golden_centring_and_leave_one_out():
     assert _levels(group.centre(REWARDS, GROUP)) == pytest.approx([-0.375, 0.625], abs=1e-12)
-    loo = group.centre_leave_one_out(REWARDS, GROUP)
+    loo = group.centre(REWARDS, GROUP, leave_one_out=True)
     assert _levels(loo) == pytest.approx([-0.428571, 0.714286], abs=1e-6)
     others = [(REWARDS.sum() - r) / 7 for r in REWARDS]
     torch.testing.assert_close(loo, REWARDS - torch.stack(others))
@@ -116,7 +116,7 @@ def test_equal_rewards_are_exactly_zero_whatever_their_value():
     rewards = torch.full((7,), 0.1, dtype=torch.float64)
     groups = torch.zeros(7, dtype=torch.int64)
     assert (group.centre(rewards, groups) == 0).all()
-    assert (group.centre_leave_one_out(rewards, groups) == 0).all()
+    assert (group.centre(rewards, groups, leave_one_out=True) == 0).all()
     assert (group.centre_length_weighted(rewards, groups, torch.arange(1, 8)) == 0).all()
     assert (group.whiten(rewards) == 0).all()
     assert group.mean_square_deviation(group.centre(rewards, groups), groups) == 0.0

@@ -79,45 +79,46 @@ def test_unknown_estimator_and_missing_reference_are_refused():
 
 def test_fixed_coefficient_never_moves():
     controller = KLController(KLSpec(coefficient=0.1))
-    assert controller.update(1000.0) is None
+    assert controller.update(1000.0, 0) == []
     assert controller.coefficient == 0.1
 
 
 def test_adaptive_coefficient_follows_the_formula():
     controller = KLController(KLSpec(coefficient=0.1, target=5.0, horizon=10.0))
-    change = controller.update(5.5)
+    assert controller.update(5.5, 0) == []
     assert controller.coefficient == pytest.approx(0.1 * (1 + 0.1 / 10))
-    assert (change.old, change.new) == (0.1, controller.coefficient)
-    assert "above the target" in change.reason
-    controller.update(1e9)  # the error is clipped to 0.2
-    assert controller.coefficient == pytest.approx(0.1 * 1.01 * 1.02)
-    assert controller.update(5.0) is None
-    assert controller.update(math.nan) is None
+    controller.update(1e9, 1)  # the error is clipped to 0.2
+    assert controller.coefficient == pytest.approx(before := 0.1 * 1.01 * 1.02)
+    controller.update(5.0, 2)
+    controller.update(math.nan, 3)
+    assert controller.coefficient == pytest.approx(before)
 
 
-def test_several_steps_at_once_compound_and_never_turn_negative():
-    once, many = (KLController(KLSpec(coefficient=0.1, target=5.0, horizon=1.0)) for _ in range(2))
-    for _ in range(20):
-        once.update(0.0)
-    many.update(0.0, num_steps=20)
-    assert many.coefficient == pytest.approx(once.coefficient)
-    assert many.coefficient > 0
+def test_a_move_by_a_quarter_is_an_event_and_the_coefficient_stays_positive():
+    controller = KLController(KLSpec(coefficient=0.1, target=5.0, horizon=1.0))
+    events = [event for step in range(20) for event in controller.update(0.0, step)]
+    assert events[0].step == 1
+    assert events[0].data["from"] == 0.1
+    assert events[0].data["to"] == pytest.approx(0.064)
+    assert "below the target 5: coefficient 0.1 -> 0.064" in events[0].reason
+    assert events[1].data["from"] == events[0].data["to"]
+    assert controller.coefficient > 0
 
 
 def test_controller_brings_a_responding_system_to_its_target():
     controller = KLController(KLSpec(coefficient=0.01, target=4.0, horizon=20.0))
     for _ in range(2000):
-        controller.update(0.4 / controller.coefficient)
+        controller.update(0.4 / controller.coefficient, 0)
     assert 0.4 / controller.coefficient == pytest.approx(4.0, rel=1e-3)
 
 
 def test_controller_state_round_trip_continues_identically():
     spec = KLSpec(coefficient=0.1, target=5.0)
     first, second = KLController(spec), KLController(spec)
-    first.update(9.0, num_steps=3)
+    first.update(9.0, 0)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    first.update(2.0)
-    second.update(2.0)
+    first.update(2.0, 1)
+    second.update(2.0, 1)
     assert first.coefficient == second.coefficient
 
 
@@ -132,7 +133,7 @@ def test_controller_state_round_trip_continues_identically():
 )
 def test_a_coefficient_that_was_configured_anew_is_the_one_that_counts(before, after):
     first, second = KLController(before), KLController(after)
-    first.update(9.0)
+    first.update(9.0, 0)
     second.load_state_dict(first.state_dict())
     assert second.coefficient == after.coefficient
 

@@ -5,8 +5,7 @@ import torch
 
 from algorithm_builders import credit_batch
 from multitask_rl.algorithms.base import TokenBatch
-from multitask_rl.algorithms.gae import compute_gae
-from multitask_rl.algorithms.ppo import PPO, PPOConfig, clipped_value_loss
+from multitask_rl.algorithms.ppo import PPO, PPOConfig, clipped_value_loss, compute_gae
 from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.errors import ConfigError
 

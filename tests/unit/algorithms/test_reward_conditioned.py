@@ -102,14 +102,14 @@ def test_rare_successes_are_drawn_far_above_their_share():
     assert set(Counter(s.scored.rollout.sample for s in tops).values()) == {10}
 
 
-def test_pool_remembers_earlier_steps_and_forgets_the_oldest():
-    algorithm = _build(pool_size=4)
+def test_the_buffer_remembers_earlier_steps_and_forgets_the_oldest():
+    algorithm = _build(buffer_size=4)
     algorithm.select(_step([9.0, 9.0, 9.0, 9.0]))
     samples = algorithm.select(_step([0.0, 1.0]))
     assert len(samples) == 2
-    assert algorithm.credit(credit_batch([0.0])).metrics["pool_reward_mean"] == pytest.approx(19.0 / 4)
+    assert algorithm.credit(credit_batch([0.0])).metrics["buffer_reward_mean"] == pytest.approx(19.0 / 4)
     algorithm.select(_step([0.0, 1.0]))
-    assert algorithm.credit(credit_batch([0.0])).metrics["pool_reward_max"] == 1.0
+    assert algorithm.credit(credit_batch([0.0])).metrics["buffer_reward_max"] == 1.0
 
 
 def test_stop_and_resume_equals_the_uninterrupted_run():
@@ -197,5 +197,5 @@ def test_missing_kl_wrong_tokens_and_bad_settings_are_named():
         RewardConditioned(RewardConditionedConfig()).condition([1], evaluation=True)
     with pytest.raises(ConfigError, match="quantiles"):
         RewardConditionedConfig(quantiles=1)
-    with pytest.raises(ConfigError, match="pool_size"):
-        RewardConditionedConfig(pool_size=2)
+    with pytest.raises(ConfigError, match="buffer_size"):
+        RewardConditionedConfig(buffer_size=2)

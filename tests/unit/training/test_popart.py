@@ -125,18 +125,13 @@ def test_reward_times_100_plus_7_leaves_every_policy_update_as_it_was(kl) -> Non
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_state_round_trip_continues_identically_and_old_states_load() -> None:
+def test_state_round_trip_continues_identically() -> None:
     first = Bench(rate=0.1)
     for update in range(3):
         first.step(drift=float(update))
     second = PPO(PPOConfig(popart=True, popart_rate=0.1))
     second.load_state_dict(json.loads(json.dumps(first.algorithms["a"].state_dict())))
     assert second.state_dict() == first.algorithms["a"].state_dict()
-    before_popart = {"reward_moments": first.algorithms["a"].state_dict()["reward_moments"]}
-    fresh = PPO(PPOConfig(popart=True))
-    untouched = fresh.state_dict()["value_moments"]
-    fresh.load_state_dict(before_popart)
-    assert fresh.state_dict()["value_moments"] == untouched
 
 
 def test_off_it_rescales_nothing() -> None:
