@@ -79,10 +79,9 @@ class Passes:
         sampling: list[SamplingParams],
         *,
         mask: TokenMask | None,
-        pad_token_id: int,
         **wants: bool,
     ) -> TokenOutputs:
-        """Return ``forward_tokens`` of the whole micro-batch; ``pad_token_id`` is any id."""
+        """Return ``forward_tokens`` of the whole micro-batch."""
         return forward_tokens(model, batch, sampling, mask=mask, **wants)
 
 
@@ -259,8 +258,7 @@ class ModelRunner:
         if any(grammars):
             masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
             mask = masks.to(batch.targets.device)
-        pad = self.actor.pad_token_id
-        return self.passes.forward(model, batch, sampling, mask=mask, pad_token_id=pad, **wants)
+        return self.passes.forward(model, batch, sampling, mask=mask, **wants)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(

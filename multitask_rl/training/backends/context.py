@@ -1,8 +1,8 @@
-"""Context parallelism: the ranks of a context group hold each sequence in parts.
+"""Context parallelism: each rank of a context group holds a part of every sequence.
 
-Everything but attention looks at single positions; ``attention/context.py`` says how sequences are cut and
-how attention puts the parts together. Each rank scores its own response tokens. The scores are then gathered,
-so every rank of the group computes the same loss, and takes from it the gradient of its own tokens.
+``attention/context.py`` says how sequences are cut and how attention combines the parts; other layers work on
+single positions. Each rank scores its own response tokens. The scores are gathered: every rank of the group
+computes the same loss and takes the gradient of its own tokens.
 
 Axes: ``B`` samples, ``N`` response tokens.
 """
@@ -33,23 +33,23 @@ __all__ = ["ContextPasses", "check_model", "cut_sequences"]
 
 @dataclass(kw_only=True, slots=True)
 class Part:
-    """What one rank computes of a micro-batch."""
+    """One rank's part of a micro-batch."""
 
     batch: MicroBatch
     """Its own positions and response tokens."""
     tokens: Tensor
-    """[own N] which of the micro-batch's response tokens they are."""
+    """[own N] indices of these tokens among the micro-batch's response tokens."""
     most: int
-    """The most response tokens that a rank has."""
+    """The largest number of response tokens of a rank."""
     place: Tensor
-    """[N] where each token is among the gathered [C * most]."""
+    """[N] index of each token among the gathered [C * most]."""
 
 
-def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int) -> Part:
+def cut_sequences(batch: MicroBatch, index: int, number: int) -> Part:
     """Return part ``index`` of ``number`` of a ``bucketed`` micro-batch."""
     rows, width = batch.input_ids.shape
     piece = -(-width // (2 * number))
-    whole = pad(batch.input_ids, (0, 2 * number * piece - width), value=pad_token_id)
+    whole = pad(batch.input_ids, (0, 2 * number * piece - width))
     device = whole.device
     pieces = torch.arange(2 * number, device=device)
     owner_of_piece = torch.minimum(pieces, 2 * number - 1 - pieces)
@@ -65,7 +65,7 @@ def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int)
     part = replace(
         batch,
         input_ids=whole[:, columns],
-        # padding stays within the positions that a model may have learnt
+        # a model may have learnt no positions beyond ``width``
         position_ids=columns.clamp(max=width - 1).expand(rows, -1),
         row=batch.row[tokens],
         column=local[batch.column[tokens]],
@@ -77,13 +77,7 @@ def cut_sequences(batch: MicroBatch, index: int, number: int, pad_token_id: int)
 
 
 class ContextPasses(Passes):
-    """Passes of sequences of which every rank of a context group computes a part.
-
-    Every rank of the group makes the same calls, with the same samples.
-
-    Args:
-        ranks: all of them.
-    """
+    """Passes over parts of sequences; every rank of a context group makes the same calls."""
 
     layout = "bucketed"
 
@@ -93,7 +87,7 @@ class ContextPasses(Passes):
     def attention(self, models: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Return the context in which ``models`` attend over the parts of all ranks of the group."""
         for model in models:
-            split_head(model)  # tried once, by forwards in which the other ranks take no part
+            split_head(model)  # the trial makes forwards without the other ranks
         return use_attention(models, CONTEXT, peers=self._ranks)
 
     def forward(
@@ -103,12 +97,11 @@ class ContextPasses(Passes):
         sampling: list[SamplingParams],
         *,
         mask: TokenMask | None,
-        pad_token_id: int,
         **wants: bool,
     ) -> TokenOutputs:
-        """Return what ``forward_tokens`` returns; call it, and the backward pass, under ``attention``."""
+        """Return ``forward_tokens`` of the whole micro-batch; needs the context ``attention``."""
         ranks = self._ranks
-        part = cut_sequences(batch, ranks.peer_index, ranks.context, pad_token_id)
+        part = cut_sequences(batch, ranks.peer_index, ranks.context)
         own_mask = None if mask is None else mask.select(part.tokens, len(batch.targets))
         out = forward_tokens(model, part.batch, sampling, mask=own_mask, **wants)
 
@@ -127,7 +120,7 @@ class ContextPasses(Passes):
 
 
 class _Gather(torch.autograd.Function):
-    """[N, ...] -> [C, N, ...]. All ranks go on to the same loss: each takes the gradient of its own part."""
+    """[N, ...] -> [C, N, ...]. All ranks compute the same loss; each takes the gradient of its own part."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: Ranks) -> Tensor:
@@ -140,29 +133,28 @@ class _Gather(torch.autograd.Function):
 
 
 @torch.no_grad()
-def check_model(ranks: Ranks, model: Any, pad_token_id: int) -> None:
-    """Compare ``model`` in parts with ``model`` whole on a few tokens; every rank of the group calls this.
+def check_model(ranks: Ranks, model: Any) -> None:
+    """Compare ``model`` in parts and whole on a few tokens; every rank of the group calls this.
 
     Raises:
-        ConfigError: they differ: a window, another state than keys and values (Mamba), capped scores, or
-            attention that does not go through ``transformers``' interface.
+        ConfigError: they differ: windows, another state than keys and values (Mamba), capped scores, or
+            attention that does not go through the interface of ``transformers``.
     """
     passes, size = ContextPasses(ranks), int(model.config.get_text_config().vocab_size)
     problem = "it attends through windows" if has_windows(model) else ""
     prompts = [[(7 * i + 3 * row) % size for i in range(11 - row)] for row in range(2)]
     responses = [[(5 * i + row) % size for i in range(6 + row)] for row in range(2)]
-    sampling = [SamplingParams()] * 2
-    # two ragged samples; one with a single token, so that some rank has none
+    # two ragged samples; one sample with a single token, so that some rank has none
     for numbers, answers in (([0, 1], responses), ([0], [responses[0][:1]])):
         if problem:
             break
-        batch = make_microbatch(numbers, prompts, answers, layout="bucketed", pad_token_id=pad_token_id)
+        batch = make_microbatch(numbers, prompts, answers, layout="bucketed", pad_token_id=0)
         batch = batch.to(next(model.parameters()).device)
-        own = sampling[: len(numbers)]
+        sampling = [SamplingParams()] * len(numbers)
         try:
             with passes.attention([model]):
-                found = passes.forward(model, batch, own, mask=None, pad_token_id=pad_token_id)
-            whole = forward_tokens(model, batch, own)
+                found = passes.forward(model, batch, sampling, mask=None)
+            whole = forward_tokens(model, batch, sampling)
         except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
             problem = str(error)
         else:

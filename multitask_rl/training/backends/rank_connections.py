@@ -19,7 +19,6 @@ from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, TrainingError
 from multitask_rl.training.backend import Span
 from multitask_rl.training.backends.ranks import Ranks, Traffic
-from multitask_rl.training.backends.replica import Done
 
 __all__ = ["Helper", "Launch", "RankCalls", "RankConnections"]
 
@@ -297,12 +296,12 @@ class RankCalls:
                 # a collective broke: the error of a rank that failed or died says why
                 self._connections.collect("done", method.__name__, until=time.monotonic() + 5.0)
                 raise
-            answers: dict[int, Done] = self._connections.collect("done", method.__name__)
+            answers = self._connections.collect("done", method.__name__)
         traffic, self._ranks.traffic = self._ranks.traffic, Traffic()
         self._add("communication_s", traffic.seconds)
-        for sent in [traffic, *(answer.traffic for answer in answers.values())]:
+        for sent in [traffic, *(sent for _, sent in answers.values())]:
             self._add("sent_mb", sent.num_bytes / 2**20)
-        return result, [answers[rank].result for rank in sorted(answers)]
+        return result, [answers[rank][0] for rank in sorted(answers)]
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

@@ -142,8 +142,7 @@ class RankGroup(TrainingBackend):
             main.optimizer.share_out(self._state)
             if context > 1:
                 runner.passes = ContextPasses(self._ranks)
-                model, pad = runner.actor.model, runner.actor.pad_token_id
-                self._calls.call(Replica.check, {}, lambda: check_model(self._ranks, model, pad))
+                self._calls.call(Replica.check, {}, lambda: check_model(self._ranks, runner.actor.model))
         except BaseException:
             self.close()
             raise

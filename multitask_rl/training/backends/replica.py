@@ -45,7 +45,7 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = ["Described", "Done", "Replica", "Setup", "describe", "main", "register_outputs", "serve"]
+__all__ = ["Described", "Replica", "Setup", "describe", "main", "register_outputs", "serve"]
 
 Described = tuple[str, torch.Size, torch.dtype]
 """Name, shape and type of a tensor."""
@@ -64,14 +64,6 @@ class Setup:
     num_threads: int
     frozen: bytes
     """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """The answer to a call."""
-
-    result: Any
-    traffic: Traffic
 
 
 def main() -> None:
@@ -108,7 +100,7 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
                 method, arguments = channel.receive()
                 result = method(replica, *arguments)
                 traffic, replica.ranks.traffic = replica.ranks.traffic, Traffic()
-                channel.send(("done", Done(result=result, traffic=traffic)))
+                channel.send(("done", (result, traffic)))
         except (EOFError, ConnectionError):
             raise
         except MultitaskRLError as error:
@@ -225,8 +217,7 @@ class Replica:
 
     def check(self) -> None:
         """Take part in rank 0's ``check_model``."""
-        actor = self._own.runner.actor
-        check_model(self.ranks, actor.model, actor.pad_token_id)
+        check_model(self.ranks, self._own.runner.actor.model)
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool

@@ -400,8 +400,7 @@ def probe(model: Any, passes: Passes) -> Tensor:
     batch = batch.to(next(model.parameters()).device)
     try:
         with evaluating(model):
-            out = passes.forward(model, batch, [SamplingParams()], mask=None, pad_token_id=0)
-            return out.logprobs.clone()
+            return passes.forward(model, batch, [SamplingParams()], mask=None).logprobs.clone()
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"device_map.actor=... sharded: {type(model).__name__} cannot be computed in parts: {error}"

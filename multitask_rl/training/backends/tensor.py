@@ -1,10 +1,8 @@
-"""Tensor parallelism: ranks that compute every layer together, each with some of its heads and columns.
+"""Tensor parallelism: ranks compute every layer together, each with some of its heads and columns.
 
-Which layers are cut, and how, is what ``transformers`` says of the architecture (``_tp_plan``). Embeddings,
-norms and the output head are whole on every peer. Parts are plain parameters, for FSDP to cut further over
-the ranks with other samples.
-
-Between the cuts every peer has all hidden states and goes on to the same loss.
+``transformers`` says for each architecture how layers are cut (``_tp_plan``). Embeddings, norms and the
+output head are whole on every peer. Between the cuts every peer has all hidden states, and all compute the
+same loss.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -13,8 +11,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,24 +30,24 @@ _OUT = ("colwise", "colwise_gather_output")
 _IN = ("rowwise", "rowwise_split_input")
 """Cut by inputs: dimension 1; the sum over the peers is the output."""
 _PARTIAL = "replicated_with_grad_allreduce"
-"""Whole, and applied to some of the heads: its gradient is a sum over the peers."""
+"""Whole, but applied to this peer's heads only: the gradient is the sum over the peers."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ShardSpec:
-    """What this rank has of the parameters, by name."""
+    """Cuts of tensor parallelism, by name of the parameter."""
 
     dims: dict[str, int] = field(default_factory=dict)
-    """Dimension of those that are cut."""
+    """Cut parameter -> dimension of the cut."""
     partial: set[str] = field(default_factory=set)
-    """Whole ones whose gradients are to be summed over the peers."""
+    """Whole parameters whose gradient is the sum over the peers."""
 
 
 def plan_layers(model: Any) -> dict[str, str]:
-    """Return how layers of ``model`` are cut: names of modules -> style.
+    """Return how layers of ``model`` are cut: name of the module -> style.
 
     Raises:
-        ConfigError: transformers has no plan, or layers are of a kind that is not cut here.
+        ConfigError: transformers has no plan, or the kind of a layer cannot be cut here.
     """
     base = _base(model)
     plan: Mapping[str, str] = getattr(base, "_tp_plan", None) or {}
@@ -79,7 +78,7 @@ def check_layers(model: Any, number: int) -> None:
     """Refuse a model whose layers cannot be cut into ``number`` equal parts.
 
     Raises:
-        ConfigError: see ``plan_layers``; heads or columns do not divide.
+        ConfigError: see ``plan_layers``; or ``number`` does not divide its heads or columns.
     """
     base, styles = _base(model), plan_layers(model)
     config = base.config.get_text_config()
@@ -98,41 +97,60 @@ def check_layers(model: Any, number: int) -> None:
 
 
 def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
-    """Leave this rank its part of the layers of ``model``, in place.
+    """Cut the layers of ``model`` to this rank's part, in place.
 
     Args:
         model: passed ``check_layers``; adapted or not.
-        ranks: all of them; the peers share the layers.
+        ranks: all ranks; the peers share the layers.
     """
     base, styles = _base(model), plan_layers(model)
-    kept: dict[int, int] = {}
-    partial: set[int] = set()
+    dims: dict[int, int] = {}
+    summed: set[int] = set()
     entrances: dict[str, _Entrance] = {}
+    gather: Any = _Gather.apply
+    own_slice: Any = _Slice.apply
+
+    def cut(module: Any, name: str, dim: int) -> None:
+        whole = getattr(module, name)
+        own = whole.detach().chunk(ranks.tensor, dim)[ranks.peer_index].contiguous().clone()
+        parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
+        setattr(module, name, parameter)
+        dims[id(parameter)] = dim
+
     for name, style in styles.items():
         module = base.get_submodule(name)
         if style == _PARTIAL:
-            partial.update(id(p) for p in module.parameters())
+            summed.update(id(p) for p in module.parameters())
             continue
+        layer = getattr(module, "base_layer", module)
         dim = 0 if style in _OUT else 1
-        for part in _cut_module(module, dim, ranks):
-            if part.dim is None:
-                partial.add(id(part.parameter))
-            else:
-                kept[id(part.parameter)] = part.dim
+        cut(layer, "weight", dim)
+        if layer is not module:
+            # one factor of an adapter is cut; the whole one meets values that only this rank has
+            down, up = module.lora_A.values(), module.lora_B.values()
+            for cut_factor, whole_factor in zip(*((up, down) if dim == 0 else (down, up)), strict=True):
+                cut(cut_factor, "weight", dim)
+                summed.add(id(whole_factor.weight))
         if dim == 0:
+            if layer.bias is not None:
+                cut(layer, "bias", 0)
+            layer.out_features //= ranks.tensor
             entrance = entrances.setdefault(name.rpartition(".")[0], _Entrance(ranks))
             entrance.num_layers += 1
             module.register_forward_pre_hook(entrance)
             if style == "colwise_gather_output":
-                module.register_forward_hook(_on_output(_Gather, ranks))
-        else:
-            if style == "rowwise_split_input":
-                module.register_forward_pre_hook(_on_input(_Slice, ranks))
-            module.register_forward_hook(_sum_output(getattr(module, "base_layer", module), ranks))
+                module.register_forward_hook(lambda _module, _given, out: gather(out, ranks))
+            continue
+        layer.in_features //= ranks.tensor
+        if style == "rowwise_split_input":
+            module.register_forward_pre_hook(lambda _module, given: (own_slice(given[0], ranks),))
+        own = weakref.ref(layer)  # a model that holds itself is freed late
+        layer.forward = partial(_without_bias, own)
+        module.register_forward_hook(partial(_sum_and_add_bias, own, ranks))
     named = {name: id(p) for name, p in model.named_parameters()}
     return ShardSpec(
-        dims={name: kept[place] for name, place in named.items() if place in kept},
-        partial={name for name, place in named.items() if place in partial},
+        dims={name: dims[place] for name, place in named.items() if place in dims},
+        partial={name for name, place in named.items() if place in summed},
     )
 
 
@@ -141,78 +159,20 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-@dataclass(kw_only=True, slots=True)
-class _Part:
-    parameter: nn.Parameter
-    dim: int | None
-    """None: whole, with a partial gradient."""
+def _without_bias(layer: Any, given: Tensor) -> Tensor:
+    return linear(given, layer().weight)
 
 
-def _cut_module(module: Any, dim: int, ranks: Ranks) -> Iterator[_Part]:
-    """Cut a linear layer, with adapters or without, and yield what its parameters now are."""
-    layer = getattr(module, "base_layer", module)
-    yield _cut(layer, "weight", dim, ranks)
-    if dim == 0 and layer.bias is not None:
-        yield _cut(layer, "bias", 0, ranks)
-    if dim == 0:
-        layer.out_features //= ranks.tensor
-    else:
-        layer.in_features //= ranks.tensor
-        layer.forward = _without_bias(layer)  # added once, to the sum
-    if layer is module:
-        return
-    # of the two factors of an adapter one is cut; the whole one meets what only this rank has
-    for cut, whole in zip(*_factors(module, dim), strict=True):
-        yield _cut(cut, "weight", dim, ranks)
-        yield _Part(parameter=whole.weight, dim=None)
-
-
-def _factors(module: Any, dim: int) -> tuple[list[Any], list[Any]]:
-    down, up = list(module.lora_A.values()), list(module.lora_B.values())
-    return (up, down) if dim == 0 else (down, up)
-
-
-def _cut(module: Any, name: str, dim: int, ranks: Ranks) -> _Part:
-    whole = getattr(module, name)
-    own = whole.detach().chunk(ranks.tensor, dim)[ranks.peer_index].contiguous().clone()
-    parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
-    setattr(module, name, parameter)
-    return _Part(parameter=parameter, dim=dim)
-
-
-def _without_bias(layer: Any) -> Callable[[Tensor], Tensor]:
-    own = weakref.ref(layer)  # a model that holds itself is freed late
-
-    def forward(given: Tensor) -> Tensor:
-        module: Any = own()
-        return linear(given, module.weight)
-
-    return forward
-
-
-def _on_input(function: Any, ranks: Ranks) -> Callable[..., tuple[Tensor]]:
-    return lambda _module, given: (function.apply(given[0], ranks),)
-
-
-def _on_output(function: Any, ranks: Ranks) -> Callable[..., Tensor]:
-    return lambda _module, _given, out: function.apply(out, ranks)
-
-
-def _sum_output(layer: Any, ranks: Ranks) -> Callable[..., Tensor]:
-    own = weakref.ref(layer)
-
-    def hook(_module: Any, _given: Any, out: Tensor) -> Tensor:
-        module: Any = own()
-        total: Tensor = _Sum.apply(out, ranks)  # type: ignore[no-untyped-call]
-        return total if module.bias is None else total + module.bias.to(total.dtype)
-
-    return hook
+def _sum_and_add_bias(layer: Any, ranks: Ranks, _module: Any, _given: Any, out: Tensor) -> Tensor:
+    total: Tensor = _Sum.apply(out, ranks)  # type: ignore[no-untyped-call]
+    bias = layer().bias
+    return total if bias is None else total + bias.to(total.dtype)
 
 
 class _Entrance:
-    """Where hidden states enter layers that are cut by outputs: their gradients are summed, once for all.
+    """Pre-hook of layers that are cut by outputs and read the same hidden states (query, key and value).
 
-    A pre-hook of each of the layers that read the same (query, key and value; gate and up).
+    It sums the gradients of the hidden states over the peers, once for all of the layers.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -229,12 +189,12 @@ class _Entrance:
         entered: Tensor = self._entered
         self._num_left -= 1
         if not self._num_left:
-            self._given = self._entered = None  # it would hold the graph
+            self._given = self._entered = None  # they would hold the graph
         return (entered, *given[1:])
 
 
 class _Enter(torch.autograd.Function):
-    """All of it, to all peers; they do different things with it, so the gradients are summed."""
+    """The identity; sums the gradients of the peers, which use the values differently."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: Ranks) -> Tensor:
@@ -276,7 +236,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """[..., peers * n] -> [..., n]; each peer goes on with another slice."""
+    """[..., peers * n] -> [..., n]; each peer continues with another slice."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: Ranks) -> Tensor:

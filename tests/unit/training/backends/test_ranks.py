@@ -191,7 +191,7 @@ def test_parts_of_sequences_hold_every_token_once():
     responses = [[5] * 6, [6] * 3, [8] * 14]
     batch = make_microbatch([0, 1, 2], prompts, responses, layout="bucketed", pad_token_id=0)
     for number in (2, 3):
-        parts = [cut_sequences(batch, i, number, 0) for i in range(number)]
+        parts = [cut_sequences(batch, i, number) for i in range(number)]
         assert torch.cat([p.tokens for p in parts]).sort().values.tolist() == list(range(23))
         gathered = torch.full((number * parts[0].most,), -1)
         for index, part in enumerate(parts):
@@ -208,7 +208,7 @@ def test_padding_of_parts_stays_within_learnt_positions():
     batch = make_microbatch([0], [[3] * 20], [[4] * 15], layout="bucketed", pad_token_id=0)
     model = small_gpt2(35)
     for index in range(2):
-        own = cut_sequences(batch, index, 2, 0).batch
+        own = cut_sequences(batch, index, 2).batch
         assert model(input_ids=own.input_ids, position_ids=own.position_ids).logits.isfinite().all()
 
 
@@ -252,4 +252,4 @@ def test_a_model_with_windows_is_refused_in_parts():
     store, _ = host_store("127.0.0.1")
     place = Ranks(0, 1, 1, address="127.0.0.1", store=store, device=CPU)
     with pytest.raises(ConfigError, match=r"MistralForCausalLM cannot be computed in parts .* windows"):
-        check_model(place, MistralForCausalLM(config), 0)
+        check_model(place, MistralForCausalLM(config))
