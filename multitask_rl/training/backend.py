@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner
 
 __all__ = [
@@ -72,12 +72,7 @@ class StepStartOutputs:
 
     @classmethod
     def merge(cls, shares: Sequence[Sequence[int]], parts: Sequence[StepStartOutputs]) -> StepStartOutputs:
-        """Return the outputs of all samples, in their order.
-
-        Args:
-            shares: indices of each part's samples.
-            parts: outputs of disjoint samples.
-        """
+        """Return the outputs of all samples, in their order; ``shares``: indices of each part's samples."""
         order = [index for share in shares for index in share]
 
         def whole(lists: Sequence[list[Tensor] | None]) -> list[Tensor] | None:
@@ -157,7 +152,7 @@ class StepResult:
     means: TokenMeans
 
 
-class TrainingBackend(Protocol):
+class TrainingBackend:
     """Computes outputs and optimizer steps of the models, in this process or in several.
 
     ``InProcess`` computes everything in this process. ``RankGroup`` divides samples, sequences, weights or
@@ -165,10 +160,10 @@ class TrainingBackend(Protocol):
     for one process. Every method raises ``TrainingError`` if another process of the group failed or ended.
     """
 
-    num_ranks: int = 1
-    """Processes that take part."""
     runner: ModelRunner
     """The whole models in this process, for engines, checkpoints and credit."""
+    optimizer: ActorCriticOptimizer
+    """Of the parameters in ``runner``."""
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
@@ -181,7 +176,7 @@ class TrainingBackend(Protocol):
             want_values: also return the critic's values.
             want_ref: also return the reference policy's log-probabilities.
         """
-        ...
+        raise NotImplementedError
 
     def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
         """Make one optimizer step.
@@ -190,15 +185,15 @@ class TrainingBackend(Protocol):
             active: all samples of the step with a gradient; their factors include shares and denominators.
             factor: of the learning rates.
         """
-        ...
+        raise NotImplementedError
 
     def gather_weights(self) -> None:
         """Bring the weights of ``runner`` up to the last step, where other processes moved parts of them."""
-        return
 
     def ema_update(self) -> None:
         """Move the reference one update towards the actor; a fixed reference stays."""
-        ...
+        if self.runner.average is not None:
+            self.runner.average.ema_update(self.runner.actor.model)
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
         """Return an engine that samples as ``engine`` does, on all processes that hold its weights."""
@@ -207,27 +202,15 @@ class TrainingBackend(Protocol):
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's moments and float32 masters in this process."""
-        ...
+        return self.optimizer.state_bytes
 
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return the whole state of the optimizer for a checkpoint, ``<parameter name>|<key>`` -> tensor.
-
-        Args:
-            names: ``id(parameter)`` of the parameters in ``runner`` -> name.
-        """
-        ...
+        """Return the optimizer's state of all processes, see ``ActorCriticOptimizer.tensors``."""
+        return self.optimizer.tensors(names)
 
     def load_optimizer(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restore the result of ``optimizer_tensors``; other parameters start without state.
-
-        Args:
-            tensors: ``<parameter name>|<key>`` -> tensor.
-            parameters: name -> parameter in ``runner``.
-
-        Raises:
-            CheckpointError: a tensor has another shape than its parameter.
-        """
-        ...
+        """Restore the optimizer's state of all processes, see ``ActorCriticOptimizer.load_tensors``."""
+        self.optimizer.load_tensors(tensors, parameters)
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
         """Return metrics (``ranks/...``) and spans (when a rank computed or waited) since the last call."""
@@ -235,4 +218,3 @@ class TrainingBackend(Protocol):
 
     def close(self) -> None:
         """End the other processes. Idempotent."""
-        return

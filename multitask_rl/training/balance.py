@@ -10,8 +10,7 @@ __all__ = ["deal", "share_out"]
 def share_out(costs: Sequence[float], number: int) -> list[list[int]]:
     """Return ``number`` lists of positions of about equal cost.
 
-    Positions go in descending cost to the least loaded list: its cost is within 4/3 of the best division's
-    (Graham 1969).
+    Positions go in descending cost to the least loaded list: within 4/3 of the optimum (Graham 1969).
 
     >>> share_out([5, 1, 4, 2], 2)
     [[0, 1], [2, 3]]
@@ -28,16 +27,10 @@ def share_out(costs: Sequence[float], number: int) -> list[list[int]]:
 def deal(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], number: int, hidden_size: int
 ) -> list[list[int]]:
-    """Return ``number`` lists of positions of about equal cost, each in ascending order.
+    """Return the positions of samples for each of ``number`` ranks, of about equal cost, in ascending order.
 
     Samples of one prompt stay together, because a prompt is computed once for all of them. A group that costs
-    more than a rank's fair share is halved.
-
-    Args:
-        prompts: ids of each sample's prompt.
-        responses: ids of each sample's response.
-        number: ranks.
-        hidden_size: width of the model; weighs attention against the other layers.
+    more than a rank's fair share is halved. ``hidden_size`` weighs attention against the other layers.
     """
     if number == 1:
         return [list(range(len(prompts)))]

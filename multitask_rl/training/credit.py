@@ -44,10 +44,7 @@ class LearnerTask:
 class CreditAssigner:
     """Calls each task's algorithm with the task's samples of the step.
 
-    Args:
-        backend: runs the models.
-        tasks: by name.
-        many_updates: a step makes several updates, so ratios need the log-probabilities before the first.
+    ``many_updates``: a step makes several updates; ratios then need the log-probabilities before the first.
     """
 
     def __init__(

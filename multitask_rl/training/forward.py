@@ -22,19 +22,13 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.shared_prompt import read_shared
 
-__all__ = [
-    "TokenOutputs",
-    "assume_split",
-    "forward_tokens",
-    "response_hidden",
-    "split_head",
-]
+__all__ = ["TokenOutputs", "assume_split", "forward_tokens", "response_hidden", "split_head"]
 
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class TokenOutputs:
     """Outputs of the model at the response tokens of a micro-batch."""
 
@@ -165,9 +159,7 @@ def forward_tokens(
         for part, own in zip(torch.split(before, size), distribution.slices(size), strict=True)
     ]
     return TokenOutputs(
-        logprobs=torch.cat([p for p, _ in parts]),
-        entropy=torch.cat([e for _, e in parts]),
-        hidden=hidden,
+        logprobs=torch.cat([p for p, _ in parts]), entropy=torch.cat([e for _, e in parts]), hidden=hidden
     )
 
 
@@ -207,34 +199,30 @@ _CAN_SPLIT: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 def split_head(model: Any) -> tuple[Any, Any] | None:
     """Return decoder and language-model head of ``model``; None if it changes logits after the head."""
+    handle: Any = None
     if model not in _CAN_SPLIT:
-        _CAN_SPLIT[model] = _try_split(model)
+        _CAN_SPLIT[model] = False
+        try:
+            decoder, head = model.get_decoder(), model.get_output_embeddings()
+            if head is None or decoder is model or head.weight.dim() != 2:
+                return None
+            # large logits, so that a cap or scale after the head shows
+            handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
+            ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
+            given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
+            with torch.no_grad(), evaluating(model):
+                whole = model(**given).logits.float()
+                parts = head(decoder(**given).last_hidden_state).float()
+        except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError):
+            return None
+        finally:
+            if handle is not None:
+                handle.remove()
+        gap = float((whole - parts).abs().max() / whole.abs().max().clamp(min=1e-6))
+        _CAN_SPLIT[model] = gap < 1e-2
     return (model.get_decoder(), model.get_output_embeddings()) if _CAN_SPLIT[model] else None
 
 
 def assume_split(model: Any, can_split: bool) -> None:
     """Set whether ``split_head`` splits a ``model`` of which this process has only a part."""
     _CAN_SPLIT[model] = can_split
-
-
-@torch.no_grad()
-def _try_split(model: Any) -> bool:
-    handle: Any = None
-    try:
-        decoder, head = model.get_decoder(), model.get_output_embeddings()
-        if head is None or decoder is model or head.weight.dim() != 2:
-            return False
-        # large logits, so that a cap or scale after the head shows
-        handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
-        ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
-        given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
-        with evaluating(model):
-            whole = model(**given).logits.float()
-            parts = head(decoder(**given).last_hidden_state).float()
-    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError):
-        return False
-    finally:
-        if handle is not None:
-            handle.remove()
-    gap = float((whole - parts).abs().max() / whole.abs().max().clamp(min=1e-6))
-    return gap < 1e-2

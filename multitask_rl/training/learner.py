@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import TrainingError
@@ -25,13 +25,11 @@ MAX_BAD_UPDATES = 3
 
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
-    """Numbers of one step's updates."""
+    """Numbers of one step's updates; ``skipped_updates`` had a gradient that was not finite."""
 
-    metrics: dict[str, float] = field(default_factory=dict)
-    task_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    num_skipped_updates: int = 0
-    """Updates that were not applied because a gradient was not finite."""
-    spans: list[tuple[str, Span]] = field(default_factory=list)
+    metrics: dict[str, float]
+    task_metrics: dict[str, dict[str, float]]
+    spans: list[tuple[str, Span]]
     """When each learner rank computed and waited (``tracking/timeline.py``)."""
 
 
@@ -64,9 +62,9 @@ class Learner:
         Raises:
             TrainingError: gradients were not finite ``MAX_BAD_UPDATES`` updates in a row.
         """
-        report = UpdateReport()
         means = TokenMeans()
         norms: list[dict[str, float]] = []
+        num_skipped = 0
         for epoch in range(self._config.batch.num_epochs):
             minibatches = self._minibatches(credited, step, epoch)
             # a task that few minibatches have weighs more in those, so that its mean weight is its share
@@ -83,7 +81,7 @@ class Learner:
                     self.bad_updates = 0
                     norms.append({"loss": result.loss, **result.norms})
                     continue
-                report.num_skipped_updates += 1
+                num_skipped += 1
                 self.bad_updates += 1
                 if self.bad_updates >= MAX_BAD_UPDATES:
                     self.backend.gather_weights()  # for a checkpoint that is saved now
@@ -94,16 +92,13 @@ class Learner:
                     )
         self.backend.gather_weights()
         self.backend.ema_update()
-        metrics, report.spans = self.backend.report()
-        report.metrics.update(metrics)
+        metrics, spans = self.backend.report()
         for key in ("loss", "grad_norm", "critic_grad_norm"):
             found = [n[key] for n in norms if key in n]
             if found:
-                report.metrics[key] = sum(found) / len(found)
-        report.metrics["padding_share"] = means.padding
-        report.metrics["skipped_updates"] = float(report.num_skipped_updates)
-        report.task_metrics = means.by_task()
-        return report
+                metrics[key] = sum(found) / len(found)
+        metrics |= {"padding_share": means.padding, "skipped_updates": float(num_skipped)}
+        return UpdateReport(metrics=metrics, task_metrics=means.by_task(), spans=spans)
 
     def _minibatches(
         self, credited: Sequence[CreditedSample], step: int, epoch: int

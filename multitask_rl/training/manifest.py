@@ -14,7 +14,7 @@ from typing import Any
 
 from multitask_rl.errors import CheckpointError
 
-__all__ = ["MANIFEST", "check_files", "read_json", "read_manifest", "sync", "sync_tree", "write_manifest"]
+__all__ = ["MANIFEST", "check_files", "read_json", "read_manifest", "sync", "write_manifest"]
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -32,7 +32,8 @@ def write_manifest(directory: Path, facts: Mapping[str, Any] | None = None) -> N
     contents = {"format": FORMAT, "facts": dict(facts or {}), "files": listed}
     text = json.dumps({**contents, "blake2b": _digest(contents)}, sort_keys=True)
     (directory / MANIFEST).write_text(text, encoding="utf-8")
-    sync_tree(directory)
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -92,12 +93,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} does not hold an object")
     return value
-
-
-def sync_tree(directory: Path) -> None:
-    """Fsync every file and directory in ``directory``, and itself."""
-    for path in (*directory.rglob("*"), directory):
-        sync(path)
 
 
 def sync(path: Path) -> None:

@@ -43,11 +43,7 @@ class StateSharing(Protocol):
         ...
 
     def sum_gradients(self) -> None:
-        """Sum each parameter's gradients of all processes in the process that has its state.
-
-        Raises:
-            TrainingError: another process has ended.
-        """
+        """Sum each parameter's gradients of all processes, in float32, in the process that has its state."""
         ...
 
     def norms(self) -> list[float | None]:
@@ -147,7 +143,7 @@ class ActorCriticOptimizer:
         return {name: norm for name, norm in zip(names, norms, strict=True) if norm is not None}
 
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return the state in this process, ``<parameter name>|<key>`` -> tensor.
+        """Return the state in this process for a checkpoint, ``<parameter name>|<key>`` -> tensor.
 
         Args:
             names: ``id(parameter)`` -> parameter name.

@@ -19,13 +19,10 @@ __all__ = ["AveragedReference"]
 class AveragedReference:
     """Exponential moving average of the actor: ``reference <- decay * reference + (1 - decay) * actor``.
 
-    Averages are float32: bfloat16 would round a small step away.
+    ``model`` is the reference, at first a copy of the actor, and is updated in place. ``decay`` is in [0, 1]:
+    1 = fixed, 0 = the actor after the last update. Averages are float32: bfloat16 would lose small steps.
 
     Source: Rame et al., "WARP" (arXiv:2406.16768), sec. 3.1.
-
-    Args:
-        model: the reference, at first a copy of the actor; updated in place.
-        decay: in [0, 1]; 1 = fixed, 0 = the actor after the last update.
     """
 
     def __init__(self, model: PreTrainedModel, decay: float) -> None:

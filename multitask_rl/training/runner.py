@@ -33,11 +33,7 @@ __all__ = ["ActivationOffload", "ModelRunner", "Passes", "scatter"]
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     """Context in which activations wait in host memory between forward and backward pass.
 
-    Weights stay on their device; ``torch.autograd.graph.save_on_cpu`` would copy them to the host too, once
-    per layer and pass.
-
-    Args:
-        model: its weights are left alone.
+    The weights of ``model`` stay; ``torch.autograd.graph.save_on_cpu`` would copy them too, in every pass.
     """
 
     def __init__(self, model: Any) -> None:
@@ -184,13 +180,7 @@ class ModelRunner:
         return use_attention(models + ([] if self.critic.trunk is None else [self.critic.trunk]), BLOCKS)
 
     def forward(self, batch: MicroBatch, samples: Sequence[TrainSample], **wants: bool) -> TokenOutputs:
-        """Run the actor over one micro-batch.
-
-        Args:
-            batch: on the actor's device; its ``indices`` point into ``samples``.
-            samples: all samples.
-            wants: see ``forward_tokens``.
-        """
+        """Run the actor over one micro-batch of ``samples``; ``wants``: see ``forward_tokens``."""
         offload = self._config.model.activation_offload and torch.is_grad_enabled()
         with self._autocast(), ActivationOffload(self.actor.model) if offload else contextlib.nullcontext():
             return self._forward(self.actor.model, batch, samples, **wants)
@@ -219,9 +209,7 @@ class ModelRunner:
     def exact_kl(self, samples: Sequence[TrainSample], logits: Tensor) -> Tensor:
         """Return KL(policy || reference) over the whole vocabulary: [N], with gradient in the policy.
 
-        Args:
-            samples: whose response tokens ``logits`` predicts, in order.
-            logits: [N, V] of the policy, after temperature and filter.
+        ``logits`` [N, V] are those of the policy at all response tokens, after temperature and filter.
         """
         batch = make_microbatch(
             list(range(len(samples))),

@@ -256,14 +256,10 @@ def read_shared(
     want_logits: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """Run ``parts`` and return outputs at all response tokens: [N, ...] each.
+    """Run ``parts`` through ``model`` and return outputs at all response tokens: [N, ...] each.
 
-    Args:
-        model: causal language model or its decoder.
-        parts: computed one after another.
-        read: picks tensors [1, M or N, ...] from one output of ``model``.
-        want_logits: ``model`` has a head, and its logits of the response tokens are wanted.
-        kwargs: passed to ``model`` with every part.
+    ``model`` is a causal language model or its decoder, and gets ``kwargs``. ``read`` picks tensors
+    [1, M or N, ...] from one output; with ``want_logits`` they include logits.
     """
     found: list[tuple[Tensor, ...]] = []
     with use_attention([model], BLOCKS):

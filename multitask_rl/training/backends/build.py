@@ -40,18 +40,9 @@ def build_backend(
     sharded: bool = False,
     tensor: int = 1,
 ) -> TrainingBackend:
-    """Return the backend of one process, or of one learner rank per device.
+    """Return the backend of one process, or of one learner rank per device of (actor, critic).
 
-    Args:
-        runner: the models.
-        tasks: by name.
-        config: the run; ``executor`` says where ranks are started.
-        devices: of actor and critic, by rank.
-        sharded: every rank holds a part of the actor.
-        tensor: ranks that compute every layer together.
-
-    Raises:
-        ConfigError, MissingExtraError, TrainingError: see ``RankGroup`` and ``RayRanks``.
+    ``config.executor`` says where ranks start; other arguments and errors: see ``RankGroup``, ``RayRanks``.
     """
     main = InProcess(runner, tasks, config)
     if len(devices) == 1:
@@ -83,11 +74,7 @@ def build_backend(
 
 
 class LocalRank:
-    """A learner rank as a process of this machine: a new interpreter, not a fork.
-
-    Args:
-        where: arguments of ``replica.serve``.
-    """
+    """A learner rank in a new interpreter on this machine, which calls ``replica.serve(**where)``."""
 
     def __init__(self, where: dict[str, Any]) -> None:
         # -P: a file of the working directory named like a standard module must not be imported in its place
@@ -119,12 +106,7 @@ class LocalRank:
 
 
 class RayRanks:
-    """Starts learner ranks as Ray actors (extra ``ray``).
-
-    Args:
-        num_helpers: ranks beside the trainer's.
-        num_cpus: of each, and the threads torch uses in it.
-        num_gpus: of each.
+    """Starts ``num_helpers`` learner ranks as Ray actors (extra ``ray``), with so many CPUs and GPUs each.
 
     Raises:
         MissingExtraError, ConfigError: see ``ActorGroup``.

@@ -111,12 +111,8 @@ class ContextPasses(Passes):
             gathered: Tensor = _Gather.apply(even, ranks)  # type: ignore[no-untyped-call]
             return gathered.flatten(0, 1)[part.place]
 
-        return TokenOutputs(
-            logprobs=whole(out.logprobs),
-            entropy=whole(out.entropy),
-            logits=None if out.logits is None else whole(out.logits),
-            hidden=None if out.hidden is None else whole(out.hidden),
-        )
+        parts: Any = {name: None if own is None else whole(own) for name, own in vars(out).items()}
+        return TokenOutputs(**parts)
 
 
 class _Gather(torch.autograd.Function):

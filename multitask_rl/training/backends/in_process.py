@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import TrainSample
-from multitask_rl.training.backend import (
-    StepResult,
-    StepStartOutputs,
-    TokenMeans,
-    TrainingBackend,
-    Weighted,
-)
+from multitask_rl.training.backend import StepResult, StepStartOutputs, TokenMeans, TrainingBackend, Weighted
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.microbatch import MicroBatch, padding_share
 from multitask_rl.training.optimizer import ActorCriticOptimizer
@@ -29,11 +23,7 @@ __all__ = ["InProcess"]
 class InProcess(TrainingBackend):
     """The backend of this process. Each learner rank has one, for its part of the samples.
 
-    Args:
-        runner: the models.
-        tasks: by name.
-        config: the run.
-        parameters: parameters of the actor that the optimizer moves; default: all trainable ones.
+    ``parameters`` are those of the actor that the optimizer moves; default: all trainable ones.
     """
 
     def __init__(
@@ -66,12 +56,7 @@ class InProcess(TrainingBackend):
             return StepStartOutputs(old, runner.reference_logprobs(samples) if want_ref else None, values)
 
     def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
-        """Make one optimizer step, on the gradient summed over all ranks (see ``TrainingBackend``).
-
-        Args:
-            active: this process's samples; the factors' denominators count the samples of all ranks.
-            factor: of the learning rates.
-        """
+        """Make one optimizer step on this process's samples; ranks sum their gradients."""
         runner, means, total = self.runner, TokenMeans(), 0.0
         self.optimizer.zero_grad()
         with runner.actor.learning():
@@ -85,24 +70,6 @@ class InProcess(TrainingBackend):
                     if loss.requires_grad:
                         torch.autograd.backward(loss)
             return StepResult(loss=total, norms=self.optimizer.step(factor), means=means)
-
-    def ema_update(self) -> None:
-        """Move the reference towards the actor, unless it is fixed."""
-        if self.runner.average is not None:
-            self.runner.average.ema_update(self.runner.actor.model)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's moments and float32 masters."""
-        return self.optimizer.state_bytes
-
-    def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return the optimizer's state (see ``TrainingBackend``)."""
-        return self.optimizer.tensors(names)
-
-    def load_optimizer(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restore the optimizer's state (see ``TrainingBackend``)."""
-        self.optimizer.load_tensors(tensors, parameters)
 
     def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
         """Return the weighted sum of the token losses of one micro-batch."""

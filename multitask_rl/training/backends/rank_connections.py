@@ -47,12 +47,7 @@ Launch = Callable[[dict[str, Any]], Helper]
 
 
 class RankConnections:
-    """A connection to each of the ranks 1 .. ``size`` - 1.
-
-    Args:
-        launch: starts a rank.
-        size: number of ranks, including this one.
-        host: address by which the other ranks reach this process.
+    """Starts the ranks 1 .. ``size`` - 1, which connect to this process at the address ``host``.
 
     Raises:
         TrainingError: a rank did not start.
@@ -125,12 +120,7 @@ class RankConnections:
         self.on_lost()
 
     def send(self, rank: int, message: Any) -> None:
-        """Send ``message`` to ``rank``.
-
-        Raises:
-            MultitaskRLError: see ``receive``.
-            pickle.PicklingError: ``message`` cannot be pickled.
-        """
+        """Send ``message`` to ``rank``; errors as of ``receive``, and ``pickle.PicklingError``."""
         if self._lost is not None:
             raise self._lost
         try:
@@ -140,11 +130,7 @@ class RankConnections:
             raise TrainingError(f"learner rank {rank} cannot be reached: {error}") from error
 
     def collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
-        """Return the message of ``kind`` of every other rank, or of those that sent one before ``until``.
-
-        Raises:
-            MultitaskRLError: see ``receive``.
-        """
+        """``receive`` until every other rank has sent a message of ``kind``, or until ``until``; by rank."""
         found: dict[int, Any] = {}
         while late := [rank for rank in self._others if rank not in found]:
             message = self.receive(what, late, until)
@@ -158,12 +144,9 @@ class RankConnections:
     def receive(
         self, what: str, late: Sequence[int], until: float | None = None
     ) -> tuple[int, str, Any] | None:
-        """Return the next message (rank, kind, content); None if there is none at ``until``.
+        """Return the next message (rank, kind, content); None if there is none before ``until``.
 
-        Args:
-            what: the present work, for the log and for errors.
-            late: ranks that have not answered yet.
-            until: ``time.monotonic()`` value; None = no limit.
+        The log and errors name the present work, ``what``, and the ranks that have not answered, ``late``.
 
         Raises:
             MultitaskRLError: the error of a failed rank, by its type; ``TrainingError`` if the rank died.
@@ -211,13 +194,9 @@ class RankConnections:
         )
 
     def meet(self, make: Callable[[], T], what: str) -> T:
-        """Return the result of ``make``, which waits for all ranks; if a rank is lost, stop waiting.
+        """Return the result of ``make``, which waits for all ranks; raises as ``receive`` if a rank is lost.
 
         torch notices a dead process only by its own time limit. Until then ``make`` stays in its thread.
-
-        Raises:
-            RuntimeError: what ``make`` raised.
-            MultitaskRLError: see ``receive``.
         """
         meeting: Future[T] = Future()
 
@@ -253,10 +232,7 @@ class RankConnections:
 class RankCalls:
     """Rank 0's calls of all ranks, with the times that each rank computed and waited.
 
-    Args:
-        connections: to the other ranks.
-        ranks: the collectives of this process.
-        num_threads: of torch in each rank on a CPU; 0 = torch's choice.
+    ``num_threads``: of torch in each rank on a CPU; 0 = torch's choice.
     """
 
     def __init__(self, connections: RankConnections, ranks: Ranks, num_threads: int) -> None:
@@ -274,15 +250,12 @@ class RankCalls:
     def call(
         self, method: Callable[..., Any], work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
     ) -> tuple[Any, list[Any]]:
-        """Run every rank's part at the same time; return this rank's result and those of the other ranks.
+        """Run all ranks at the same time; return this rank's result and those of the other ranks.
 
         Args:
-            method: of ``Replica``.
+            method: of ``Replica``, for the other ranks.
             work: its arguments, by rank; a rank that is missing gets none.
             own: does this rank's part.
-
-        Raises:
-            MultitaskRLError: see ``RankConnections.receive``.
         """
         self._connections.arrived = {}
         with self.at_work():

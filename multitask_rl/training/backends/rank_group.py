@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
@@ -70,7 +69,7 @@ class RankGroup(TrainingBackend):
         main: backend of this process, with whole models; computes rank 0's part unless ``sharded``.
         config: the run.
         launch: starts a rank.
-        devices: of actor and critic in ranks 0, 1, ...
+        devices: of actor and critic, by rank.
         context: ranks that share a sequence.
         sharded: every rank holds a part of actor and reference; this process also keeps the whole actor.
         tensor: ranks that compute every layer together; above 1 only with ``sharded``.
@@ -97,7 +96,7 @@ class RankGroup(TrainingBackend):
     ) -> None:
         self._main = self._own = main
         self._config = config
-        self.runner = runner = main.runner
+        self.runner, self.optimizer = runner, optimizer = main.runner, main.optimizer
         self.num_ranks, self._tensor, self._peers = len(devices), tensor, context * tensor
         self._others = range(1, self.num_ranks)
         if sharded:
@@ -137,9 +136,9 @@ class RankGroup(TrainingBackend):
             if sharded:
                 self._shard()
             else:
-                self._state = SharedState(self._ranks, *main.optimizer.parameters)
+                self._state = SharedState(self._ranks, *optimizer.parameters)
                 self._wholes = self._state.parameters
-            main.optimizer.share_out(self._state)
+            optimizer.share_out(self._state)
             if context > 1:
                 runner.passes = ContextPasses(self._ranks)
                 self._calls.call(Replica.check, {}, lambda: check_model(self._ranks, runner.actor.model))
@@ -193,12 +192,12 @@ class RankGroup(TrainingBackend):
         )
         check_probe(actor.model, found, expected)
         self._remember()
-        self._wholes = [*actor.trainable_parameters(), *self._main.optimizer.parameters[1]]
+        self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
 
     # -- the work -------------------------------------------------------------------------------------------
 
     def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
-        """Make one optimizer step, every rank on a part of ``active``."""
+        """See ``TrainingBackend``."""
         self._synchronise()
         shares = self._deal([c.sample for c, _ in active])
         parts = [[active[i] for i in share] for share in shares]
@@ -237,7 +236,7 @@ class RankGroup(TrainingBackend):
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
     ) -> StepStartOutputs:
-        """Return the outputs of all ``samples``; every rank computes some of them."""
+        """See ``TrainingBackend``."""
         self._synchronise()
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
@@ -258,11 +257,9 @@ class RankGroup(TrainingBackend):
         return SpreadEngine(engine, self.sample) if can_spread else engine
 
     def sample(self, requests: Sequence[GenerationRequest], own: _OwnStream) -> Iterator[list[Ended]]:
-        """Yield the samples of ``requests`` as they end; every rank samples some.
+        """Yield the samples of ``requests`` as they end. Every rank samples some.
 
-        Args:
-            requests: those with a ``watch`` stay in this process.
-            own: ``generate_stream`` of this process's engine.
+        Requests with a ``watch`` stay in this process; ``own`` is its engine's ``generate_stream``.
         """
         self._synchronise()
         free = [i for i, request in enumerate(requests) if request.watch is None]
@@ -296,14 +293,14 @@ class RankGroup(TrainingBackend):
                 raise
 
     def ema_update(self) -> None:
-        """Move the reference of every rank towards the actor, unless it is fixed."""
+        """See ``TrainingBackend``."""
         if self.runner.average is not None:
             self._calls.call(Replica.ema_update, {}, self._main.ema_update)
             self._remember()
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Copy the parts of sharded weights from all ranks into this process's whole actor."""
+        """See ``TrainingBackend``."""
         if self._own is self._main:
             return
         wholes = dict(self.runner.actor.model.named_parameters())
@@ -317,7 +314,7 @@ class RankGroup(TrainingBackend):
         self._remember()
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
-        """Return metrics (``ranks/...``) and spans since the last call."""
+        """See ``TrainingBackend``."""
         return self._calls.report()
 
     def _deal(self, samples: Sequence[TrainSample]) -> list[list[int]]:
@@ -333,7 +330,7 @@ class RankGroup(TrainingBackend):
     def _synchronise(self) -> None:
         """Send what changed here since the last call: tensors, and the state of the optimizer."""
         self._send_tensors()
-        optimizer, state = self._main.optimizer, self._state
+        optimizer, state = self.optimizer, self._state
         if optimizer.num_loads == self._num_loads:
             return
         self._num_loads = optimizer.num_loads
@@ -376,7 +373,7 @@ class RankGroup(TrainingBackend):
         return self._state.shards
 
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state of all ranks (see ``TrainingBackend``)."""
+        """See ``TrainingBackend``."""
         self._synchronise()
         own = self._own.optimizer.tensors(self._state.names)
         parts = {name: [value.cpu()] for name, value in own.items()}
@@ -396,14 +393,8 @@ class RankGroup(TrainingBackend):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's moments and float32 masters in this process."""
+        """See ``TrainingBackend``."""
         return self._own.optimizer.state_bytes
-
-    def load_optimizer(
-        self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
-    ) -> None:
-        """Restore the optimizer's state; the next call sends the other ranks their parts."""
-        self._main.load_optimizer(tensors, parameters)
 
     def _remember(self) -> None:
         self._known = [t._version for t in self._tensors]
@@ -415,13 +406,9 @@ class RankGroup(TrainingBackend):
 
 
 class SpreadEngine(RolloutEngine):
-    """``engine`` in rank 0 and one like it in every other rank.
+    """``engine`` in rank 0 and one like it in every other rank; ``sample`` is ``RankGroup.sample``.
 
     A sample carries its seed: the rank that draws it changes only the last bits of its log-probabilities.
-
-    Args:
-        engine: of this process, with ``shares_weights``.
-        sample: ``RankGroup.sample``.
     """
 
     shares_weights = True

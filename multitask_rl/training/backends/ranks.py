@@ -1,15 +1,14 @@
-"""A process's place among the learner ranks, and what it does together with the others.
-
-Process groups are made directly, not through ``torch.distributed``'s default group: an engine in the same
-process (vLLM) or the user's own script may have one.
+"""A process's place among the learner ranks, and its collectives.
 
 Rank = data index * peers + peer index. Peers are neighbours that compute the same samples: parts of each
-sequence (``context``), or of each layer (``tensor``).
+sequence (``context``) or of each layer (``tensor``). The process groups are not torch's default group, which
+an engine (vLLM) or the user's script may have made.
 """
 
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,30 +24,28 @@ __all__ = ["Ranks", "Traffic", "host_store", "join_store"]
 
 _STORE: Any = getattr(torch.distributed, "TCPStore")  # noqa: B009 - unknown to type checkers
 _MEET_WITHIN = timedelta(minutes=3)
-"""All ranks are started by then."""
+"""Limit of the ranks' start."""
 _NUMBERS = itertools.count()
-"""Of groups in this process: torch keeps their names."""
+"""Torch keeps the names of groups, so that each group of this process needs another."""
 _TIMEOUT = timedelta(hours=2)
-"""Of one collective. Rank 0 logs late ranks long before (``rank_connections.py``)."""
+"""Limit of one collective; rank 0 logs late ranks long before (``rank_connections.py``)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Traffic:
-    """What a rank sent, and how long it took."""
+    """Bytes that a rank sent, and seconds that it spent in collectives."""
 
     seconds: float = 0.0
     num_bytes: int = 0
 
 
 class Ranks:
-    """The collectives of one rank.
+    """The collectives of ``rank`` (0 is the trainer's) among ``size`` ranks.
 
     Args:
-        rank: of this process; 0 is the trainer's.
-        size: number of ranks.
         context: ranks that share a sequence; divides ``size``.
         tensor: ranks that share a layer; divides ``size``. One of the two is 1.
-        address: where this rank can be reached by the others.
+        address: address by which the other ranks reach this one.
         store: see ``host_store`` and ``join_store``.
         device: of this rank's tensors; decides between nccl and gloo.
 
@@ -88,7 +85,7 @@ class Ranks:
 
     @property
     def peer_index(self) -> int:
-        """Which part of every sequence or layer is this rank's."""
+        """Number of this rank's part of every sequence or layer."""
         return self.rank % self.peers
 
     def _group(self, name: str, rank: int, size: int, address: str) -> Any:
@@ -101,17 +98,14 @@ class Ranks:
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = _MEET_WITHIN
-        # its own choice asks what the machine's name resolves to, which is often nothing or another network
+        # gloo's default, the address of the machine's name, often does not exist or is in another network
         options._devices = [gloo.create_device(hostname=address)]
         group = gloo(store, rank, size, options)
         group._set_default_timeout(_TIMEOUT)
         return group
 
     def mesh(self) -> DeviceMesh:
-        """Return the ranks with other samples and the same part of each layer, as torch's FSDP takes them.
-
-        The group is the one here, not the default one.
-        """
+        """Return the ranks with other samples and the same part of each layer, for torch's FSDP."""
         if self._mesh is None:
             name: Any = f"multitask_rl/{next(_NUMBERS)}"
             kinds = c10d.ProcessGroup.BackendType
@@ -130,12 +124,12 @@ class Ranks:
         return self._mesh
 
     def abort(self) -> None:
-        """Let collectives on GPUs end in an error; gloo's end when the other process does. For any thread."""
+        """End collectives on GPUs with an error, from any thread; gloo's end with the other process."""
         for group in {self._all, self._peers, self._data} - {None}:
             group.abort()
 
     def close(self) -> None:
-        """Give the connections back. Idempotent."""
+        """Close the connections. Idempotent."""
         self.abort()
         if self._mesh is not None:
             self._mesh._pg_registry.clear()  # torch keeps meshes for ever
@@ -145,7 +139,7 @@ class Ranks:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        """Give every rank what rank ``root`` has in ``tensors``, in place."""
+        """Copy ``tensors`` of rank ``root`` to every rank, in place."""
         options = c10d.BroadcastOptions()
         options.rootRank = root
         for tensor in tensors:
@@ -155,11 +149,9 @@ class Ranks:
                 tensor.copy_(sent)
 
     def sum(self, tensor: Tensor, at: int | None = None) -> None:
-        """Sum a tensor over all ranks in place.
+        """Sum a contiguous tensor on this rank's device over all ranks, in place.
 
-        Args:
-            tensor: contiguous and on this rank's device.
-            at: the only rank that gets the sum; what the others have in ``tensor`` is then undefined.
+        With ``at``, only this rank gets the sum; ``tensor`` of the other ranks is then undefined.
         """
         if at is None:
             self._all.allreduce([tensor]).wait()
@@ -178,11 +170,11 @@ class Ranks:
         return int(found)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send ``tensor`` to ``rank``, which calls ``receive``."""
+        """Send ``tensor`` to ``rank``, which must call ``receive``."""
         self._all.send([tensor.detach().to(self.device).contiguous()], rank, 0).wait()
 
     def receive(self, shape: torch.Size, dtype: torch.dtype, rank: int) -> Tensor:
-        """Return what ``rank`` sends, on the CPU."""
+        """Return the tensor that ``rank`` sends, on the CPU."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self._all.recv([tensor], rank, 0).wait()
         return tensor.cpu()
@@ -190,37 +182,32 @@ class Ranks:
     # -- peers ----------------------------------------------------------------------------------------------
 
     def gather_peers(self, local: Tensor) -> Tensor:
-        """Return ``local`` of every peer, which all have its shape: [peers, ...]."""
-        began = time.monotonic()
+        """Return ``local`` of every peer, all of one shape: [peers, ...]."""
         sent = local.detach().contiguous()
         parts = [torch.empty_like(sent) for _ in range(self.peers)]
-        self._peers.allgather([parts], [sent]).wait()
-        self.traffic.seconds += time.monotonic() - began
-        self.traffic.num_bytes += sent.numel() * sent.element_size() * (self.peers - 1)
+        self._count(lambda: self._peers.allgather([parts], [sent]), sent, self.peers - 1)
         return torch.stack(parts)
 
     def sum_rows(self, parts: Tensor) -> Tensor:
         """Return this rank's row of the sum over the peers of ``parts`` [peers, ...]."""
-        began = time.monotonic()
         sent = [part.contiguous() for part in parts]
         own = torch.empty_like(sent[0])
-        self._peers.reduce_scatter([own], [sent]).wait()
-        self.traffic.seconds += time.monotonic() - began
-        self.traffic.num_bytes += own.numel() * own.element_size() * (self.peers - 1)
+        self._count(lambda: self._peers.reduce_scatter([own], [sent]), own, self.peers - 1)
         return own
 
     def sum_peers(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over the peers in place."""
+        """Sum a contiguous tensor over the peers, in place."""
+        self._count(lambda: self._peers.allreduce([tensor]), tensor, 1)
+
+    def _count(self, start: Callable[[], Any], sent: Tensor, times: int) -> None:
         began = time.monotonic()
-        self._peers.allreduce([tensor]).wait()
+        start().wait()
         self.traffic.seconds += time.monotonic() - began
-        self.traffic.num_bytes += tensor.numel() * tensor.element_size()
+        self.traffic.num_bytes += sent.numel() * sent.element_size() * times
 
 
 def host_store(host: str) -> tuple[Any, int]:
-    """Return the store in which the ranks find each other, and its port; it listens on ``host`` alone."""
-    import socket
-
+    """Return the store in which the ranks find each other, and its port; it listens only on ``host``."""
     with socket.socket() as listening:
         listening.bind((host, 0))
         port = int(listening.getsockname()[1])
@@ -231,5 +218,5 @@ def host_store(host: str) -> tuple[Any, int]:
 
 
 def join_store(host: str, port: int) -> Any:
-    """Return the store of rank 0."""
+    """Return the store of rank 0, from another rank."""
     return _STORE(host, port, is_master=False, timeout=_MEET_WITHIN)

@@ -79,13 +79,8 @@ def main() -> None:
 def serve(*, host: str, port: int, token: str, rank: int) -> bool:
     """Connect to rank 0 and carry out its calls until it hangs up; return whether all of them succeeded.
 
-    After a failure the process must end: other ranks may wait for it in collectives.
-
-    Args:
-        host: of rank 0.
-        port: of rank 0.
-        token: proves that rank 0 started this process.
-        rank: of this process.
+    After a failure the process must end: other ranks may wait for it in collectives. ``token`` proves that
+    rank 0 started this process.
     """
     sock = socket.create_connection((host, port))
     address = str(sock.getsockname()[0])
@@ -169,13 +164,7 @@ class Replica:
         self.ranks.broadcast([self._tensors[i] for i in numbers])
 
     def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: Traits) -> None:
-        """Keep only a part of actor and reference.
-
-        Args:
-            places: its keys are the numbers of the actor's tensors.
-            gone: numbers of the reference's tensors.
-            traits: of the models.
-        """
+        """Keep only a part of the actor (tensors ``places``) and of the reference (tensors ``gone``)."""
         for number in (*places, *gone):
             self._tensors[number] = torch.empty(0)
         whole = self._own.runner

@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
@@ -64,12 +59,7 @@ def blocks(model: Any) -> list[nn.Module]:
 
 
 def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
-    """Cut each parameter of ``model`` to this rank's part, in place; return the cuts of tensor parallelism.
-
-    Args:
-        model: a model of ``transformers``, adapted or not, the same on every rank.
-        ranks: all ranks.
-    """
+    """Cut each parameter of ``model`` to this rank's part, in place; return the cuts of ``tensor.py``."""
     spec = cut_layers(model, ranks) if ranks.tensor > 1 else ShardSpec()
     mesh = ranks.mesh()
     # bfloat16 gradients are summed in float32, as those of whole models are
@@ -100,9 +90,7 @@ def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
 def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the result of ``act``, which makes one forward pass through the sharded ``model``.
 
-    Args:
-        model: ``act`` calls it.
-        act: returns the tensors from which the backward pass begins, by name.
+    The result is a mapping of names to the tensors from which the backward pass begins.
     """
     found: dict[str, Any] = model.one_pass(act)
     if not any(p.requires_grad for p in model.parameters()):
@@ -121,32 +109,20 @@ class ShardedPasses(Passes):
         self._ranks = ranks
 
     def most(self, number: int) -> int:
-        """Return the largest ``number`` of any rank."""
+        """See ``Passes``."""
         return self._ranks.most(number)
 
     def forward(self, model: Any, *args: Any, **wants: Any) -> TokenOutputs:
-        """Return what ``forward_tokens`` returns."""
+        """See ``Passes``."""
 
         def act() -> dict[str, Any]:
-            out = super(ShardedPasses, self).forward(model, *args, **wants)
-            return {
-                "logprobs": out.logprobs,
-                "entropy": out.entropy,
-                "logits": out.logits,
-                "hidden": out.hidden,
-            }
+            return vars(super(ShardedPasses, self).forward(model, *args, **wants))
 
         return TokenOutputs(**forward_pass(model, act))
 
 
 class Shards:
-    """This rank's parts of a sharded model's parameters; cuts and joins whole tensors.
-
-    Args:
-        model: after ``shard_model``.
-        ranks: all ranks.
-        spec: what ``shard_model`` returned.
-    """
+    """This rank's parts of the parameters of ``model``, for which ``shard_model`` returned ``spec``."""
 
     def __init__(self, model: Any, ranks: Ranks, spec: ShardSpec | None = None) -> None:
         self._model, self._ranks, self._spec = model, ranks, spec or ShardSpec()
@@ -202,21 +178,19 @@ class Shards:
         columns = [torch.cat(list(parts[index::peers])) for index in range(peers)]
         return torch.cat(columns, self._spec.dims[self.names[number]])
 
-    def holders(self, number: int) -> list[int]:
-        """Return the ranks whose part of the parameter is not empty."""
-        peers = self._ranks.tensor
-        parts = torch.empty(self._sharded[number].shape[0]).chunk(self._ranks.size // peers)
-        return list(range(len(parts) * peers))
+    def shape(self, number: int) -> list[int]:
+        """Return the shape of the whole parameter."""
+        shape = list(self._sharded[number].shape)
+        if self.is_cut(number):
+            shape[self._spec.dims[self.names[number]]] *= self._ranks.tensor
+        return shape
 
     @torch.no_grad()
     def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
         """Set this rank's parts of the parameters ``numbers`` from ``wholes`` of rank 0."""
         for place, number in enumerate(numbers):
-            sharded = self._sharded[number]
-            shape = list(sharded.shape)
-            if self.is_cut(number):
-                shape[self._spec.dims[self.names[number]]] *= self._ranks.tensor
-            whole = torch.empty(shape, dtype=sharded.dtype, device=self._ranks.device)
+            dtype = self._sharded[number].dtype
+            whole = torch.empty(self.shape(number), dtype=dtype, device=self._ranks.device)
             if wholes is not None:
                 whole.copy_(wholes[place])
             self._ranks.broadcast([whole])
@@ -269,12 +243,7 @@ class Shards:
 class ShardedState:
     """``SharedState`` of a sharded model: each rank has the optimizer state of its own part.
 
-    Value heads are whole on every rank and have an owner.
-
-    Args:
-        ranks: all ranks.
-        shards: of the actor.
-        critic: value heads.
+    Value heads (``critic``) are whole on every rank and have an owner.
     """
 
     def __init__(self, ranks: Ranks, shards: Shards, critic: Sequence[nn.Parameter]) -> None:
@@ -288,21 +257,17 @@ class ShardedState:
         self.names = {id(p): name for name, p in self.numbered.items()}
 
     def is_own(self, parameter: nn.Parameter) -> bool:
-        """Its state is in this process."""
+        """See ``StateSharing``."""
         number = self.names.get(id(parameter))
         return number is not None and (int(number) < self._num_sharded or self._heads.is_own(parameter))
 
     def sum_gradients(self) -> None:
-        """Complete the gradients of the parts; sum those of the value heads.
-
-        Raises:
-            TrainingError: another rank has ended.
-        """
+        """See ``StateSharing``."""
         self.shards.take_gradients()
         self._heads.sum_gradients()
 
     def norms(self) -> list[float | None]:
-        """Return the gradient norms of actor and critic over all ranks; None where no rank had a gradient."""
+        """See ``StateSharing``."""
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         # every peer holds the gradients that tensor parallelism does not cut
         for is_cut, share in ((True, 1.0), (False, 1.0 / self._ranks.tensor)):
@@ -320,21 +285,21 @@ class ShardedState:
         return [norm if number else None, self._heads.norms()[1]]
 
     def send_weights(self) -> None:
-        """Send the value heads to all ranks; parts of the model stay where they are."""
+        """See ``StateSharing``."""
         self._heads.send_weights()
 
     def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
-        """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
+        """See ``SharedState``."""
         number = int(name.partition("|")[0])
         if number >= self._num_sharded:
             return self._heads.deal(f"{number - self._num_sharded}|", value)
-        if value.dim():
-            parts = self.shards.cut(self._trained[number], value)
-            return [(rank, part) for rank, part in enumerate(parts) if part.numel()]
-        return [(rank, value) for rank in self.shards.holders(self._trained[number])]
+        shard = self._trained[number]
+        parts = self.shards.cut(shard, value.expand(self.shards.shape(shard)))
+        # a scalar goes whole to every rank with a part of the parameter
+        return [(rank, part if value.dim() else value) for rank, part in enumerate(parts) if part.numel()]
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""
+        """See ``SharedState``."""
         number = int(name.partition("|")[0])
         if number >= self._num_sharded or not parts[0].dim():
             return parts[0]
@@ -356,11 +321,7 @@ class Traits:
 
 
 def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
-    """Refuse models that cannot be sharded, or whose layers cannot be cut into ``tensor`` parts.
-
-    Raises:
-        ConfigError: says why.
-    """
+    """Raise a ConfigError if the models cannot be sharded, or their layers not cut into ``tensor`` parts."""
     model, where = runner.actor.model, "device_map.actor=... sharded"
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise ConfigError(f"{where} needs torch 2.13 or newer, this is {torch.__version__}")
@@ -387,10 +348,6 @@ def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
 def probe(model: Any, passes: Passes) -> Tensor:
     """Return log-probabilities of fixed tokens [12]; every rank calls this for a sharded model.
 
-    Args:
-        model: whole or sharded.
-        passes: run ``model``.
-
     Raises:
         ConfigError: the cut model cannot be run.
     """
@@ -408,11 +365,7 @@ def probe(model: Any, passes: Passes) -> Tensor:
 
 
 def check_probe(model: Any, found: Tensor, expected: Tensor) -> None:
-    """Compare the probes of the cut and of the whole model.
-
-    Raises:
-        ConfigError: they differ by more than rounding.
-    """
+    """Raise a ConfigError if the probes of cut and whole model differ by more than rounding."""
     gap = float((found - expected).abs().max())
     limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
     if not gap <= limit:

@@ -26,10 +26,7 @@ BUCKET_CELLS = 2**24
 class SharedState:
     """Which rank owns which parameter, and how gradients and weights travel. The same on every rank.
 
-    Args:
-        ranks: all of them.
-        actor: parameters whose gradients are parts.
-        critic: parameters whose whole gradients every peer has.
+    Gradients of ``actor`` are parts on every peer; those of ``critic`` are whole on every peer.
     """
 
     def __init__(
@@ -49,16 +46,12 @@ class SharedState:
         self._moving: list[int] = []
 
     def is_own(self, parameter: nn.Parameter) -> bool:
-        """Its state is in this process."""
+        """See ``StateSharing``."""
         number = self.names.get(id(parameter))
         return number is not None and self._owner[int(number)] == self._ranks.rank
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of all ranks in float32, each at its owner; the other ranks drop theirs.
-
-        Raises:
-            TrainingError: another rank has ended.
-        """
+        """See ``StateSharing``."""
         ranks = self._ranks
         ranks.before_sum()
         # the last flag keeps the tensor from being empty; early ranks wait for late ones here
@@ -90,7 +83,7 @@ class SharedState:
         ranks.traffic.seconds += ranks.summed_at - began
 
     def norms(self) -> list[float | None]:
-        """Return the gradient norms of actor and critic over all ranks; None where no rank had a gradient."""
+        """See ``StateSharing``."""
         squares = torch.zeros(len(self._groups), dtype=torch.float64, device=self._ranks.device)
         for place, group in enumerate(self._groups):
             own = [g for i in group if (g := self.parameters[i].grad) is not None]
@@ -105,7 +98,7 @@ class SharedState:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Send the weights that their owners moved to all ranks."""
+        """See ``StateSharing``."""
         ranks = self._ranks
         began = time.monotonic()
         for owner, bucket in self._buckets():

@@ -1,15 +1,15 @@
-"""Objects without their tensors: pickled here, filled there.
+"""Pickles of objects without their tensors, for learner ranks.
 
-What a learner rank needs (actor, critic, reference, tasks) goes to it as a pickle in which every tensor is a
-number; the contents follow over the ranks' own connection. Tensors that share memory here (tied weights)
-share it there.
+The pickle holds a number for every tensor; the values follow over the ranks' own connection. Tensors that
+share memory here (tied weights) share it there.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[Any, int] = {}
 
     def reducer_override(self, found: Any) -> Any:
-        # the hook that transformers sets with gradient checkpointing is a closure, though over nothing
+        # pickle refuses closures; this hook of transformers (gradient checkpointing) is one, over nothing
         if getattr(found, "__qualname__", "").endswith("<locals>.make_inputs_require_grads"):
-            return _gradient_hook, ()
+            return partial, (_require_gradient,)
         return NotImplemented
 
     def persistent_id(self, found: Any) -> Any:
@@ -72,15 +72,11 @@ def _require_gradient(module: nn.Module, given: Any, output: Tensor) -> None:
     output.requires_grad_(True)
 
 
-def _gradient_hook() -> Callable[[nn.Module, Any, Tensor], None]:
-    return _require_gradient
-
-
 def freeze(thing: Any) -> tuple[bytes, list[Tensor]]:
-    """Return ``thing`` pickled without its tensors, and the tensors themselves, each memory once.
+    """Return ``thing`` pickled without its tensors, and the tensors, each memory once.
 
     Raises:
-        TypeError, AttributeError, pickle.PicklingError: something in it cannot be pickled.
+        TypeError, AttributeError, pickle.PicklingError: a part of it cannot be pickled.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -89,11 +85,11 @@ def freeze(thing: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def thaw(frozen: bytes, places: Mapping[str, str]) -> tuple[Any, list[Tensor]]:
-    """Return what ``freeze`` was given with tensors of zeros, and those tensors in its order.
+    """Return the argument of ``freeze`` with tensors of zeros, and these tensors in the order of ``freeze``.
 
     Args:
-        frozen: from ``freeze``; executed, so of a trusted sender only.
-        places: device of a tensor there -> device here; the same where none is given.
+        frozen: from ``freeze``; unpickling can run code, so the sender must be trusted.
+        places: device at the sender -> device here; other devices stay the same.
     """
     unpickler = _Unpickler(io.BytesIO(frozen), places)
     thing = unpickler.load()
