@@ -1,7 +1,4 @@
-"""Test whether a constraint is satisfied: the upper confidence bound of its violation rate meets the limit.
-
-The mean alone proves little: with no violation in n prompts the bound is still about 3 / n.
-"""
+"""Test of constraints: the upper confidence bound of the violation rate must not exceed the limit."""
 
 from __future__ import annotations
 
@@ -17,25 +14,19 @@ from multitask_rl.statistics.intervals import rate_upper_bound
 __all__ = ["constraint_metrics", "constraint_warnings", "smallest_number"]
 
 PREFIX = "constraint/"
-"""Prefix of metric names, such as ``constraint/<name>/violation_rate``."""
+"""Of metric names."""
 
 
 def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, Statistic]:
-    """Return the statistics of every constraint with a limit, from held-out responses.
+    """Return the statistics of every constraint with a limit, from all attempts of held-out responses.
 
     Names are ``constraint/<name>/...``:
 
-    - ``violation_rate``: rate over first attempts, so that resampling after a rejection hides nothing.
-      Missing if the constraint applies to no response.
+    - ``violation_rate``: rate over first attempts; missing if the constraint applies to no response.
     - ``upper_bound``: its one-sided 95 % Clopper-Pearson bound; 1 if the constraint applies to no response.
-    - ``satisfied``: 1 if ``upper_bound`` is at most the limit, else 0.
-    - ``limit``.
+    - ``satisfied``: 1 if ``upper_bound`` is at most ``limit``, else 0.
     - ``n``: responses that the constraint applies to.
     - ``served_violation_rate``: rate over last attempts; for mode ``reject`` only.
-
-    Args:
-        spec: the task.
-        scored: all attempts of every slot.
     """
     numbers: dict[str, Statistic] = {}
     for constraint in spec.constraints:
@@ -60,7 +51,7 @@ def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, St
 
 
 def smallest_number(limit: float) -> float:
-    """Return the number of responses without a violation that proves ``limit``; infinite for 0.
+    """Return how many responses without a violation prove ``limit``; infinite for 0.
 
     >>> smallest_number(0.05), smallest_number(0.01)
     (59, 299)
@@ -73,12 +64,12 @@ def smallest_number(limit: float) -> float:
 def constraint_warnings(
     spec: TaskSpec, traits: Mapping[str, PluginTraits], num_prompts: int | None
 ) -> list[str]:
-    """Return warnings: limits that the evaluation is too small to prove, constraints without counterpart.
+    """Warn of limits that the evaluation is too small to prove and of constraints without counterpart.
 
     Args:
         spec: the task.
-        traits: traits of the constraints' plugins, by constraint name.
-        num_prompts: held-out prompts of an evaluation; None = not known.
+        traits: of the constraints' plugins, by constraint name.
+        num_prompts: held-out prompts of an evaluation; None = unknown.
     """
     warnings = []
     known = {n for p in spec.rewards for n in (p.name, p.plugin)}
@@ -88,11 +79,9 @@ def constraint_warnings(
         if constraint.limit is not None and num_prompts is not None:
             needed = smallest_number(constraint.limit)
             if num_prompts < needed:
-                remedy = (
-                    "a limit of 0 can never be proved; allow a small one"
-                    if math.isinf(needed)
-                    else f"evaluate on {needed} (eval.num_prompts and as many rows) or raise the limit"
-                )
+                remedy = f"evaluate on {needed} (eval.num_prompts and as many rows) or raise the limit"
+                if math.isinf(needed):
+                    remedy = "a limit of 0 can never be proved; allow a small one"
                 warnings.append(
                     f"constraint {name!r}: {num_prompts} held-out prompts without a single violation bound "
                     f"the rate by {rate_upper_bound(0, num_prompts):.3g}, so the limit "

@@ -1,8 +1,7 @@
 """Streaming constraints: partial responses are judged during generation; a violation ends the response.
 
-Tokens after a violation would cost time and earn nothing. The kept tokens are ordinary samples of the policy
-with its log-probabilities, and the cost of the truncated response is the cost that ended it. The response is
-sampled again only in mode ``reject``: resampling would hide the violation from the policy.
+The kept tokens are an ordinary sample of the policy, with the cost that ended it. Only mode ``reject``
+samples the response again: otherwise the policy would not learn from the violation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import FLAGGED, Failure, Rollout, Verdict
 from multitask_rl.rollout.base import Watch
 
-__all__ = ["StreamJudge", "streams"]
+__all__ = ["StreamJudge"]
 
 
 class Judging(Protocol):
@@ -29,19 +28,13 @@ class Judging(Protocol):
         ...
 
 
-def streams(spec: TaskSpec) -> bool:
-    """Whether a constraint of the task judges partial responses."""
-    return any(c.stream_every for c in spec.constraints)
-
-
 class StreamJudge:
     """The monitor (``rollout.base``) of one call to an engine.
 
-    A check that finds no violation, or that fails, has no effect: the complete response is judged again, like
-    any other.
+    A check without a violation, or a failed one, has no effect: the complete response is judged again.
 
     Args:
-        scorer: judges the partial responses, all that are due in one call.
+        scorer: judges all partial responses that are due in one call.
         text: maps a slot and token ids to the text that the constraint reads.
     """
 
@@ -62,24 +55,20 @@ class StreamJudge:
 
     def check(self, partial: Sequence[tuple[int, list[int]]]) -> list[bool]:
         """Return whether each response violates a constraint that is due at its length."""
-        rollouts, due = [], []
+        seeds: list[int] = []
+        rollouts: list[Rollout] = []
+        due: list[set[str]] = []
         for seed, ids in partial:
             slot, spec = self._slots[seed]
-            text = self._text(slot, ids)
-            rollouts.append(replace(slot, response_ids=ids, response=text, finish_reason=FLAGGED))
-            due.append(
-                {
-                    c.name or c.plugin
-                    for c in spec.constraints
-                    if c.stream_every and len(ids) % c.stream_every == 0
-                }
-            )
-        asked = [i for i, names in enumerate(due) if names]
-        judged = self._scorer.judge([rollouts[i] for i in asked], only=[due[i] for i in asked])
-        ended = [False] * len(partial)
-        for index, verdicts in zip(asked, judged, strict=True):
-            violated = {n: v for n, v in verdicts.items() if isinstance(v, Verdict) and v.violated}
-            if violated:
-                ended[index] = True
-                self.verdicts[partial[index][0]] = dict(violated)
-        return ended
+            streaming = [c for c in spec.constraints if c.stream_every]
+            if names := {c.name or c.plugin for c in streaming if len(ids) % c.stream_every == 0}:
+                seeds.append(seed)
+                text = self._text(slot, ids)
+                rollouts.append(replace(slot, response_ids=ids, response=text, finish_reason=FLAGGED))
+                due.append(names)
+        ended: dict[int, dict[str, Verdict | Failure]] = {}
+        for seed, verdicts in zip(seeds, self._scorer.judge(rollouts, only=due), strict=True):
+            if violated := {n: v for n, v in verdicts.items() if isinstance(v, Verdict) and v.violated}:
+                ended[seed] = {**violated}
+        self.verdicts |= ended
+        return [seed in ended for seed, _ in partial]
