@@ -140,13 +140,8 @@ class Call:
         """Return the items of this stalled call that are due to be sent again, each alone.
 
         Items behind the current one are due at once. Of a batch, one item is due first, to show that the
-        plugin answers; when the patience is over, all are, because the item that hangs is not known.
-
-        Args:
-            now: ``time.monotonic()``.
-            queued: ids of the items that are queued already.
-            limit: seconds for one item.
-            waits: the plugin waits for others: a second request costs money, not time.
+        plugin answers; when the patience is over, all are, because the item that hangs is not known. Those
+        with an id in ``queued`` are not. ``waits``: a second request costs money, so it is made late.
         """
         if len(self.items) < 2 or self.hedged:
             return []

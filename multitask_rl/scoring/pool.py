@@ -27,13 +27,12 @@ from multitask_rl.records import (
     Scored,
     Verdict,
 )
-from multitask_rl.scoring.cache import ResultCache
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.pending import Pending
 from multitask_rl.scoring.results import Result
-from multitask_rl.scoring.round import TICK_S, Round, TaskPlugin
+from multitask_rl.scoring.round import TICK_S, ResultCache, Round, TaskPlugin
 from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
 from multitask_rl.scoring.wiring import plan_plugin, start_lane
 

@@ -1,4 +1,4 @@
-"""The trainer's side of one worker process: start, talk, kill; and what travels between the two."""
+"""The trainer's side of one worker process: start, talk, kill; its output, and the form of its results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from multitask_rl.boundary.channel import Channel
+from multitask_rl.boundary.printable import printable
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import (
     NOT_APPLICABLE,
@@ -30,15 +32,25 @@ from multitask_rl.records import (
     Verdict,
 )
 from multitask_rl.scoring.grader import PluginFacts, PluginPlan
-from multitask_rl.scoring.output import PluginOutput
 from multitask_rl.scoring.results import Result
 
-__all__ = ["OUT_OF_MEMORY", "Progress", "WorkerDiedError", "WorkerProcess", "decode", "encode"]
+__all__ = [
+    "OUT_OF_MEMORY",
+    "PluginOutput",
+    "Progress",
+    "WorkerDiedError",
+    "WorkerProcess",
+    "decode",
+    "encode",
+]
 
 START_LIMIT_S = 180.0
 """Seconds for a plugin to become ready (imports, model downloads); afterwards the start fails."""
 OUT_OF_MEMORY = 77
 """Exit status of a worker that was refused memory: its state is no longer to be trusted."""
+
+BURST_BYTES, BYTES_PER_S = 256 << 10, 1 << 10
+"""Output of a plugin that is passed on: at once, and over time."""
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[4]); from multitask_rl.scoring.worker import main; "
@@ -87,6 +99,49 @@ def decode(parts: tuple[Any, ...]) -> Result:
     if tag == "v":
         return Verdict(cost=parts[1], violated=parts[2], reason=parts[3], applicable=parts[4])
     return Failure(kind=FailureKind(parts[1]), message=parts[2], source=parts[3])
+
+
+class PluginOutput:
+    """The output of all worker processes of the plugin ``source``.
+
+    It goes to standard error, limited in size, with one message for what is dropped. Control characters are
+    escaped, because a plugin may print text of a model.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._left, self._since = float(BURST_BYTES), time.monotonic()
+        self._is_dropping = False
+
+    def open(self) -> int:
+        """Return the descriptor that a process writes to; the caller closes it."""
+        reading, writing = os.pipe()
+        name = f"output-{self._source}"
+        threading.Thread(target=self._forward, args=(reading,), name=name, daemon=True).start()
+        return writing
+
+    def _forward(self, reading: int) -> None:
+        try:
+            while data := os.read(reading, 1 << 16):
+                with self._lock:
+                    now = time.monotonic()
+                    self._left = min(BURST_BYTES, self._left + (now - self._since) * BYTES_PER_S)
+                    self._since = now
+                    data = printable(data.decode(errors="replace")).encode()
+                    kept = data[: int(self._left)]
+                    self._left -= len(kept)
+                    if len(kept) < len(data) and not self._is_dropping:
+                        limit = f"what is above {BYTES_PER_S} bytes/s is dropped"
+                        kept += f"\n[{self._source} prints too much: {limit}]\n".encode()
+                    self._is_dropping = self._left < BYTES_PER_S
+                    if kept:
+                        os.write(2, kept)
+        except OSError:  # standard error is closed: the process must not wait for a reader
+            while os.read(reading, 1 << 16):
+                pass
+        finally:
+            os.close(reading)
 
 
 class WorkerDiedError(Exception):
@@ -138,11 +193,6 @@ class WorkerProcess:
         self._plan = plan
         self._calls = 0
         self._text_only = False
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
 
     def wait_ready(self) -> PluginFacts:
         """Hand over the plan and wait until the plugin is built.

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import threading
 import time
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from multitask_rl.records import Failure, Rollout
-from multitask_rl.scoring.cache import ResultCache, content_key
 from multitask_rl.scoring.items import Item, Latch
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.pending import POLL_S, Span
 from multitask_rl.scoring.results import Result
 
-__all__ = ["TICK_S", "Round", "TaskPlugin"]
+__all__ = ["TICK_S", "ResultCache", "Round", "TaskPlugin"]
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 HEARTBEAT_S = 10.0
+MAX_CACHED = 65536
 
 T = TypeVar("T")
 
@@ -41,6 +44,26 @@ class TaskPlugin:
     """The result of a response that passes the plugin's limits; None = a failure."""
 
 
+class ResultCache:
+    """The results of deterministic plugins that were used last, by content; the pool's lock covers it."""
+
+    def __init__(self) -> None:
+        self._results: OrderedDict[bytes, Result] = OrderedDict()
+
+    def get(self, key: bytes) -> Result | None:
+        """Return the result under ``key``, if any."""
+        result = self._results.get(key)
+        if result is not None:
+            self._results.move_to_end(key)
+        return result
+
+    def put(self, key: bytes, result: Result) -> None:
+        """Keep ``result``, which is no failure."""
+        self._results[key] = result
+        if len(self._results) > MAX_CACHED:
+            self._results.popitem(last=False)
+
+
 class Round(Generic[T]):
     """A ``Pending`` of the reward pool: cached answers, and one item per new question.
 
@@ -50,8 +73,7 @@ class Round(Generic[T]):
 
     Args:
         plugins: by task.
-        cache: of results of deterministic plugins.
-        lock: the pool's; covers the questions.
+        cache, lock: the pool's.
         collect: turns answered indices of the round into results.
         only: names of the plugins to ask about each rollout; None = all.
     """
@@ -180,7 +202,7 @@ class Round(Generic[T]):
         """Note the question; return its item if it is a new one."""
         key, place = b"", (b"", "")
         if plugin.lane.facts.traits.deterministic:
-            key = content_key(plugin.key, rollout, self._prompts)
+            key = _content_key(plugin.key, rollout, self._prompts)
             known = self._cache.get(key)
             if known is not None:
                 self.hits[index].append((plugin, known))
@@ -196,3 +218,24 @@ class Round(Generic[T]):
             self._items[place] = item
         self.asked[index].append((plugin, item))
         return item
+
+
+def _content_key(plugin: bytes, rollout: Rollout, prompts: dict[int, bytes]) -> bytes:
+    """Return the cache key of ``rollout`` under ``plugin`` (digest of plugin, version, configuration).
+
+    It covers everything that a deterministic plugin may read, except log-probabilities and verdicts: a plugin
+    that reads those declares ``deterministic=False``. ``prompts`` keeps the digests of prompts by ``id``.
+    """
+    prompt = rollout.prompt
+    digest = prompts.get(id(prompt))
+    if digest is None:
+        row = sorted((str(key), repr(value)) for key, value in prompt.row.items())
+        content = repr((prompt.task, prompt.text, row))
+        digest = prompts[id(prompt)] = hashlib.blake2b(content.encode(), digest_size=16).digest()
+    key = hashlib.blake2b(plugin, digest_size=16)
+    key.update(digest)
+    key.update(rollout.finish_reason.encode())
+    key.update(array("q", rollout.response_ids).tobytes())
+    key.update(b"\0")
+    key.update(rollout.response.encode(errors="surrogatepass"))
+    return key.digest()

@@ -12,8 +12,7 @@ from multitask_rl.errors import MultitaskRLError
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Call, Runner
 from multitask_rl.scoring.lane import Lane
-from multitask_rl.scoring.output import PluginOutput
-from multitask_rl.scoring.process import OUT_OF_MEMORY, WorkerDiedError, WorkerProcess
+from multitask_rl.scoring.process import OUT_OF_MEMORY, PluginOutput, WorkerDiedError, WorkerProcess
 from multitask_rl.scoring.results import Result
 
 __all__ = ["LocalRunner", "ProcessRunner"]
@@ -40,12 +39,6 @@ class ProcessRunner(Runner):
         self._lock = threading.Lock()
         self._up = threading.Event()
         self._error: Exception | None = None
-
-    @property
-    def pid(self) -> int:
-        """Process id of the worker, 0 while there is none."""
-        worker = self._worker
-        return worker.pid if worker is not None else 0
 
     def wait_up(self) -> None:
         """Return once the first process is ready and the lane knows the plugin's facts.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from multitask_rl.config.schema.build import check_keys
@@ -19,7 +19,7 @@ from multitask_rl.errors import PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout
 from multitask_rl.scoring.results import each, failure_of, no_column
 
-__all__ = ["UNDECLARED", "EventLoop", "FunctionPlugin", "Signature", "with_traits"]
+__all__ = ["UNDECLARED", "EventLoop", "FunctionPlugin", "with_traits"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,62 +51,6 @@ def with_traits(**traits: Any) -> Callable[[F], F]:
     return attach
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The parameters of a reward function."""
-
-    batch: bool
-    positional: tuple[str, ...]
-    """Positional-only parameters, in order."""
-    required: tuple[str, ...]
-    optional: tuple[str, ...]
-    takes_row: bool
-    """It has ``**row``."""
-    response_parameter: str
-    """The parameter that takes the response; empty = those with a special name."""
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], reference: str, where: str = "") -> Signature:
-        """Read ``function``; ``reference`` is its name in the tasks file, ``where`` a place for messages.
-
-        Raises:
-            PluginError: it cannot be called with a response.
-        """
-        label = f"{where}: {reference}" if where else reference
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError) as error:
-            raise PluginError(f"{label}: its signature cannot be read ({error}); wrap it in a def") from error
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        names = [p.name for p in named]
-        for name, prefix in _FOREIGN_HINTS.items():
-            if name in names:
-                raise PluginError(
-                    f"{label}: the parameter {name!r} belongs to another library's reward functions; write "
-                    f"the plugin as '{prefix}{reference}' and it is used unchanged"
-                )
-        if not named:
-            raise PluginError(
-                f"{label}: it takes no response; expected f(response, reference, ...), a batch function "
-                f"f(responses, ...), or a class with score(rollouts); got {inspect.signature(function)}"
-            )
-        batch = "responses" in names or "rollouts" in names
-        first = "" if batch or "response" in names or "rollout" in names else names[0]
-        return cls(
-            batch=batch,
-            positional=tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY),
-            required=tuple(p.name for p in named if p.default is p.empty),
-            optional=tuple(p.name for p in named if p.default is not p.empty),
-            takes_row=any(p.kind is p.VAR_KEYWORD for p in parameters),
-            response_parameter=first,
-        )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All named parameters."""
-        return (*self.required, *self.optional)
-
-
 class EventLoop:
     """One event loop for all calls of a plugin, so that its clients stay usable between calls."""
 
@@ -136,27 +80,55 @@ class EventLoop:
 
 
 class FunctionPlugin:
-    """A function as a reward, or as a constraint, whose value is a cost."""
+    """A function as a reward, or as a constraint, whose value is a cost.
+
+    Raises:
+        PluginError: the function cannot be called with a response.
+        ConfigError: a key of ``config`` is no parameter for a column.
+    """
 
     def __init__(
         self, function: Callable[..., Any], label: str, config: Mapping[str, Any], where: str, reference: str
     ) -> None:
+        what = f"{where}: {reference}"
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"{what}: its signature cannot be read ({error}); wrap it in a def") from error
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names = self._names = [p.name for p in named]
+        for name, prefix in _FOREIGN_HINTS.items():
+            if name in names:
+                raise PluginError(
+                    f"{what}: the parameter {name!r} belongs to another library's reward functions; write "
+                    f"the plugin as '{prefix}{reference}' and it is used unchanged"
+                )
+        if not named:
+            raise PluginError(
+                f"{what}: it takes no response; expected f(response, reference, ...), a batch function "
+                f"f(responses, ...), or a class with score(rollouts); got {inspect.signature(function)}"
+            )
         self.function = function
         self.label = label
-        self.signature = signature = Signature.of(function, reference, where)
         self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
-        self.one_by_one = not signature.batch and not self.is_async
-        """Whether a call with many rollouts is only a loop."""
-        self.independent = not signature.batch
-        self.text_only = not {"rollout", "rollouts"} & set(signature.names)
+        self.independent = "responses" not in names and "rollouts" not in names
+        """It is no batch function: it is asked about each response alone."""
+        self.one_by_one = self.independent and not self.is_async
+        """A call with many rollouts is only a loop."""
+        self.text_only = not {"rollout", "rollouts"} & set(names)
         """It does not see token ids, so none are sent to it."""
+        takes_first = self.independent and not {"response", "rollout"} & set(names)
+        self._response_name = names[0] if takes_first else ""
+        self._positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+        self._required = [p.name for p in named if p.default is p.empty]
+        self._takes_row = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._loop = EventLoop()
         self._bound = dict(config)
-        reserved = {*_SPECIAL, *_BATCH, signature.response_parameter}
-        check_keys(config, set(signature.names) - reserved, Where(path=(f"{where}.config",)))
-        given = {*_SPECIAL, *(_BATCH if signature.batch else ()), signature.response_parameter, *config}
-        self.columns = tuple(name for name in signature.required if name not in given)
+        reserved = {*_SPECIAL, *_BATCH, self._response_name}
+        check_keys(config, set(names) - reserved, Where(path=(f"{where}.config",)))
+        given = {*_SPECIAL, *(() if self.independent else _BATCH), self._response_name, *config}
+        self.columns = tuple(name for name in self._required if name not in given)
         """Columns that every row must have."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Any]:
@@ -165,7 +137,7 @@ class FunctionPlugin:
         arguments = [one for one in asked if not isinstance(one, Failure)]
         if not arguments:
             values = []
-        elif self.signature.batch:
+        elif not self.independent:
             values = self._call_batch(arguments)
         elif self.is_async:
             values = self._loop.value_of(self._gather(arguments))
@@ -182,13 +154,13 @@ class FunctionPlugin:
 
     def _arguments(self, rollout: Rollout) -> dict[str, Any] | Failure:
         """Return the arguments by name; those of a batch function are still single values."""
-        signature, row = self.signature, rollout.row
+        row = rollout.row
         special = {"response": rollout.response, "rollout": rollout}
         special["prompt"] = row.get("prompt", rollout.prompt.text)
         arguments: dict[str, Any] = {}
-        for name in signature.names:
-            meaning = _BATCH.get(name, name) if signature.batch else name
-            if name == signature.response_parameter:
+        for name in self._names:
+            meaning = name if self.independent else _BATCH.get(name, name)
+            if name == self._response_name:
                 arguments[name] = rollout.response
             elif name in self._bound:
                 arguments[name] = self._bound[name]
@@ -196,15 +168,15 @@ class FunctionPlugin:
                 arguments[name] = special[meaning]
             elif name in row:
                 arguments[name] = row[name]
-            elif name in signature.required:
+            elif name in self._required:
                 message = no_column(repr(name), row)
                 return Failure(kind=FailureKind.data, message=message, source=self.label)
-        if signature.takes_row:
+        if self._takes_row:
             arguments.update({str(k): v for k, v in row.items() if k not in arguments})
         return arguments
 
     def _call(self, arguments: dict[str, Any]) -> Any:
-        positional = [arguments.pop(name) for name in self.signature.positional if name in arguments]
+        positional = [arguments.pop(name) for name in self._positional if name in arguments]
         return self.function(*positional, **arguments)
 
     def _call_batch(self, arguments: list[dict[str, Any]]) -> list[Any]:

@@ -51,12 +51,7 @@ class TaskCounts:
 
 
 class ErrorBudget:
-    """The last ``WINDOW`` samples of a task: warns at half of the allowed failure rate, stops above it.
-
-    Args:
-        task: its name.
-        limit: allowed failure rate.
-    """
+    """The last ``WINDOW`` samples of a task: warns at half of the failure rate ``limit``, stops above it."""
 
     def __init__(self, task: str, limit: float) -> None:
         self._task, self._limit = task, limit

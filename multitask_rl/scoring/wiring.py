@@ -15,7 +15,7 @@ from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
-from multitask_rl.scoring.output import PluginOutput
+from multitask_rl.scoring.process import PluginOutput
 from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
 from multitask_rl.seeding import derive_seed
 

@@ -81,7 +81,7 @@ OWNERS = (
     ),
     Owner(
         name="transport and cache",
-        modules=("multitask_rl.scoring.process", "multitask_rl.scoring.cache"),
+        modules=("multitask_rl.scoring.process", "multitask_rl.scoring.round"),
         process="trainer",
         size="whole, once; the cache keeps a digest",
         limits="linear",

@@ -376,10 +376,11 @@ def test_a_hundred_random_kills_lose_nothing_and_change_nothing(open_pool: Open)
         nonlocal kills
         stream = random.Random(0)
         while not stop.wait(stream.uniform(0.02, 0.18)) and kills < 100:
-            pid = stream.choice(next(iter(pool._lanes.values())).runners).pid  # type: ignore[attr-defined]
-            if pid:
+            runner = stream.choice(next(iter(pool._lanes.values())).runners)
+            worker = runner._worker  # type: ignore[attr-defined]
+            if worker is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(worker._process.pid, signal.SIGKILL)
                     kills += 1
 
     killer = threading.Thread(target=kill_at_random)
@@ -563,7 +564,7 @@ from multitask_rl.testing.builders import make_rollout
 spec = TaskSpec(name="t", rewards=[RewardSpec(plugin="{plugin_file}:hangs_holding_the_lock", name="r")])
 pool = RewardPool({{"t": spec}}, ScoringConfig(), seed=0, devices={{}})
 pool.start()
-print(list(pool._lanes.values())[0].runners[0].pid, flush=True)
+print(list(pool._lanes.values())[0].runners[0]._worker._process.pid, flush=True)
 pool.score([make_rollout("hang", task="t")] * 3)
 """
     )
