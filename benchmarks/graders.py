@@ -6,6 +6,7 @@ Prints a Markdown table by kind of answer: the bundled graders, exact match as S
 math-verify as it comes, and the graders of other libraries from a folder of their own:
 
     pip install --no-deps --target DIRECTORY trl
+    pip install --no-deps --target DIRECTORY verl pylatexenc    # prime_math needs pylatexenc
 
 A grader that wants a form (``\boxed``, ``####``, ``<answer>``) gets each answer in that form, without the
 emphasis and full stops that other spellings add.
@@ -14,6 +15,7 @@ emphasis and full stops that other spellings add.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import logging
 import re
@@ -92,6 +94,14 @@ def peers(name: str, directory: Path) -> dict[str, tuple[tuple[str, ...], Grade]
     gsm8k, math_reward, dapo, qa = (
         _module(scores / f"{m}.py") for m in ("gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em")
     )
+    for package in (
+        "verl",
+        "verl.utils",
+        "verl.utils.reward_score",
+    ):  # without what they import: Ray
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(directory.joinpath(*package.split(".")))]
+    prime = importlib.import_module("verl.utils.reward_score.prime_math")
     return {
         "verl `gsm8k`": (("number",), lambda a, r: gsm8k.compute_score(f"#### {bare(a)}", r) == 1.0),
         "verl `math_reward`": (
@@ -101,6 +111,10 @@ def peers(name: str, directory: Path) -> dict[str, tuple[tuple[str, ...], Grade]
         "verl `math_dapo`": (
             MATHS,
             lambda a, r: bool(dapo.compute_score(f"Answer: {bare(a)}", r)["acc"]),
+        ),
+        "verl `prime_math`": (
+            MATHS,
+            lambda a, r: bool(prime.compute_score(f"\\boxed{{{bare(a)}}}", r)[0]),
         ),
         "verl `search_r1_like_qa_em`": (
             TEXTS,
@@ -154,7 +168,7 @@ def main() -> int:
             cells = []
             for rows in (wrong, same):
                 errs = [(right, text) for is_error, right, text in rows if is_error]
-                example = f", e.g. `{errs[0][1].strip()}` for `{errs[0][0]}`" if errs else ""
+                example = f": `{errs[0][1].strip()}` for `{errs[0][0]}`" if errs else ""
                 cells.append(f"{len(errs)} of {len(rows)} ({len(errs) / len(rows):.1%}){example}")
             lines.append(f"| {kind} | {name} | {cells[0]} | {cells[1]} |")
     text = "\n".join(lines) + "\n"
