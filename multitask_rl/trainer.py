@@ -42,7 +42,6 @@ from multitask_rl.step.experience import Experience
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.step.task_state import build_task_states
-from multitask_rl.training.backend import CreditedSample
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor
 
@@ -239,12 +238,23 @@ class Trainer:
         parts.evaluator.tally.note(drawn)
         report = StepReport(step=step, quotas=quotas, drawn=drawn, kept=experience.kept)
         supervisor.note(observe_groups(report, self.tasks))
-        credited = parts.flow(experience.kept, start="advantages", note=partial(timeline.add, step=step))
-        with timeline.busy("update", step=step):
-            per_task = self._learn(parts, credited, report)
+        factor = schedule_factor(self.config.optimizer, step, self.config.max_steps)
+        if self.guard is not None:
+            factor *= self.guard.lr_factor(step)
+        parts.update.prepare(step, report.shares, factor)
+        parts.learning(experience.kept, note=partial(timeline.add, step=step))
+        update = parts.update.report
+        for stage, span in update.spans:
+            timeline.add(stage, span, step=step)
+        self.actor.policy_version += 1
+        report.train = {
+            **update.metrics,
+            "learning_rate": self.config.optimizer.learning_rate * factor,
+            "policy_version": float(self.actor.policy_version),
+        }
         parts.experience.wait_for_sampling()
         self.push_weights()
-        sources = [per_task, parts.advantages.metrics, self.scorer.metrics(), experience.metrics]
+        sources = [update.task_metrics, parts.advantages.metrics, self.scorer.metrics(), experience.metrics]
         stats = collect_stats(report, self.tasks, experience.weights, sources)
         supervisor.note(self._control(stats))
         report.seconds = timeline.seconds(step)
@@ -256,29 +266,6 @@ class Trainer:
         parts.trackers.log_metrics(numbers, self.step)
         parts.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
         return report
-
-    def _learn(
-        self, parts: RunParts, credited: list[CreditedSample], report: StepReport
-    ) -> dict[str, dict[str, float]]:
-        """Update the actor, fill in ``report``; return numbers per task."""
-        factor = schedule_factor(self.config.optimizer, self.step, self.config.max_steps)
-        if self.guard is not None:
-            factor *= self.guard.lr_factor(self.step)
-        update = parts.learner.update(
-            credited,
-            shares=report.shares({c.sample.task for c in credited}),
-            step=self.step,
-            learning_rate_factor=factor,
-        )
-        for stage, span in update.spans:
-            parts.timeline.add(stage, span, step=self.step)
-        self.actor.policy_version += 1
-        report.train = {
-            **update.metrics,
-            "learning_rate": self.config.optimizer.learning_rate * factor,
-            "policy_version": float(self.actor.policy_version),
-        }
-        return update.task_metrics
 
     def _control(self, stats: Mapping[str, TaskStats]) -> list[Event]:
         """Let every controller see the step; return what they decided."""

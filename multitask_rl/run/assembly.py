@@ -29,7 +29,7 @@ from multitask_rl.step.constraint_stage import sampling_stages
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.flow import DataFlow, Stage
-from multitask_rl.step.stages import AdvantageStage
+from multitask_rl.step.stages import AdvantageStage, UpdateStage
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
@@ -64,8 +64,11 @@ class RunParts:
     engine: RolloutEngine
     learner: Learner
     flow: DataFlow
-    """The stages of a step, those of the user among them."""
+    """The stages of a step, with those of the user: ``sampling``, then ``learning``."""
+    learning: DataFlow
+    """From the advantages on."""
     advantages: AdvantageStage
+    update: UpdateStage
     evaluator: Evaluator
     experience: ExperienceSource
     trackers: Trackers
@@ -136,11 +139,12 @@ def build_parts(
             plan, runner, {n: tasks[n].learner for n in plan.trained}, engine
         )
         closing.callback(learner.backend.close)
-        stages = sampling_stages(actor, engine, scorer, tasks, seed=config.seed)
-        advantages = AdvantageStage(credit, tasks)
-        flow = DataFlow([*stages, advantages])
+        stages = sampling_stages(actor, engine, scorer, tasks, seed=config.seed, quorum=config.batch.quorum)
+        advantages, update = AdvantageStage(credit, tasks), UpdateStage(learner)
+        flow = DataFlow([*stages, advantages, update])
         for stage, after in inserted:
             flow.insert(stage, after=after)
+        sampling, learning = flow.split(advantages)
         closing.callback(flow.close)
         closing.callback(timeline.close)
         profiler = None
@@ -148,7 +152,7 @@ def build_parts(
             profiler = StepProfiler(plan.output_dir / "profile", actor.model.parameters(), learner)
             closing.callback(profiler.close)
         experience = ExperienceSource(
-            config, flow, stages, actor=actor, tasks=tasks, scheduler=scheduler, timeline=timeline
+            config, sampling, stages, actor=actor, tasks=tasks, scheduler=scheduler, timeline=timeline
         )
         closing.callback(experience.close)
         closing.callback(scorer.close)  # what the source may wait for ends
@@ -185,7 +189,9 @@ def build_parts(
             engine=engine,
             learner=learner,
             flow=flow,
+            learning=learning,
             advantages=advantages,
+            update=update,
             evaluator=evaluator,
             experience=experience,
             trackers=trackers,

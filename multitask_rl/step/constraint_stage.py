@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.pending import Pending, Span
-from multitask_rl.step.flow import Stage
+from multitask_rl.step.flow import StreamingStage
 from multitask_rl.step.stages import RewardStage, RolloutStage, Scorer
 from multitask_rl.step.task_state import TaskState
 
@@ -39,7 +40,7 @@ class _Round:
         return new
 
 
-class ConstraintStage(Stage):
+class ConstraintStage(StreamingStage):
     """Asks each task's constraints; where one of mode ``reject`` refuses, the slot is sampled again.
 
     Refused responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
@@ -57,12 +58,9 @@ class ConstraintStage(Stage):
         self.spans: list[Span] = []
         """When verdicts were waited for, since the caller last cleared it."""
 
-    def process(self, items: list[Rollout]) -> list[Rollout]:
-        """Return the rollouts with verdicts, attempts of one slot side by side."""
-        attempts: dict[tuple[str, int], list[Rollout]] = {}
-        for rollout in (r for part in self.stream([items]) for r in part):
-            attempts.setdefault((rollout.group_id, rollout.sample), []).append(rollout)
-        return [a for r in items for a in attempts[(r.group_id, r.sample)]]
+    def order(self, record: Rollout) -> Any:
+        """Return the place of a rollout in its batch, attempts of one slot side by side."""
+        return record.order
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
         """Yield rollouts without constraints as they come, the others when all of an attempt are judged.
@@ -166,6 +164,7 @@ def sampling_stages(
     purpose: str = "rollout",
     group_size: int | None = None,
     temperature: float | None = None,
+    quorum: float = 1.0,
 ) -> SamplingStages:
     """Return ``rollout -> constraints -> rewards``, for a step or, with other seeds, for an evaluation.
 
@@ -178,6 +177,7 @@ def sampling_stages(
         purpose: names the random streams.
         group_size: rollouts per prompt; None = each task's own.
         temperature: of every response; None = each task's own.
+        quorum: share of the groups that the rewards are waited for.
     """
     rollout = RolloutStage(
         engine,
@@ -189,4 +189,4 @@ def sampling_stages(
         group_size=group_size,
         temperature=temperature,
     )
-    return rollout, ConstraintStage(scorer, rollout, tasks), RewardStage(scorer, tasks)
+    return rollout, ConstraintStage(scorer, rollout, tasks), RewardStage(scorer, tasks, quorum)

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from multitask_rl.config.run import RunConfig
@@ -31,7 +30,7 @@ from multitask_rl.step.constraint_stage import SamplingStages
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.metrics import by_group
 from multitask_rl.step.refill import Refill
-from multitask_rl.step.reward_batch import RewardBatch
+from multitask_rl.step.stages import RewardBatch
 from multitask_rl.step.task_state import TaskState, draw_prompts
 from multitask_rl.tracking.timeline import Span, Timeline, intersect, subtract
 
@@ -54,15 +53,28 @@ class Experience:
     """Per task: ``staleness`` (mean, in updates), ``carried_over`` and ``dropped_stale`` (groups)."""
 
 
+@dataclass(slots=True)
+class _Sampled:
+    """Prompts that passed the sampling: all their rollouts are with the rewards."""
+
+    step: int
+    """The step that further work counts to."""
+    timeline: Timeline
+    rewards: RewardBatch = field(init=False)
+    scored: Iterator[list[Scored]] = field(init=False)
+    """Groups after all sampling stages: first the quorum, then late groups."""
+
+    def note(self, stage: str, span: Span) -> None:
+        self.timeline.add(stage, span, step=self.step)
+
+
 @dataclass(kw_only=True, slots=True)
 class _Batch:
     step: int
     experience: Experience
     before: dict[str, Any]
     """Cursors and the scheduler's carry before its prompts were drawn."""
-    rewards: RewardBatch
-    future: Future[None] | None = None
-    """Done when everything is sampled and handed to the rewards; None: it was done by the caller's thread."""
+    sampled: Future[_Sampled] | None = None
 
 
 class ExperienceSource:
@@ -70,8 +82,8 @@ class ExperienceSource:
 
     Args:
         config: the run.
-        flow: of a step.
-        stages: the built-in stages of ``flow`` up to the rewards.
+        sampling: the stages of a step up to the rewards, and those of the user before the advantages.
+        stages: the built-in stages of ``sampling``.
         actor: renders the prompts.
         tasks: the tasks.
         scheduler: decides on quotas.
@@ -81,7 +93,7 @@ class ExperienceSource:
     def __init__(
         self,
         config: RunConfig,
-        flow: DataFlow,
+        sampling: DataFlow,
         stages: SamplingStages,
         *,
         actor: Actor,
@@ -90,7 +102,7 @@ class ExperienceSource:
         timeline: Timeline,
     ) -> None:
         self._config = config
-        self._flow = flow
+        self._sampling = sampling
         self._rollout, self._constraints, self._rewards = stages
         self._actor = actor
         self._tasks = tasks
@@ -102,7 +114,7 @@ class ExperienceSource:
         self._step = 0
         """The step under way."""
         self._ahead: deque[_Batch] = deque()
-        self._late: list[RewardBatch] = []
+        self._late: list[_Sampled] = []
         self._judging: list[Span] = []
         """When verdicts were waited for, in the step under way."""
 
@@ -118,30 +130,27 @@ class ExperienceSource:
         self._judging.clear()
         self._launch(step)
         batch = self._ahead[0]
-        experience = batch.experience
-        if batch.future is not None:
+        assert batch.sampled is not None, "launched without an error"
+        if not batch.sampled.done():
             began = time.monotonic()
-            wait([batch.future])
+            wait([batch.sampled])
             self._note_wait(began)
-            batch.future.result()
-        self._fill(batch)
-        self._note_staleness(experience)
+        self._fill(batch.experience, batch.sampled.result())
         self._ahead.popleft()
         if not self._ahead:
             self._rollout.engine.sleep()
-        return experience
+        return batch.experience
 
     def wait_for_sampling(self) -> None:
         """Wait until nothing is being sampled: the engine is free, all counts are final."""
         began = time.monotonic()
         if self._ahead:
-            wait([batch.future for batch in self._ahead if batch.future is not None])
+            self._wait()
             self._note_wait(began)
 
     def running(self) -> list[tuple[str, Span]]:
         """Return stage and span of the rewards under way for later steps."""
-        batches = [*(batch.rewards for batch in self._ahead), *self._late]
-        return [("rewards", span) for batch in batches for span in batch.spans().values()]
+        return [("rewards", span) for batch in self._open() for span in batch.rewards.spans().values()]
 
     def rewind(self) -> None:
         """Undo the draws of batches that were never trained on."""
@@ -157,10 +166,10 @@ class ExperienceSource:
                 task.stream.load_state_dict(cursor)
 
     def clear(self) -> None:
-        """Forget what is under way: the weights it was sampled from are gone."""
-        wait([batch.future for batch in self._ahead if batch.future is not None])
-        for rewards in (*(batch.rewards for batch in self._ahead), *self._late):
-            rewards.drop(lambda _: True)
+        """Forget all batches under way: the weights they were sampled from are gone."""
+        self._wait()
+        for sampled in self._open():
+            sampled.rewards.drop(lambda _: True)
         self._ahead.clear()
         self._late.clear()
 
@@ -171,47 +180,51 @@ class ExperienceSource:
 
     # ------------------------------------------------------------------ inside
 
+    def _wait(self) -> None:
+        wait([batch.sampled for batch in self._ahead if batch.sampled is not None])
+
+    def _open(self) -> list[_Sampled]:
+        """Return the batches ahead that are sampled, and the late ones."""
+        futures = [b.sampled for b in self._ahead if b.sampled is not None and b.sampled.done()]
+        return [*(f.result() for f in futures if f.exception() is None), *self._late]
+
     def _launch(self, step: int) -> None:
         """Begin every batch that may be begun with the weights as they are."""
+        config = self._config
         first = self._ahead[-1].step + 1 if self._ahead else step
-        for one in range(first, min(step + self._lag, _next_stop(self._config, step) - 1) + 1):
-            # first, since it may fail: a failure after the draw would not restore the quotas
-            rewards = self._rewards.begin()
-            before = self._state()
+        # no batch reaches over a step after which the run is evaluated or saved
+        due = [
+            (step // every + 1) * every for every in (config.eval.every, config.checkpoint.every) if every > 0
+        ]
+        stop = min([*due, max(config.max_steps, step + 1)])
+        for one in range(first, min(step + self._lag, stop - 1) + 1):
+            before = {
+                "carry": self._scheduler.state_dict()["carry"],
+                "cursors": {
+                    name: (task.stream.state_dict(), task.num_overlong)
+                    for name, task in self._tasks.items()
+                    if task.stream is not None
+                },
+            }
             weights = self._scheduler.weights()
-            batch = _Batch(
-                step=one,
-                experience=Experience(
-                    weights=weights,
-                    quotas=self._scheduler.quotas(self._config.batch.prompts_per_step, one),
-                ),
-                before=before,
-                rewards=rewards,
-            )
-            self._ahead.append(batch)
-            prompts = draw_prompts(self._tasks, batch.experience.quotas, self._actor)
+            quotas = self._scheduler.quotas(config.batch.prompts_per_step, one)
+            batch = _Batch(step=one, experience=Experience(weights=weights, quotas=quotas), before=before)
+            self._ahead.append(batch)  # from here on ``rewind`` restores what is drawn
+            prompts = draw_prompts(self._tasks, quotas, self._actor)
             if self._executor is None:
-                self._sample_here(prompts, batch.rewards, one)
+                sampled = self._sample_here(prompts, one)
+                batch.sampled = Future()
+                batch.sampled.set_result(sampled)
             else:
-                batch.future = self._executor.submit(self._sample, prompts, batch.rewards, one)
+                batch.sampled = self._executor.submit(self._sample, prompts, one)
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "carry": self._scheduler.state_dict()["carry"],
-            "cursors": {
-                name: (task.stream.state_dict(), task.num_overlong)
-                for name, task in self._tasks.items()
-                if task.stream is not None
-            },
-        }
-
-    def _sample(self, prompts: list[Prompt], rewards: RewardBatch, step: int) -> None:
-        """Pass prompts through the flow up to the rewards, and begin those as responses end."""
+    def _sample(self, prompts: list[Prompt], step: int) -> _Sampled:
+        """Pass prompts through the flow; rewards begin as responses end."""
+        sampled = _Sampled(step, self._timeline)
         try:
-            note = partial(self._note_work, step)
-            for part in self._flow.stream(prompts, before="rewards", note=note):
-                rewards.add(part)
-            rewards.seal()
+            sampled.scored = self._sampling.stream(prompts, note=sampled.note)
+            sampled.rewards = self._rewards.begun.pop()
+            return sampled
         finally:
             for name, spans in (("rollout", self._rollout.spans), ("constraints", self._constraints.spans)):
                 for span in spans:
@@ -220,57 +233,41 @@ class ExperienceSource:
             self._rollout.spans.clear()
             self._constraints.spans.clear()
 
-    def _sample_here(self, prompts: list[Prompt], rewards: RewardBatch, step: int) -> None:
+    def _sample_here(self, prompts: list[Prompt], step: int) -> _Sampled:
         began = time.monotonic()
-        self._sample(prompts, rewards, step)
+        sampled = self._sample(prompts, step)
         self._note_wait(began)
+        return sampled
 
-    def _collect(self, rewards: RewardBatch, step: int) -> list[Scored]:
-        """Return what is scored when the quorum is reached."""
-        began = time.monotonic()
-        task = rewards.wait(self._config.batch.quorum)
-        self._timeline.add("wait/rewards", (began, time.monotonic()), step=self._step, task=task)
-        for name, span in rewards.spans().items():
-            self._timeline.add("rewards", span, step=step, task=name)
-        return self._finish(rewards)
-
-    def _finish(self, rewards: RewardBatch) -> list[Scored]:
-        """Return the scored groups after the stages that were put between rewards and advantages."""
-        flow, note = self._flow, partial(self._note_work, self._step)
-        scored = rewards.take()
-        if scored:
-            scored = flow(scored, start=flow.after("rewards"), before="advantages", note=note)
-        return scored
-
-    def _note_work(self, step: int, stage: str, span: Span) -> None:
-        self._timeline.add(stage, span, step=step)
-
-    def _fill(self, batch: _Batch) -> None:
+    def _fill(self, experience: Experience, first: _Sampled) -> None:
         """Collect what the step learns from; tell the scheduler which groups a task was short of."""
-        experience, step = batch.experience, batch.step
-        late: list[RewardBatch] = []
-        sampled = [batch.rewards]
+        late: list[_Sampled] = []
+        passes = [first]
 
         def collect(counts: Mapping[str, int]) -> list[Scored]:
-            if sampled:
-                rewards = sampled.pop()
+            if passes:
+                sampled = passes.pop()
             else:
-                rewards = self._rewards.begin()
-                prompts = draw_prompts(self._tasks, counts, self._actor)
-                self._sample_here(prompts, rewards, step)
-            scored = self._collect(rewards, step)
+                sampled = self._sample_here(draw_prompts(self._tasks, counts, self._actor), first.step)
+            began = time.monotonic()
+            task = sampled.rewards.wait()
+            self._timeline.add("wait/rewards", (began, time.monotonic()), step=self._step, task=task)
+            for name, span in sampled.rewards.spans().items():
+                self._timeline.add("rewards", span, step=sampled.step, task=name)
+            scored = next(sampled.scored, [])
             experience.drawn += scored
-            late.extend([rewards] if rewards.num_open else [])
+            if sampled.rewards.num_open:
+                late.append(sampled)
             return scored
 
         def num_late() -> Counter[str]:
-            return sum((Counter(rewards.num_open) for rewards in late), Counter())
+            return sum((Counter(sampled.rewards.num_open) for sampled in late), Counter())
 
         quotas = experience.quotas
         if self._lag == 0:
             _, experience.kept = self._refill.collect(quotas, collect, num_late)
         else:
-            # the engine is busy with the next batches: what is short is given back by later quotas alone
+            # the engine is busy with the next batches: later quotas give back the missing groups
             experience.kept = self._refill.keep(collect(quotas), quotas)
         carried, dropped = self._carry_over(experience)
         entitled = Counter(quotas)
@@ -279,37 +276,35 @@ class ExperienceSource:
         shortfall = self._refill.shortfall(experience.kept, entitled)
         self._scheduler.carry_over(shortfall, sum(quotas.values()))
         self._late += late
+        if self._config.rollout.max_staleness > 0:
+            ages: dict[str, list[int]] = {}
+            for one in experience.kept:
+                age = self._actor.policy_version - one.rollout.policy_version
+                ages.setdefault(one.rollout.task, []).append(age)
+            for name, own in ages.items():
+                experience.metrics.setdefault(name, {})["staleness"] = sum(own) / len(own)
 
     def _carry_over(self, experience: Experience) -> tuple[Counter[str], Counter[str]]:
-        """Add the late groups of earlier steps that are scored by now; give up those that are too old.
+        """Add the late groups of earlier steps that are scored by now; drop those that are too old.
 
         Returns:
-            Groups added and given up, by task.
+            Groups added and dropped, by task.
         """
         carried, dropped = Counter[str](), Counter[str]()
         version, bound = self._actor.policy_version, self._config.rollout.max_staleness
-        for rewards in self._late:
-            dropped.update(rewards.drop(lambda r: version - r.policy_version > bound))
-            scored = self._finish(rewards)
+        for sampled in self._late:
+            dropped.update(sampled.rewards.drop(lambda r: version - r.policy_version > bound))
+            sampled.step = self._step
+            scored = next(sampled.scored, [])
             carried.update({task: len(groups) for task, groups in by_group(scored).items()})
             experience.drawn += scored
             experience.kept += scored
-        self._late = [rewards for rewards in self._late if rewards.num_open]
+        self._late = [sampled for sampled in self._late if sampled.rewards.num_open]
         if self._config.batch.quorum < 1.0:
             for name in experience.quotas:
                 own = experience.metrics.setdefault(name, {})
                 own.update(carried_over=float(carried[name]), dropped_stale=float(dropped[name]))
         return carried, dropped
-
-    def _note_staleness(self, experience: Experience) -> None:
-        if self._config.rollout.max_staleness == 0:
-            return
-        ages: dict[str, list[int]] = {}
-        for scored in experience.kept:
-            rollout = scored.rollout
-            ages.setdefault(rollout.task, []).append(self._actor.policy_version - rollout.policy_version)
-        for name, own in ages.items():
-            experience.metrics.setdefault(name, {})["staleness"] = sum(own) / len(own)
 
     def _note_wait(self, began: float) -> None:
         """Note that the update stood still since ``began``: for constraints or the rollout."""
@@ -320,9 +315,3 @@ class ExperienceSource:
         ):
             for span in spans:
                 self._timeline.add(stage, span, step=self._step)
-
-
-def _next_stop(config: RunConfig, step: int) -> int:
-    """Return the first step after ``step`` before which something is judged or saved."""
-    due = [(step // every + 1) * every for every in (config.eval.every, config.checkpoint.every) if every > 0]
-    return min([*due, max(config.max_steps, step + 1)])

@@ -1,25 +1,25 @@
-"""Nodes of the flow: prompts -> rollout -> constraints (``constraint_stage.py``) -> rewards -> advantages."""
+"""Stages of a step: rollout, rewards, advantages, update; ``constraint_stage.py`` has the constraints."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from multitask_rl.constraints.streaming import Judging, StreamJudge
 from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
 from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
 from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.seeding import derive_seed
-from multitask_rl.step.flow import Stage, in_order
-from multitask_rl.step.reward_batch import RewardBatch
+from multitask_rl.step.flow import Stage, StreamingStage
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.training.backend import CreditedSample
 from multitask_rl.training.credit import CreditAssigner
+from multitask_rl.training.learner import Learner, UpdateReport
 
-__all__ = ["AdvantageStage", "RewardStage", "RolloutStage", "Scorer"]
+__all__ = ["AdvantageStage", "RewardBatch", "RewardStage", "RolloutStage", "Scorer", "UpdateStage"]
 
 
 class Scorer(Judging, Protocol):
@@ -53,7 +53,7 @@ class _Call:
         return {} if self.judge is None else self.judge.verdicts.get(self.seeds[position], {})
 
 
-class RolloutStage(Stage):
+class RolloutStage(StreamingStage):
     """Samples a group per prompt; streaming constraints may end a response (``constraints/streaming.py``)."""
 
     name = "rollout"
@@ -86,13 +86,21 @@ class RolloutStage(Stage):
         self.spans: list[Span] = []
         """When the engine was at work, since the caller last cleared it."""
 
-    def process(self, items: list[Prompt]) -> list[Rollout]:
-        """Return ``group_size`` rollouts per prompt, in order."""
-        return sorted(in_order(self.stream([items])), key=lambda rollout: rollout.order)
+    def order(self, record: Rollout) -> Any:
+        """Return the place of a rollout in its batch."""
+        return record.order
 
     def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
         """Yield rollouts as the engine ends them; those that joined later wait for ``take_joined``."""
-        slots = self._slots(in_order(parts))
+        slots: list[Rollout] = []
+        for position, prompt in enumerate(prompt for part in parts for prompt in part):
+            prompt.position = position
+            task = self._tasks[prompt.task]
+            sampling = task.sampling
+            if self._temperature is not None:
+                sampling = replace(sampling, temperature=self._temperature)
+            for sample in range(self._group_size or task.group_size):
+                slots.append(Rollout(prompt=prompt, sample=sample, sampling=sampling))
         for ended in self._run(slots):
             self._joined += [rollout for k, rollout in ended if k >= len(slots)]
             yield [rollout for k, rollout in ended if k < len(slots)]
@@ -156,20 +164,6 @@ class RolloutStage(Stage):
             call.seeds.append(seed)
         return requests
 
-    def _slots(self, prompts: list[Prompt]) -> list[Rollout]:
-        for position, prompt in enumerate(prompts):
-            prompt.position = position
-        return [self._slot(p, i) for p in prompts for i in range(self._size(p))]
-
-    def _size(self, prompt: Prompt) -> int:
-        return self._group_size or self._tasks[prompt.task].group_size
-
-    def _slot(self, prompt: Prompt, sample: int) -> Rollout:
-        sampling = self._tasks[prompt.task].sampling
-        if self._temperature is not None:
-            sampling = replace(sampling, temperature=self._temperature)
-        return Rollout(prompt=prompt, sample=sample, sampling=sampling)
-
     def _text(self, slot: Rollout, response_ids: Sequence[int]) -> str:
         text = self._decode(response_ids)
         for stop in slot.sampling.stop:
@@ -190,7 +184,109 @@ class RolloutStage(Stage):
         )
 
 
-class RewardStage(Stage):
+class RewardBatch:
+    """Filled while rollouts end; a group is taken when all of its rollouts are scored, and only once.
+
+    Args:
+        pending: the open round of the reward pool.
+        finish: turns the pool's record into the stage's (costs of constraints).
+        quorum: share of the groups that ``wait`` waits for.
+    """
+
+    def __init__(
+        self, pending: Pending[Scored], finish: Callable[[Scored], Scored], quorum: float = 1.0
+    ) -> None:
+        self._pending, self._finish, self._quorum = pending, finish, quorum
+        self._rollouts: list[Rollout] = []
+        self._asked: list[int] = []
+        """Per rollout its index in ``pending``; -1: refused by a constraint, not scored."""
+        self._num_asked = 0
+        self._num_parts = 0
+        self._place: dict[int, int] = {}
+        self._groups: dict[str, list[int]] = {}
+        """Group id -> rollouts not yet taken, in the order of the batch."""
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Begin to score rollouts; refused ones are not scored, what they earn is the algorithm's."""
+        self._num_parts += 1
+        for rollout in rollouts:
+            self._rollouts.append(rollout)
+            self._asked.append(-1 if rollout.rejected else self._num_asked)
+            self._num_asked += not rollout.rejected
+        self._pending.add([r for r in rollouts if not r.rejected])
+
+    def seal(self) -> None:
+        """Say that nothing more is added."""
+        order = list(range(len(self._rollouts)))
+        if self._num_parts > 1:
+            order.sort(key=lambda index: self._rollouts[index].order)
+        self._place = {index: place for place, index in enumerate(order)}
+        self._pending.seal([self._asked[i] for i in order if self._asked[i] >= 0])
+        for index in order:
+            self._groups.setdefault(self._rollouts[index].group_id, []).append(index)
+
+    @property
+    def num_open(self) -> dict[str, int]:
+        """Groups not yet taken, by task."""
+        counts: dict[str, int] = {}
+        for indices in self._groups.values():
+            task = self._rollouts[indices[0]].task
+            counts[task] = counts.get(task, 0) + 1
+        return counts
+
+    def wait(self) -> str:
+        """Wait until the quorum of the groups is scored; return the task waited for last, if any."""
+        if self._quorum >= 1.0:
+            return self._pending.wait()
+        needed = math.ceil(self._quorum * len(self._groups) - 1e-9)
+        return self._pending.wait(lambda: sum(map(self._is_done, self._groups.values())) >= needed)
+
+    def take(self) -> list[Scored]:
+        """Return the records of the groups that are scored by now, in the order of the batch.
+
+        Raises:
+            RewardError: a task's error budget is spent.
+        """
+        done = [name for name, indices in self._groups.items() if self._is_done(indices)]
+        indices = sorted((i for name in done for i in self._groups.pop(name)), key=self._place.__getitem__)
+        scored = iter(self._pending.results([self._asked[i] for i in indices if self._asked[i] >= 0]))
+        return [
+            self._finish(
+                Scored(rollout=self._rollouts[i], reward=None) if self._asked[i] < 0 else next(scored)
+            )
+            for i in indices
+        ]
+
+    def deliveries(self) -> Iterator[list[Scored]]:
+        """Yield the groups that are scored at the quorum, then those scored since, until no group is open.
+
+        Raises:
+            RewardError: a task's error budget is spent.
+        """
+        self.wait()
+        yield self.take()
+        while self._groups:
+            yield self.take()
+
+    def drop(self, is_unwanted: Callable[[Rollout], bool]) -> dict[str, int]:
+        """Give up the open groups that are unwanted; return how many of each task."""
+        dropped: dict[str, int] = {}
+        for name, indices in list(self._groups.items()):
+            rollout = self._rollouts[indices[0]]
+            if is_unwanted(rollout):
+                self._pending.cancel([self._asked[i] for i in self._groups.pop(name) if self._asked[i] >= 0])
+                dropped[rollout.task] = dropped.get(rollout.task, 0) + 1
+        return dropped
+
+    def spans(self) -> dict[str, Span]:
+        """Return per task from its first to its last answer; what is open runs until now."""
+        return self._pending.spans([i for i in self._asked if i >= 0])
+
+    def _is_done(self, indices: Sequence[int]) -> bool:
+        return all(self._asked[i] < 0 or self._pending.is_done(self._asked[i]) for i in indices)
+
+
+class RewardStage(StreamingStage):
     """Scores the rollouts; constraints of mode ``penalty`` and ``lagrangian`` enter here as costs.
 
     A task that has constraints and no reward is rewarded with ``1 - cost``.
@@ -199,31 +295,23 @@ class RewardStage(Stage):
     name = "rewards"
     consumes = Rollout
     produces = Scored
+    yields_batches = True
 
-    def __init__(self, scorer: Scorer, tasks: Mapping[str, TaskState]) -> None:
+    def __init__(self, scorer: Scorer, tasks: Mapping[str, TaskState], quorum: float = 1.0) -> None:
         self._scorer = scorer
         self._tasks = tasks
-
-    def process(self, items: list[Rollout]) -> list[Scored]:
-        """Return one record per rollout; refused ones are not scored, what they earn is the algorithm's."""
-        batch = self.begin()
-        batch.add(items)
-        batch.seal()
-        batch.wait()
-        return batch.take()
+        self._quorum = quorum
+        self.begun: list[RewardBatch] = []
+        """The batch of each call of ``stream``; the caller takes them out."""
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Scored]]:
-        """Begin to score what comes at once; yield everything together."""
-        batch = self.begin()
+        """Begin to score every rollout, then return: see ``RewardBatch.deliveries`` for what is yielded."""
+        batch = RewardBatch(self._scorer.begin_scoring(), self._with_costs, self._quorum)
+        self.begun.append(batch)
         for part in parts:
             batch.add(part)
         batch.seal()
-        batch.wait()
-        yield batch.take()
-
-    def begin(self) -> RewardBatch:
-        """Return an empty batch to add rollouts to."""
-        return RewardBatch(self._scorer.begin_scoring(), self._with_costs)
+        return batch.deliveries()
 
     def _with_costs(self, scored: Scored) -> Scored:
         spec = self._tasks[scored.rollout.task].spec
@@ -277,6 +365,43 @@ class AdvantageStage(Stage):
             samples.extend(self._tasks[name].algorithm.select(own))
         credited, self.metrics = self._credit.credit(samples)
         return credited
+
+
+class UpdateStage(Stage):
+    """Makes the optimizer updates of a step."""
+
+    name = "update"
+    consumes = CreditedSample
+    produces = UpdateReport
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._step, self._factor = 0, 1.0
+        self._shares: Callable[[Collection[str]], Mapping[str, float]] = lambda _: {}
+        self.report = UpdateReport()
+        """Of the last call."""
+
+    def prepare(
+        self, step: int, shares: Callable[[Collection[str]], Mapping[str, float]], factor: float
+    ) -> None:
+        """Set up the update of ``step``.
+
+        Args:
+            step: number of the training step.
+            shares: maps the tasks that have samples to the shares of their losses.
+            factor: of the learning rate.
+        """
+        self._step, self._shares, self._factor = step, shares, factor
+
+    def process(self, items: list[CreditedSample]) -> list[UpdateReport]:
+        """Learn from the samples of all tasks."""
+        self.report = self._learner.update(
+            items,
+            shares=self._shares({c.sample.task for c in items}),
+            step=self._step,
+            learning_rate_factor=self._factor,
+        )
+        return [self.report]
 
 
 def is_trainable(task: TaskState, scored: Scored) -> bool:

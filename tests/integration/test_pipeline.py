@@ -9,7 +9,7 @@ import pytest
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RolloutConfig, SchedulerConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Rollout, Scored
-from multitask_rl.step.flow import FunctionStage
+from multitask_rl.step.flow import Stage
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
@@ -117,7 +117,7 @@ def test_a_failure_draws_again_what_was_in_flight(tmp_path):
             raise ZeroDivisionError
         return scored
 
-    trainer.insert_stage(FunctionStage("fail", fail, consumes=Scored, produces=Scored), after="rewards")
+    trainer.insert_stage(Stage("fail", fail, consumes=Scored, produces=Scored), after="rewards")
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     resumed = Trainer.from_config(config)
@@ -157,11 +157,11 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
         if trainer.step == 2 and not gate.exists():
             gate.touch()
             for late in trainer.parts.experience._late:
-                late.wait()
+                late.rewards.wait()
         return scored
 
-    trainer.insert_stage(FunctionStage("close", close, consumes=Rollout, produces=Rollout), after="rollout")
-    trainer.insert_stage(FunctionStage("open", open_again, consumes=Scored, produces=Scored), after="rewards")
+    trainer.insert_stage(Stage("close", close, consumes=Rollout, produces=Rollout), after="rollout")
+    trainer.insert_stage(Stage("open", open_again, consumes=Scored, produces=Scored), after="rewards")
     trainer.train()
     steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
     # the slow groups of step 0 are two updates old when they are scored, those of step 1 one

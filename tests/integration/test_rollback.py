@@ -8,7 +8,7 @@ import torch
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, OptimizerConfig
 from multitask_rl.errors import GuardStop
 from multitask_rl.records import Scored
-from multitask_rl.step.flow import FunctionStage
+from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, write_run
 
@@ -44,7 +44,7 @@ def go_on(directory, name, max_steps, plant):
         plant(trainer)
         return scored
 
-    trainer.insert_stage(FunctionStage("plant", stage, consumes=Scored, produces=Scored), after="rewards")
+    trainer.insert_stage(Stage("plant", stage, consumes=Scored, produces=Scored), after="rewards")
     return trainer
 
 

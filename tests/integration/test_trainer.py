@@ -24,7 +24,7 @@ from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.vocabulary import control_ids
 from multitask_rl.records import Scored
 from multitask_rl.step.evaluation import Evaluator
-from multitask_rl.step.flow import FunctionStage
+from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
@@ -138,7 +138,7 @@ def test_an_output_dir_deleted_while_the_run_trains_ends_it_with_the_weights_sav
         return scored
 
     trainer = Trainer.from_config(run_config(directory, "deleted", 6))
-    trainer.insert_stage(FunctionStage("delete", delete, consumes=Scored, produces=Scored), after="rewards")
+    trainer.insert_stage(Stage("delete", delete, consumes=Scored, produces=Scored), after="rewards")
     with pytest.raises(CheckpointError, match="deleted' was deleted or replaced while the run writes it"):
         trainer.train()
     assert CheckpointStore(directory / "deleted/checkpoints", keep=4).newest().state["counters"]["step"] == 4
@@ -273,8 +273,11 @@ def test_a_node_of_ones_own_is_inserted_without_touching_the_others(tmp_path):
         seen.append(scored)
         return scored
 
-    trainer.insert_stage(FunctionStage("watch", watch, consumes=Scored, produces=Scored), after="rewards")
+    losses: list[float] = []
+    trainer.insert_stage(Stage("watch", watch, consumes=Scored, produces=Scored), after="rewards")
+    trainer.insert_stage(Stage("loss", lambda report: losses.append(report.metrics["loss"])), after="update")
     trainer.train()
+    assert len(losses) == 1
     assert {s.rollout.task for s in seen} == {"copy", "digit", "quark", "clean"}
     assert [s.name for s in trainer.flow.stages] == [
         "rollout",
@@ -282,6 +285,8 @@ def test_a_node_of_ones_own_is_inserted_without_touching_the_others(tmp_path):
         "rewards",
         "watch",
         "advantages",
+        "update",
+        "loss",
     ]
 
 
@@ -308,9 +313,7 @@ def test_an_interrupt_loses_no_step_and_no_verdict(finished, monkeypatch, during
             raise KeyboardInterrupt
         return evaluate(self, step, **kind)
 
-    trainer.insert_stage(
-        FunctionStage("interrupted", interrupted, consumes=Scored, produces=Scored), after="rewards"
-    )
+    trainer.insert_stage(Stage("interrupted", interrupted, consumes=Scored, produces=Scored), after="rewards")
     observe = SafetyGuard.observe
 
     def interrupted_judging(self, step, *rest):
@@ -344,7 +347,7 @@ def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatc
             raise KeyError("of a stage")
         return scored
 
-    trainer.insert_stage(FunctionStage("broken", broken, consumes=Scored, produces=Scored), after="rewards")
+    trainer.insert_stage(Stage("broken", broken, consumes=Scored, produces=Scored), after="rewards")
     with pytest.raises(KeyError, match="of a stage"):
         trainer.train()
     assert "its last checkpoint cannot be written" in caplog.text

@@ -41,7 +41,7 @@ from multitask_rl.records import Failure, FailureKind, Rollout, Scored, Statisti
 from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.scoring.pending import Pending
 from multitask_rl.seeding import derive_seed, random_stream
-from multitask_rl.step.flow import FunctionStage
+from multitask_rl.step.flow import Stage
 from multitask_rl.step.report import StepReport
 from multitask_rl.testing import FakeEngine
 from multitask_rl.trainer import Trainer
@@ -242,13 +242,13 @@ class Product:
         self.trainer.scorer = self.scorer  # type: ignore[assignment]
         self.trainer.critic.build(actor, [t.name for t in settings.tasks if t.type == "ppo"])
         self.trainer.insert_stage(
-            FunctionStage("watch", self._watch, consumes=CreditedSample, produces=CreditedSample),
+            Stage("watch", self._watch, consumes=CreditedSample, produces=CreditedSample),
             after="advantages",
         )
 
         if case.engine_failing:
             self.trainer.insert_stage(
-                FunctionStage("lose", self._lose, consumes=Rollout, produces=Rollout), after="rollout"
+                Stage("lose", self._lose, consumes=Rollout, produces=Rollout), after="rollout"
             )
         scheduler = self.trainer.scheduler
         bind = scheduler.bind

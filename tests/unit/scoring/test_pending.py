@@ -9,7 +9,7 @@ from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.records import Scored
 from multitask_rl.scoring.pending import Deferred
 from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.step.reward_batch import RewardBatch
+from multitask_rl.step.stages import RewardBatch
 from multitask_rl.testing.builders import make_prompt, make_rollout
 
 PLUGINS = """
@@ -126,7 +126,7 @@ class Scripted:
 
 def test_groups_are_taken_whole_once_and_in_the_order_of_the_batch():
     pending = Scripted()
-    batch = RewardBatch(pending, lambda scored: scored)
+    batch = RewardBatch(pending, lambda scored: scored, quorum=2 / 3)
     rollouts = batch_of("t", 3)
     rollouts[3].rejected = True
     for part in (rollouts[4:], rollouts[:4]):  # asked: 4 5 0 1 2
@@ -134,7 +134,7 @@ def test_groups_are_taken_whole_once_and_in_the_order_of_the_batch():
     batch.seal()
     assert pending.order == [2, 3, 4, 0, 1]
     pending.done = {0, 1, 4}
-    batch.wait(2 / 3)
+    batch.wait()
     taken = batch.take()
     assert [s.rollout for s in taken] == rollouts[2:], "the first group is not complete"
     assert taken[1].reward is None
