@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.algorithms.grpo import GRPOConfig
 from multitask_rl.config.devices import parse_devices, resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import PASS_RATE, TaskSpec
@@ -283,8 +284,8 @@ def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
     unscaled = {
         name
         for name, algorithm in algorithms.items()
-        if getattr(algorithm.config, "normalisation", "") == "none"
-        or getattr(algorithm.config, "aggregation", "") == "constant"
+        if algorithm.config.aggregation == "constant"
+        or (isinstance(algorithm.config, GRPOConfig) and algorithm.config.normalisation == "none")
     }
     if not unscaled or len(unscaled) == len(algorithms):
         return ""

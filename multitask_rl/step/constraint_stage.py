@@ -1,4 +1,4 @@
-"""The constraint node of the flow: rollouts are judged, and sampled again where a constraint refuses them."""
+"""The constraint stage: it has rollouts judged, and sampled again where a constraint refuses them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.step.flow import StreamingStage
-from multitask_rl.step.stages import RewardStage, RolloutStage, Scorer
+from multitask_rl.step.stages import RewardStage, RolloutStage
 from multitask_rl.step.task_state import TaskState
 
 __all__ = ["ConstraintStage", "SamplingStages", "sampling_stages"]
@@ -20,43 +21,34 @@ __all__ = ["ConstraintStage", "SamplingStages", "sampling_stages"]
 
 @dataclass(slots=True)
 class _Round:
-    """All attempts of one number, on their way to be judged."""
+    """All attempts with one number."""
 
     judging: Pending[dict[str, Verdict | Failure]]
     rollouts: list[Rollout] = field(default_factory=list)
     undecided: dict[int, None] = field(default_factory=dict)
-    """Those that may have to be sampled again."""
+    """Indices of rollouts without a known result, in order."""
     followed: set[int] = field(default_factory=set)
-    """Those whose next attempt is under way."""
-    num_taken: int = 0
-
-    def add(self, rollout: Rollout) -> None:
-        self.undecided[len(self.rollouts)] = None
-        self.rollouts.append(rollout)
-
-    def take_new(self) -> list[Rollout]:
-        new = self.rollouts[self.num_taken :]
-        self.num_taken = len(self.rollouts)
-        return new
+    """Indices of rollouts whose next attempt is under way."""
+    num_asked: int = 0
 
 
 class ConstraintStage(StreamingStage):
-    """Asks each task's constraints; where one of mode ``reject`` refuses, the slot is sampled again.
+    """Asks each task's constraints; if one of mode ``reject`` refuses, the slot is sampled again.
 
     Refused responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
-    them out silently would bias the estimate (see ``algorithms/constrained_decoding.py``).
+    them out would bias the estimate (see ``algorithms/constrained_decoding.py``).
     """
 
     name = "constraints"
     consumes = Rollout
     produces = Rollout
 
-    def __init__(self, scorer: Scorer, rollout: RolloutStage, tasks: Mapping[str, TaskState]) -> None:
+    def __init__(self, scorer: RunScorer, rollout: RolloutStage, tasks: Mapping[str, TaskState]) -> None:
         self._scorer = scorer
         self._rollout = rollout
         self._tasks = tasks
         self.spans: list[Span] = []
-        """When verdicts were waited for, since the caller last cleared it."""
+        """When the stage waited for verdicts, since the caller last cleared it."""
 
     def order(self, record: Rollout) -> Any:
         """Return the place of a rollout in its batch, attempts of one slot side by side."""
@@ -65,9 +57,8 @@ class ConstraintStage(StreamingStage):
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
         """Yield rollouts without constraints as they come, the others when all of an attempt are judged.
 
-        A slot that is refused while the engine is at work is sampled again beside the rest, if the engine
-        takes more (``RolloutStage.join``); else together with the others, after the batch. Seeds make that
-        the same rollouts, and judges that take batches get the same ones.
+        If the engine admits requests while it works (``RolloutStage.join``), a refused slot is sampled again
+        at once; else after the batch. Seeds make both ways give the same rollouts and the same batches.
         """
         rounds: list[_Round] = []
         for part in parts:
@@ -87,14 +78,17 @@ class ConstraintStage(StreamingStage):
             number += 1
 
     def _take(self, rounds: list[_Round], rollouts: Sequence[Rollout]) -> None:
-        """Have rollouts judged, and those sampled again of which it is known by now that they must be."""
+        """Have rollouts judged; if the engine admits more, sample those known to be refused again."""
         for rollout in rollouts:
             if rollout.attempt == len(rounds):
                 rounds.append(_Round(self._scorer.begin_judging()))
-            rounds[rollout.attempt].add(rollout)
+            current = rounds[rollout.attempt]
+            current.undecided[len(current.rollouts)] = None
+            current.rollouts.append(rollout)
         for current in rounds:
-            if new := current.take_new():
+            if new := current.rollouts[current.num_asked :]:
                 current.judging.add(new)
+                current.num_asked = len(current.rollouts)
         if not self._rollout.can_join:
             return
         again = []
@@ -111,7 +105,7 @@ class ConstraintStage(StreamingStage):
             self._rollout.join(again)
 
     def _judge(self, current: _Round) -> list[tuple[int, Rollout]]:
-        """Return the rollouts of a round, all there will be, with index and verdicts, in order."""
+        """Close a round; return index and rollout with verdicts, in order."""
         began = time.monotonic()
         order = sorted(range(len(current.rollouts)), key=lambda index: current.rollouts[index].order)
         current.judging.seal(order)
@@ -124,7 +118,7 @@ class ConstraintStage(StreamingStage):
         ]
 
     def _with_verdicts(self, rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
-        # what ended a response stands, though a judge that draws might now think better of it
+        # the verdict that ended a response stands, even if a random judge now gives another
         verdicts = {**judged_whole, **rollout.verdicts}
         rejecting = {c.name or c.plugin for c in self._tasks[rollout.task].spec.judged if c.mode == "reject"}
         failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
@@ -134,9 +128,9 @@ class ConstraintStage(StreamingStage):
         return replace(rollout, verdicts=verdicts, rejected=refused, failure=rollout.failure or failed)
 
     def _next_attempt(self, rollout: Rollout) -> Rollout | None:
-        """Return the empty slot after a refused attempt; None if they ran out, or it would be the same again.
+        """Return the empty slot after a refused attempt; None if no attempt is left, or it would be equal.
 
-        A greedy response would repeat itself: the attempts after it are sampled as in training.
+        The attempts after a greedy response are sampled as in training.
         """
         if not rollout.rejected:
             return None
@@ -157,7 +151,7 @@ SamplingStages = tuple[RolloutStage, ConstraintStage, RewardStage]
 def sampling_stages(
     actor: Actor,
     engine: RolloutEngine,
-    scorer: Scorer,
+    scorer: RunScorer,
     tasks: Mapping[str, TaskState],
     *,
     seed: int,
@@ -166,18 +160,9 @@ def sampling_stages(
     temperature: float | None = None,
     quorum: float = 1.0,
 ) -> SamplingStages:
-    """Return ``rollout -> constraints -> rewards``, for a step or, with other seeds, for an evaluation.
+    """Return ``rollout -> constraints -> rewards`` for a step or, with another ``purpose``, an evaluation.
 
-    Args:
-        actor: its tokenizer decodes responses.
-        engine: samples.
-        scorer: judges and scores.
-        tasks: the tasks.
-        seed: of the run.
-        purpose: names the random streams.
-        group_size: rollouts per prompt; None = each task's own.
-        temperature: of every response; None = each task's own.
-        quorum: share of the groups that the rewards are waited for.
+    ``RolloutStage`` and ``RewardBatch`` define the settings.
     """
     rollout = RolloutStage(
         engine,

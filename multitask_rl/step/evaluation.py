@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.constraints.satisfaction import constraint_metrics
+from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
-from multitask_rl.records import Scored, Statistic, TaskEvaluation
+from multitask_rl.records import Statistic, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import served
 from multitask_rl.step.constraint_stage import sampling_stages
 from multitask_rl.step.flow import DataFlow
-from multitask_rl.step.stages import Scorer
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.tracking.record_files import RecordFile
 
@@ -26,13 +26,13 @@ __all__ = ["Evaluator"]
 
 
 class Evaluator:
-    """Runs the same nodes as training over each task's held-out prompts, one response a prompt."""
+    """Runs the sampling stages of training over each task's held-out prompts, one response a prompt."""
 
     def __init__(
         self,
         actor: Actor,
         engine: RolloutEngine,
-        scorer: Scorer,
+        scorer: RunScorer,
         tasks: Mapping[str, TaskState],
         *,
         seed: int,
@@ -45,7 +45,7 @@ class Evaluator:
         self._seed = seed
         self._temperature = temperature
         self.tally = ScoreTally()
-        """What was scored of each task; a trainer adds the records of its steps."""
+        """Counts of scored records by task; the trainer adds those of its steps."""
 
     def evaluate(
         self,
@@ -60,8 +60,8 @@ class Evaluator:
         Args:
             step: training step, for the record.
             tasks: names.
-            purpose: names the random streams; another purpose gives fresh samples of the same prompts.
-            must_score: a task of which no sample was scored is an error.
+            purpose: names the random streams; another purpose gives new samples of the same prompts.
+            must_score: raise if no sample of a task was scored.
 
         Raises:
             RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.
@@ -80,15 +80,29 @@ class Evaluator:
         prompts = [
             p for n in names for p in render_rows(self._tasks[n], self._tasks[n].eval_rows, self._actor)
         ]
-        by_task: dict[str, list[Scored]] = {name: [] for name in names}
-        for scored in DataFlow(stages)(prompts):
-            by_task[scored.rollout.task].append(scored)
-            self.tally.note([scored])
-        self._scorer.metrics()  # the step that follows counts its own samples alone
+        scored = DataFlow(stages)(prompts)
+        self.tally.note(scored)
+        self._scorer.metrics()  # begins a new count, so that the next step's numbers are its own
         if must_score:
             self.tally.check()
         version = self._engine.policy_version
-        return {name: _evaluation(self._tasks[name], own, step, version) for name, own in by_task.items()}
+        found: dict[str, TaskEvaluation] = {}
+        for name in names:
+            task, own = self._tasks[name], [s for s in scored if s.rollout.task == name]
+            digest = hashlib.blake2b(digest_size=8)
+            for s in served(own):
+                digest.update(json.dumps([s.rollout.prompt.prompt_id, s.rollout.prompt.text]).encode())
+            found[name] = TaskEvaluation(
+                task=name,
+                metric=task.spec.primary_metric,
+                primary=task.metrics.primary(own),
+                step=step,
+                policy_version=version,
+                prompts=digest.hexdigest(),
+                num_failed=task.metrics.num_failed(own),
+                metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
+            )
+        return found
 
 
 def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:
@@ -102,20 +116,19 @@ def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) ->
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
-    """Return the evaluation as JSON data; a value that failed is null."""
-    primary = evaluation.primary
-    low, high = primary.interval
+    """Return the evaluation as JSON data; NaN is null."""
+    low, high = evaluation.primary.interval
     return {
         "step": evaluation.step,
         "task": evaluation.task,
         "metric": evaluation.metric,
         "policy_version": evaluation.policy_version,
         "prompts": evaluation.prompts,
-        **_numbers(primary),
+        **_numbers(evaluation.primary),
         "low": _plain(low),
         "high": _plain(high),
         "metrics": {k: _numbers(s) for k, s in evaluation.metrics.items()},
-        "values": [_plain(v) for v in primary.values],
+        "values": [_plain(v) for v in evaluation.primary.values],
     }
 
 
@@ -126,26 +139,6 @@ def _numbers(statistic: Statistic) -> dict[str, Any]:
         "error": _plain(statistic.error),
         "direction": statistic.direction.value,
     }
-
-
-def _evaluation(task: TaskState, scored: list[Scored], step: int, version: int) -> TaskEvaluation:
-    return TaskEvaluation(
-        task=task.spec.name,
-        metric=task.spec.primary_metric,
-        primary=task.metrics.primary(scored),
-        step=step,
-        policy_version=version,
-        prompts=_hash_prompts(served(scored)),
-        num_failed=task.metrics.num_failed(scored),
-        metrics={**task.metrics.describe(scored, held_out=True), **constraint_metrics(task.spec, scored)},
-    )
-
-
-def _hash_prompts(scored: Sequence[Scored]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for s in scored:
-        digest.update(json.dumps([s.rollout.prompt.prompt_id, s.rollout.prompt.text]).encode())
-    return digest.hexdigest()
 
 
 def _plain(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Numbers of one step, per task and over the tasks: a global mean alone is never reported."""
+"""Numbers of one step, per task and over the tasks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def group_rewards(task: TaskState, group: Sequence[Scored]) -> list[float]:
 
 
 def costs_differ(task: TaskState, group: Sequence[Scored]) -> bool:
-    """Whether a constraint of mode ``lagrangian`` tells the group's responses apart, whatever its multiplier.
+    """Whether the costs of a constraint of mode ``lagrangian`` differ within the group.
 
-    A multiplier of 0 may rise. Responses that the constraint does not concern have no cost to compare.
+    Its multiplier does not matter: a multiplier of 0 may rise.
     """
     trainable = [s for s in group if is_trainable(task, s)]
     costs = [
@@ -46,18 +46,16 @@ def costs_differ(task: TaskState, group: Sequence[Scored]) -> bool:
 def is_informative(task: TaskState, group: Sequence[Scored]) -> bool:
     """Whether the group gives the task's loss a gradient: by its rewards, or by costs with a multiplier.
 
-    The gradient of a KL or entropy term does not count: every response has one, and it is not what a task
-    is drawn again for (see ``Refill.keep``).
+    The gradient of a KL or entropy term does not count: every response has one.
     """
     rewards = group_rewards(task, group)
     return bool(rewards) and (task.algorithm.is_informative(rewards) or costs_differ(task, group))
 
 
 def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
-    """Whether the group's rewards or costs differ: what schedulers call learnable, whatever the algorithm.
+    """Whether the group is learnable: its rewards or costs differ, or, in a group of one, it is informative.
 
-    A critic or a quantile pool finds a gradient in any group; that is no sign that there is something to
-    learn. A group of one has no spread to show: there the algorithm's word counts.
+    With a critic or a quantile pool every group is informative, so schedulers use the spread.
     """
     rewards = group_rewards(task, group)
     if len(rewards) <= 1:
@@ -66,11 +64,11 @@ def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
 
 
 def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:
-    """Return what the scheduler learns from: all groups of the step, before filtering.
+    """Return the statistics for the scheduler.
 
     Args:
         task: the task.
-        groups: every group drawn in the step.
+        groups: every group drawn in the step, before filtering.
         metrics: further numbers of the step.
     """
     everything = [s for group in groups.values() for s in group]

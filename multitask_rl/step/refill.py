@@ -1,7 +1,7 @@
-"""Exact quotas after filtering: groups without a gradient are replaced by more prompts of the same task.
+"""Refill: groups without a gradient are replaced by more prompts of the same task.
 
-Naive filtering shifts the mix towards the tasks whose groups are easy to keep (MT-GRPO, arXiv:2602.05547);
-here every task gets back what its own filter took, within a bound.
+Filtering alone shifts the mix towards tasks whose groups are easy to keep (MT-GRPO, arXiv:2602.05547). Here
+each task gets back what its filter took, within a bound.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from multitask_rl.step.task_state import TaskState
 __all__ = ["Refill"]
 
 MIN_RATE = 0.05
-"""Below this share of groups with a gradient a refill would spend many rollouts for few: it is not tried."""
+"""Below this share of groups with a gradient, no refill is tried."""
 PRIOR_GROUPS = 4.0
-"""Weight, in groups, of the task's smoothed rate beside the step's own: two groups of a step tell little."""
+"""Weight, in groups, of the task's smoothed rate beside the step's own rate."""
 MAX_OVERSAMPLING = 3.0
 """Prompts drawn per missing group at most."""
 
@@ -55,45 +55,38 @@ class Refill:
         """
         drawn = experience(quotas)
         for _ in range(self._rounds):
-            missing = self._missing(by_group(drawn), quotas, late())
+            groups, open_groups = by_group(drawn), late()
+            missing: dict[str, int] = {}
+            for name, found in self._num_informative(groups).items():
+                lacking, known = quotas[name] - found - open_groups.get(name, 0), self._informative_rate(name)
+                rate = (found + PRIOR_GROUPS * known) / (len(groups[name]) + PRIOR_GROUPS)
+                if lacking > 0 and rate >= MIN_RATE:
+                    missing[name] = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
             if not missing:
                 break
             drawn = drawn + experience(missing)
         return drawn, self.keep(drawn, quotas)
 
     def shortfall(self, kept: Sequence[Scored], quotas: Mapping[str, int]) -> dict[str, int]:
-        """Return how many groups of each task's quota gave no gradient after all; nothing without rounds.
+        """Return how many groups of each task's quota gave no gradient; nothing without rounds.
 
-        A task that gives next to none is not counted: it would be owed for ever.
+        A task below ``MIN_RATE`` is not counted: its debt would only grow.
         """
         if not self._rounds:
             return {}
-        found = self.num_informative(by_group(kept))
+        found = self._num_informative(by_group(kept))
         short = {name: number - found.get(name, 0) for name, number in quotas.items()}
         return {n: s for n, s in short.items() if s > 0 and self._informative_rate(n) >= MIN_RATE}
 
-    def num_informative(self, groups: Mapping[str, Groups]) -> dict[str, int]:
-        """Return how many groups of each task give a gradient."""
+    def _num_informative(self, groups: Mapping[str, Groups]) -> dict[str, int]:
         return {n: sum(is_informative(self._tasks[n], g) for g in own.values()) for n, own in groups.items()}
-
-    def _missing(
-        self, groups: Mapping[str, Groups], quotas: Mapping[str, int], late: Mapping[str, int]
-    ) -> dict[str, int]:
-        missing: dict[str, int] = {}
-        for name, found in self.num_informative(groups).items():
-            lacking, known = quotas[name] - found - late.get(name, 0), self._informative_rate(name)
-            rate = (found + PRIOR_GROUPS * known) / (len(groups[name]) + PRIOR_GROUPS)
-            if lacking > 0 and rate >= MIN_RATE:
-                missing[name] = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
-        return missing
 
     def keep(self, drawn: Sequence[Scored], quotas: Mapping[str, int]) -> list[Scored]:
         """Return the groups to train on, by task, at least the quota of each if so many were drawn.
 
         - Without a KL or entropy term: the quota, groups with a gradient first, in order of drawing.
-        - With one, every group has its gradient, so none is passed over: all groups in order of drawing, up
-          to the last that the quota of groups with a gradient needs. The term then sees the prompts as the
-          stream draws them, not only those that are not solved yet.
+        - With one: all groups in order of drawing, up to the last that the quota of groups with a gradient
+          needs. The term then sees prompts as the stream draws them, not only those that are not solved yet.
         """
         kept: list[Scored] = []
         for name, own in by_group(drawn).items():

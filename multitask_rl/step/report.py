@@ -1,7 +1,8 @@
-"""What a step looked like: the statistics for the controllers, the numbers for the trackers."""
+"""The report of a step: statistics for the controllers, numbers for the trackers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,9 +11,6 @@ from multitask_rl.step.metrics import aggregate, by_group, group_rewards, is_inf
 from multitask_rl.step.task_state import TaskState
 
 __all__ = ["StepReport", "collect_stats", "observe_groups", "some_of_each", "step_numbers"]
-
-_LEAST_S = 1e-3
-"""A shorter stage is no rate: the rewards were there when it began, or there were none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,9 +30,9 @@ class StepReport:
     """Wall-clock by stage, ``update`` and ``step`` among them."""
 
     def shares(self, tasks: Collection[str]) -> dict[str, float]:
-        """Return the weight of the loss of each of ``tasks`` that are trained on: its quota's share.
+        """Return the share of the loss of each of ``tasks``: that of its quota.
 
-        A task without a quota in this step is there with late groups of earlier ones: they count themselves.
+        A task without a quota in this step has late groups of earlier steps; their number replaces the quota.
         """
         kept = by_group(self.kept)
         parts = {name: self.quotas.get(name) or len(kept.get(name, ())) for name in tasks}
@@ -43,7 +41,7 @@ class StepReport:
 
 
 def observe_groups(report: StepReport, tasks: Mapping[str, TaskState]) -> list[Event]:
-    """Let each task's stream see what its groups earned; return what its curriculum decided."""
+    """Show each task's stream the rewards of its groups; return the decisions of its curriculum."""
     events: list[Event] = []
     for name, groups in by_group(report.drawn).items():
         stream, task = tasks[name].stream, tasks[name]
@@ -61,11 +59,7 @@ def collect_stats(
 ) -> dict[str, TaskStats]:
     """Return the step's statistics of every task that has a weight.
 
-    Args:
-        report: the step.
-        tasks: the tasks.
-        weights: share of each trained task at the start of the step.
-        sources: per-task numbers of the stages (update, advantages, reward pool), merged in this order.
+    ``sources``, the per-task numbers of the stages, are merged in their order.
     """
     drawn, kept = by_group(report.drawn), by_group(report.kept)
     trained = {n: sum(is_informative(tasks[n], g) for g in own.values()) for n, own in kept.items()}
@@ -98,16 +92,14 @@ def step_numbers(
 ) -> dict[str, float]:
     """Return every number of the step by its name in the logs."""
     seconds = report.seconds["step"]
-    counts: dict[str, int] = {}
-    for scored in report.drawn:
-        counts[scored.rollout.task] = counts.get(scored.rollout.task, 0) + 1
+    counts = Counter(scored.rollout.task for scored in report.drawn)
     per_task = {
         name: {
             **s.metrics,
             "reward_mean": s.reward_mean,
             "reward_std": s.reward_std,
             "informative_rate": s.num_informative / max(1, s.num_prompts),
-            "samples_per_s": counts.get(name, 0) / seconds,
+            "samples_per_s": counts[name] / seconds,
         }
         for name, s in stats.items()
     }
@@ -117,7 +109,7 @@ def step_numbers(
     num_tokens = sum(len(s.rollout.response_ids) for s in report.drawn)
     numbers["time/samples_per_s"] = len(report.drawn) / seconds
     numbers["time/tokens_per_s"] = num_tokens / seconds
-    if (waited := report.seconds.get("rewards", 0.0)) > _LEAST_S:
+    if (waited := report.seconds.get("rewards", 0.0)) > 1e-3:  # a shorter time is no rate
         numbers["time/rewards_per_s"] = len(report.drawn) / waited
     return numbers
 
@@ -126,10 +118,10 @@ def some_of_each(scored: Sequence[Scored], number: int) -> list[Scored]:
     """Return the first ``number`` records of each task; all for a negative number."""
     if number < 0:
         return list(scored)
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     result = []
     for s in scored:
-        taken[s.rollout.task] = taken.get(s.rollout.task, 0) + 1
+        taken[s.rollout.task] += 1
         if taken[s.rollout.task] <= number:
             result.append(s)
     return result

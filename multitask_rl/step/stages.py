@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from multitask_rl.constraints.streaming import Judging, StreamJudge
-from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
-from multitask_rl.rollout.base import Generation, GenerationRequest, RolloutEngine
+from multitask_rl.executor.scorer import RunScorer
+from multitask_rl.records import Prompt, Rollout, Scored, TrainSample, Verdict
+from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
 from multitask_rl.scoring.pending import Pending, Span
 from multitask_rl.seeding import derive_seed
 from multitask_rl.step.flow import Stage, StreamingStage
@@ -19,38 +20,18 @@ from multitask_rl.training.backend import CreditedSample
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.learner import Learner, UpdateReport
 
-__all__ = ["AdvantageStage", "RewardBatch", "RewardStage", "RolloutStage", "Scorer", "UpdateStage"]
-
-
-class Scorer(Judging, Protocol):
-    """What the stages need of the reward pool."""
-
-    def begin_scoring(self) -> Pending[Scored]:
-        """Return an open round of rewards: one record per rollout added."""
-        ...
-
-    def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
-        """Return an open round of constraints: verdicts by constraint name per rollout added."""
-        ...
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Return task -> metric -> value since the last call."""
-        ...
+__all__ = ["AdvantageStage", "RewardBatch", "RewardStage", "RolloutStage", "UpdateStage"]
 
 
 @dataclass(slots=True)
 class _Call:
-    """What the engine was asked for since it began; positions are those of ``slots``."""
+    """The requests of one call to the engine; positions are those of ``slots``."""
 
     judge: StreamJudge | None
     slots: list[Rollout] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     owners: list[list[int]] = field(default_factory=list)
-    """By request: whose its samples are."""
-
-    def verdicts(self, position: int) -> Mapping[str, Verdict | Failure]:
-        """Return what ended the response, if a streaming constraint did."""
-        return {} if self.judge is None else self.judge.verdicts.get(self.seeds[position], {})
+    """By request: the position of each of its samples."""
 
 
 class RolloutStage(StreamingStage):
@@ -72,7 +53,18 @@ class RolloutStage(StreamingStage):
         group_size: int | None = None,
         temperature: float | None = None,
     ) -> None:
-        """Without ``scorer`` no response is looked at; ``purpose`` names the streams, the rest override."""
+        """Set up the stage.
+
+        Args:
+            engine: samples.
+            tasks: the tasks.
+            decode: turns token ids into text.
+            seed: of the run.
+            scorer: judges partial responses; None = no response is judged.
+            purpose: names the random streams.
+            group_size: rollouts per prompt; None = each task's own.
+            temperature: of every response; None = each task's own.
+        """
         self.engine = engine
         self._tasks = tasks
         self._decode = decode
@@ -133,8 +125,22 @@ class RolloutStage(StreamingStage):
         began = time.monotonic()
         try:
             for ended in self.engine.generate_stream(requests):
-                places = [(call.owners[i][j], generation) for i, j, generation in ended]
-                yield [(k, self._fill(call.slots[k], g, call.verdicts(k))) for k, g in places]
+                filled = []
+                for request, sample, generation in ended:
+                    position = call.owners[request][sample]
+                    slot, ids = call.slots[position], generation.response_ids
+                    verdicts = call.judge.verdicts.get(call.seeds[position], {}) if call.judge else {}
+                    rollout = replace(
+                        slot,
+                        response_ids=ids,
+                        rollout_logprobs=generation.rollout_logprobs,
+                        finish_reason=generation.finish_reason,
+                        response=self._text(slot, ids),
+                        policy_version=self.engine.policy_version,
+                        verdicts=dict(verdicts),
+                    )
+                    filled.append((position, rollout))
+                yield filled
         finally:
             self._call = None
             self.spans.append((began, time.monotonic()))
@@ -170,19 +176,6 @@ class RolloutStage(StreamingStage):
             text = text.partition(stop)[0]
         return text
 
-    def _fill(
-        self, slot: Rollout, generation: Generation, verdicts: Mapping[str, Verdict | Failure]
-    ) -> Rollout:
-        return replace(
-            slot,
-            response_ids=generation.response_ids,
-            rollout_logprobs=generation.rollout_logprobs,
-            finish_reason=generation.finish_reason,
-            response=self._text(slot, generation.response_ids),
-            policy_version=self.engine.policy_version,
-            verdicts=dict(verdicts),
-        )
-
 
 class RewardBatch:
     """Filled while rollouts end; a group is taken when all of its rollouts are scored, and only once.
@@ -202,12 +195,11 @@ class RewardBatch:
         """Per rollout its index in ``pending``; -1: refused by a constraint, not scored."""
         self._num_asked = 0
         self._num_parts = 0
-        self._place: dict[int, int] = {}
         self._groups: dict[str, list[int]] = {}
         """Group id -> rollouts not yet taken, in the order of the batch."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Begin to score rollouts; refused ones are not scored, what they earn is the algorithm's."""
+        """Begin to score rollouts, except refused ones: the algorithm decides what they earn."""
         self._num_parts += 1
         for rollout in rollouts:
             self._rollouts.append(rollout)
@@ -216,11 +208,10 @@ class RewardBatch:
         self._pending.add([r for r in rollouts if not r.rejected])
 
     def seal(self) -> None:
-        """Say that nothing more is added."""
+        """Declare that no more rollouts are added."""
         order = list(range(len(self._rollouts)))
-        if self._num_parts > 1:
+        if self._num_parts > 1:  # one part keeps the order of the stage before
             order.sort(key=lambda index: self._rollouts[index].order)
-        self._place = {index: place for place, index in enumerate(order)}
         self._pending.seal([self._asked[i] for i in order if self._asked[i] >= 0])
         for index in order:
             self._groups.setdefault(self._rollouts[index].group_id, []).append(index)
@@ -248,7 +239,7 @@ class RewardBatch:
             RewardError: a task's error budget is spent.
         """
         done = [name for name, indices in self._groups.items() if self._is_done(indices)]
-        indices = sorted((i for name in done for i in self._groups.pop(name)), key=self._place.__getitem__)
+        indices = [i for name in done for i in self._groups.pop(name)]
         scored = iter(self._pending.results([self._asked[i] for i in indices if self._asked[i] >= 0]))
         return [
             self._finish(
@@ -269,7 +260,7 @@ class RewardBatch:
             yield self.take()
 
     def drop(self, is_unwanted: Callable[[Rollout], bool]) -> dict[str, int]:
-        """Give up the open groups that are unwanted; return how many of each task."""
+        """Cancel the open groups that are unwanted; return how many of each task."""
         dropped: dict[str, int] = {}
         for name, indices in list(self._groups.items()):
             rollout = self._rollouts[indices[0]]
@@ -279,7 +270,7 @@ class RewardBatch:
         return dropped
 
     def spans(self) -> dict[str, Span]:
-        """Return per task from its first to its last answer; what is open runs until now."""
+        """Return per task the span from the first to the last answer, or until now."""
         return self._pending.spans([i for i in self._asked if i >= 0])
 
     def _is_done(self, indices: Sequence[int]) -> bool:
@@ -297,7 +288,7 @@ class RewardStage(StreamingStage):
     produces = Scored
     yields_batches = True
 
-    def __init__(self, scorer: Scorer, tasks: Mapping[str, TaskState], quorum: float = 1.0) -> None:
+    def __init__(self, scorer: RunScorer, tasks: Mapping[str, TaskState], quorum: float = 1.0) -> None:
         self._scorer = scorer
         self._tasks = tasks
         self._quorum = quorum
@@ -335,7 +326,6 @@ class RewardStage(StreamingStage):
         if scored.reward is None:
             return scored
         if not spec.rewards:
-            # a task of constraints alone still has something to learn: to satisfy them
             return replace(scored, reward=1.0 - cost)
         penalty = math.fsum(weight * value for weight, value in penalties if not math.isnan(value))
         return replace(scored, reward=scored.reward + penalty, terms=[*scored.terms, *penalties])

@@ -1,4 +1,4 @@
-"""The tasks of a run at work: specification, algorithm, controllers and data of each, side by side."""
+"""The state of each task in a run: specification, algorithm, controllers and data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["TaskState", "build_task_states", "draw_prompts", "render_rows", "sup
 
 @dataclass(kw_only=True, slots=True)
 class TaskState:
-    """One task in a run: what is fixed and what moves."""
+    """One task in a run."""
 
     spec: TaskSpec
     algorithm: Algorithm
@@ -40,9 +40,9 @@ class TaskState:
     kl: KLController
     learner: LearnerTask
     metrics: TaskMetrics = field(init=False)
-    """What its numbers mean (``statistics/definitions.py``)."""
+    """Definitions of its numbers."""
     multipliers: dict[str, LagrangeMultiplier] = field(default_factory=dict)
-    """By name of the constraint, for those of mode ``lagrangian``."""
+    """By name, for constraints of mode ``lagrangian``."""
     stream: PromptStream | None = None
     """None: the task is evaluated only."""
     eval_rows: list[Row] = field(default_factory=list)
@@ -50,7 +50,7 @@ class TaskState:
     max_prompt_tokens: int = 0
     """0 = no limit."""
     warnings: list[str] = field(default_factory=list)
-    """Of the step, for its events."""
+    """Of the step; they become events."""
     num_overlong: int = 0
     """Training prompts left out since the start because they did not fit."""
 
@@ -59,7 +59,7 @@ class TaskState:
         self.metrics = TaskMetrics(self.spec, self.algorithm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that moves, JSON-able."""
+        """Return everything that changes, as JSON data."""
         return {
             "type": self.spec.type,
             "algorithm": self.algorithm.state_dict(),
@@ -71,7 +71,7 @@ class TaskState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``; parts the task had not then start fresh, with a warning if they changed."""
+        """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
         name, kind = self.spec.name, state.get("type", self.spec.type)
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
@@ -91,7 +91,7 @@ class TaskState:
         self.sync_learner()
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:
-        """Let the task's controllers see the step; return what they decided."""
+        """Update the task's controllers from the step; return their decisions."""
         name = self.spec.name
         events = [Event(step=step, source="rewards", kind="warn", reason=w, task=name) for w in self.warnings]
         self.warnings.clear()
@@ -111,7 +111,7 @@ class TaskState:
 
 
 def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
-    """Load and configure each task's algorithm; nothing heavy but torch is imported."""
+    """Load and configure each task's algorithm."""
     return {
         name: build_plugin(
             load_plugin(ALGORITHMS, spec.type, expects=("credit", "loss", "select")),
@@ -129,24 +129,52 @@ def build_task_states(
     config: RunConfig,
     actor: Actor,
 ) -> dict[str, TaskState]:
-    """Put each task together.
-
-    Args:
-        specs: checked specifications.
-        algorithms: by task, as ``build_algorithms`` made them.
-        rows: ``(training rows, held-out rows)`` by task.
-        config: the run.
-        actor: its vocabulary and longest sequence are needed.
+    """Build each task; ``rows`` are ``(training rows, held-out rows)`` by task.
 
     Raises:
-        ConfigError: the model's context cannot hold the response, or its vocabulary not the task's grammar.
+        ConfigError: control tokens with LoRA, the model's context cannot hold the response, or its vocabulary
+            cannot spell the task's grammar.
     """
-    _bind_control_tokens(algorithms, actor)
+    if number := max((a.num_control_tokens for a in algorithms.values()), default=0):
+        if actor.config.lora.rank > 0:
+            raise ConfigError(
+                "an algorithm with control tokens (reward_conditioned) cannot train with model.lora.rank > 0:"
+                " the tokens' embeddings would stay as they are; set model.lora.rank=0 or another type"
+            )
+        ids = actor.add_control_tokens(number)
+        for algorithm in algorithms.values():
+            if algorithm.num_control_tokens:
+                algorithm.bind(ids[: algorithm.num_control_tokens])
     tasks: dict[str, TaskState] = {}
     for name, spec in specs.items():
         algorithm, (train_rows, eval_rows) = algorithms[name], rows[name]
         sampling = spec.sampling_params(run_sampling(config))
-        _check_grammar(spec, sampling, actor)
+        if sampling.grammar:
+            try:
+                actor.grammars.check(sampling.grammar, sampling.max_new_tokens)
+            except ConfigError as error:
+                where = f"{spec.source or 'tasks'}: tasks.{name}.constraints"
+                raise ConfigError(f"{where}: {error}") from error
+        limit = config.rollout.max_prompt_tokens
+        if actor.max_length:
+            room = actor.max_length - sampling.max_new_tokens - 1  # one position for a control token
+            if room < 1:
+                raise ConfigError(
+                    f"task {name!r}: max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in "
+                    f"the model's {actor.max_length} positions; lower rollout.max_new_tokens"
+                )
+            limit = min(limit, room) if limit else room
+        if len(eval_rows) > config.eval.num_prompts:
+            chosen = random_stream(config.seed, "eval-rows", name)
+            eval_rows = [eval_rows[i] for i in chosen.sample(range(len(eval_rows)), config.eval.num_prompts)]
+        stream: PromptStream | None = None
+        if spec.curriculum.by and not spec.evaluation_only:
+            late_steps = config.rollout.max_staleness if config.batch.quorum < 1.0 else 0
+            stream = PooledStream(
+                train_rows, task=name, seed=config.seed, spec=spec.curriculum, late_steps=late_steps
+            )
+        elif not spec.evaluation_only:
+            stream = PromptStream(train_rows, task=name, seed=config.seed)
         task = TaskState(
             spec=spec,
             algorithm=algorithm,
@@ -159,9 +187,9 @@ def build_task_states(
                 for c in spec.constraints
                 if c.mode == "lagrangian"
             },
-            stream=None if spec.evaluation_only else _stream(spec, train_rows, config),
-            eval_rows=_choose(eval_rows, config.eval.num_prompts, config.seed, name),
-            max_prompt_tokens=_max_prompt_tokens(name, sampling, config, actor),
+            stream=stream,
+            eval_rows=list(eval_rows),
+            max_prompt_tokens=limit,
         )
         task.sync_learner()
         tasks[name] = task
@@ -181,7 +209,7 @@ def run_sampling(config: RunConfig) -> SamplingParams:
 
 
 def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], actor: Actor) -> list[Prompt]:
-    """Draw the next prompts of each task; those that do not fit are counted and replaced.
+    """Draw the next prompts of each task; count and replace those that do not fit.
 
     Raises:
         DataError: no prompt of a task fits.
@@ -200,7 +228,7 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
                 else:
                     found.append(prompt)
                     misses = 0
-            # every row was tried, with room for streams that prefer some of them
+            # every row was tried, also by streams that prefer some rows
             if misses > min(max(50, 4 * task.stream.num_rows), 10_000):
                 raise DataError(
                     f"task {name!r}: the last {misses} prompts were all longer than {task.max_prompt_tokens} "
@@ -212,7 +240,7 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
 
 
 def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
-    """Return the prompt of ``row``; for training as the algorithm wants it sampled, else not conditioned."""
+    """Return the prompt of ``row``, conditioned by the algorithm unless for ``evaluation``."""
     text, ids = render_prompt(task.spec, row, actor.tokenizer)
     return Prompt(
         task=task.spec.name,
@@ -225,7 +253,7 @@ def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bo
 
 
 def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
-    """Return evaluation prompts of ``rows``; one that does not fit keeps its end (the question)."""
+    """Return conditioned evaluation prompts; one that does not fit keeps its end (the question)."""
     prompts = []
     for index, row in enumerate(rows):
         prompt = render(task, row, index, actor, evaluation=True)
@@ -236,61 +264,8 @@ def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prom
     return prompts
 
 
-def _stream(spec: TaskSpec, rows: Sequence[Row], config: RunConfig) -> PromptStream:
-    if spec.curriculum.by:
-        late_steps = config.rollout.max_staleness if config.batch.quorum < 1.0 else 0
-        return PooledStream(
-            rows, task=spec.name, seed=config.seed, spec=spec.curriculum, late_steps=late_steps
-        )
-    return PromptStream(rows, task=spec.name, seed=config.seed)
-
-
-def _bind_control_tokens(algorithms: Mapping[str, Algorithm], actor: Actor) -> None:
-    number = max((a.num_control_tokens for a in algorithms.values()), default=0)
-    if number == 0:
-        return
-    if actor.config.lora.rank > 0:
-        raise ConfigError(
-            "an algorithm with control tokens (reward_conditioned) cannot train with model.lora.rank > 0: "
-            "the tokens' embeddings would stay as they are; set model.lora.rank=0 or another type"
-        )
-    ids = actor.add_control_tokens(number)
-    for algorithm in algorithms.values():
-        if algorithm.num_control_tokens:
-            algorithm.bind(ids[: algorithm.num_control_tokens])
-
-
 def suppress_control_tokens(tasks: Mapping[str, TaskState], actor: Actor) -> None:
     """Give the control tokens of the vocabulary probability 0 in the responses of every task."""
     if ids := actor.control_token_ids:
         for task in tasks.values():
             task.sampling = replace(task.sampling, suppressed_ids=ids)
-
-
-def _check_grammar(spec: TaskSpec, sampling: SamplingParams, actor: Actor) -> None:
-    if sampling.grammar:
-        try:
-            actor.grammars.check(sampling.grammar, sampling.max_new_tokens)
-        except ConfigError as error:
-            where = f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints"
-            raise ConfigError(f"{where}: {error}") from error
-
-
-def _max_prompt_tokens(name: str, sampling: SamplingParams, config: RunConfig, actor: Actor) -> int:
-    limit = config.rollout.max_prompt_tokens
-    if actor.max_length:
-        # one place is kept for a control token
-        room = actor.max_length - sampling.max_new_tokens - 1
-        if room < 1:
-            raise ConfigError(
-                f"task {name!r}: max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in the "
-                f"model's {actor.max_length} positions; lower rollout.max_new_tokens"
-            )
-        limit = min(limit, room) if limit else room
-    return limit
-
-
-def _choose(rows: Sequence[Row], number: int, seed: int, task: str) -> list[Row]:
-    if len(rows) <= number:
-        return list(rows)
-    return [rows[i] for i in random_stream(seed, "eval-rows", task).sample(range(len(rows)), number)]
