@@ -368,7 +368,7 @@ class UpdateStage(Stage):
         self._learner = learner
         self._step, self._factor = 0, 1.0
         self._shares: Callable[[Collection[str]], Mapping[str, float]] = lambda _: {}
-        self.report = UpdateReport()
+        self.report = UpdateReport(metrics={}, task_metrics={}, spans=[])
         """Of the last call."""
 
     def prepare(
