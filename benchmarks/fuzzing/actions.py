@@ -198,7 +198,7 @@ _ACTIONS: dict[str, Callable[[Case, Path | None], None]] = {
 @lru_cache(maxsize=1)
 def _trainer(run: Path) -> Any:
     """Return a trainer of the run in ``run``, open: made once in each process."""
-    from multitask_rl.config.recorded import recorded_config
+    from multitask_rl.config.run import recorded_config
     from multitask_rl.trainer import Trainer
 
     before = Path.cwd()

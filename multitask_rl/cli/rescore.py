@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 from multitask_rl.boundary.printable import one_line, printable
 from multitask_rl.boundary.redaction import redacted_keys
 from multitask_rl.cli.agreement import agreement
-from multitask_rl.config.recorded import as_given
-from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.run import ScoringConfig, as_given
 from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.config.task import RewardSpec, TaskSpec

@@ -26,8 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from multitask_rl.boundary.printable import EscapingFilter
 from multitask_rl.boundary.redaction import redacted_keys
-from multitask_rl.config.recorded import RECORD, recorded_config
-from multitask_rl.config.run import RunConfig
+from multitask_rl.config.run import RECORD, RunConfig, recorded_config
 from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.trust import TRUST, refuse_code_in

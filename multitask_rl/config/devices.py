@@ -1,16 +1,8 @@
-"""Which role runs on which device, checked before anything loads.
+"""Which role runs on which device: ``device_map: {actor: "cuda:0-3", critic: "cuda:4-5"}``.
 
-    device_map: {actor: "cuda:0-3", critic: "cuda:4-5", reward.code: cpu}
-
-Every device of the actor is a learner rank; on a CPU ranks are numbered the same way, ``actor: "cpu:0-3"``.
-``actor: "cuda:0-3 sharded"`` gives every rank a part of the weights instead of a copy; with
-``cuda:0-3 tensor=2`` two ranks each compute every layer together besides.
-
-Roles: ``actor``, ``critic``, ``reference``, ``rollout``, ``reward.<task>``, ``constraint.<task>``. The
-reference and the rollout engine live where the actor does: their roles may say so and nothing else. A
-constraint without a role of its own runs where the task's rewards run. Two roles may use the same set of
-devices (that is placing them together on purpose); sets that overlap in part are refused: one of the roles
-would wait for the other, which the configuration does not ask for.
+Each device of the actor is a learner rank with a copy of the weights. With ``cuda:0-3 sharded`` a rank has a
+part of them; with ``cuda:0-3 tensor=2`` pairs of ranks also compute every layer together. Ranks on a CPU are
+numbered the same way: ``cpu:0-3``.
 """
 
 from __future__ import annotations
@@ -44,18 +36,13 @@ class DeviceSet:
     indices: tuple[int, ...] = ()
     """Indices, ascending, each once; empty for plain ``cpu`` and ``cuda``."""
     is_sharded: bool = field(default=False, compare=False)
-    """Each holds a part of the model."""
+    """Each device holds a part of the model."""
     tensor: int = field(default=1, compare=False)
-    """Neighbours that compute every layer together."""
-
-    @property
-    def first(self) -> str:
-        """The name ``torch.device`` takes for the first device."""
-        return self.names[0]
+    """Number of neighbouring devices that compute every layer together."""
 
     @property
     def names(self) -> list[str]:
-        """The names ``torch.device`` takes for the devices."""
+        """The devices' names for ``torch.device``."""
         if self.kind == "cpu":
             return ["cpu"] * max(1, len(self.indices))
         return [f"{self.kind}:{i}" for i in self.indices] or [self.kind]
@@ -107,31 +94,64 @@ def parse_device_map(
     """Return the devices of every role named in ``device_map``.
 
     Args:
-        device_map: role -> devices.
-        num_cuda: CUDA devices of the machine; None = ask (``count_cuda_devices``), and only if one is named.
+        device_map: role -> devices. Roles are ``actor``, ``critic``, ``reference``, ``rollout``,
+            ``reward.<task>`` and ``constraint.<task>``.
+        num_cuda: CUDA devices of the machine; None = ask torch, and only if the map names one.
         tasks: names allowed after ``reward.`` and ``constraint.``; None = any.
 
     Raises:
-        ConfigError: unknown role or task, malformed or missing device, a place where a role cannot be, sets
-            that overlap in part.
+        ConfigError: an unknown role or task, a malformed or missing device, one that the role cannot use, or
+            two sets that overlap in part (two roles may share a whole set).
     """
     parsed: dict[str, DeviceSet] = {}
     for role, text in device_map.items():
-        _check_role(role, tasks)
-        parsed[role] = parse_devices(text, f"device_map.{role}")
-        if parsed[role].kind == "cpu" and parsed[role].indices and role != "actor":
+        kind, dot, task = role.partition(".")
+        if (dot and kind not in _PER_TASK) or (not dot and role not in _ROLES):
+            known = [*_ROLES, *(f"{k}.<task>" for k in _PER_TASK)]
+            raise ConfigError(
+                f"device_map.{role}: unknown role{suggest(role, known)} (allowed: {', '.join(known)})"
+            )
+        if dot and tasks is not None and task not in tasks:
+            raise ConfigError(
+                f"device_map.{role}: no task {task!r}{suggest(task, tasks)} (tasks: {', '.join(tasks)})"
+            )
+        devices = parsed[role] = parse_devices(text, f"device_map.{role}")
+        if devices.kind == "cpu" and devices.indices and role != "actor":
             raise ConfigError(
                 f"device_map.{role}: {text!r}: only the actor has ranks on a CPU; write {role}: cpu"
             )
-        if parsed[role].is_sharded and role != "actor":
+        if devices.is_sharded and role != "actor":
             raise ConfigError(
                 f"device_map.{role}: {text!r}: only the actor is sharded, and its reference with it"
             )
-    if any(d.kind == "cuda" for d in parsed.values()):
-        available = count_cuda_devices() if num_cuda is None else num_cuda
-        for role, devices in parsed.items():
-            _check_present(role, devices, available)
-    _check_places(parsed)
+    if num_cuda is None and any(d.kind == "cuda" for d in parsed.values()):
+        num_cuda = count_cuda_devices()
+    actor = parsed.get("actor")
+    num_ranks = len(actor.names) if actor is not None else 1
+    for role, devices in parsed.items():
+        available = num_cuda or 0
+        missing = [i for i in devices.indices if i >= available]
+        if devices.kind == "cuda" and (missing or not available):
+            names = f"cuda:{','.join(map(str, missing))}" if missing else "cuda"
+            have = f"cuda:0-{available - 1}" if available > 1 else "cuda:0" if available else "no CUDA device"
+            raise ConfigError(f"device_map.{role}: {names} is not on this machine, which has {have} and cpu")
+    for role, devices in parsed.items():
+        if role in _WITH_ACTOR and devices != actor:
+            has = f"which has {actor}" if actor is not None else "which device_map does not name"
+            raise ConfigError(
+                f"device_map.{role}: {devices}: the {_WITH_ACTOR[role]} lives on the devices of the actor, "
+                f"{has}; leave {role} out, or give both the same devices"
+            )
+        if "." in role and len(devices.indices) > 1:
+            raise ConfigError(
+                f"device_map.{role}: {devices}: a model of a {role.partition('.')[0]} runs on one device; "
+                f"name one, e.g. {devices.names[0]}"
+            )
+        if role == "critic" and len(devices.indices) > num_ranks:
+            raise ConfigError(
+                f"device_map.critic: {devices}: each learner rank has one critic, and there are "
+                f"{num_ranks} ranks (devices of the actor); name as many or fewer devices"
+            )
     for (role, mine), (other, theirs) in combinations(parsed.items(), 2):
         shared = set(mine.indices) & set(theirs.indices)
         if shared and mine.kind == theirs.kind and mine != theirs:
@@ -144,58 +164,12 @@ def parse_device_map(
 
 
 def resolve_devices(device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None) -> dict[str, str]:
-    """Check ``device_map`` as ``parse_device_map`` does; return every role's first device."""
-    return {role: devices.first for role, devices in parse_device_map(device_map, tasks=tasks).items()}
+    """Check ``device_map`` as ``parse_device_map`` does; return the first device of every role."""
+    return {role: devices.names[0] for role, devices in parse_device_map(device_map, tasks=tasks).items()}
 
 
 def count_cuda_devices() -> int:
     """Return how many CUDA devices torch sees."""
-    import torch  # heavy: only a device map that names cuda pays for it
+    import torch  # heavy, and most device maps name no CUDA device
 
     return torch.cuda.device_count()
-
-
-def _check_role(role: str, tasks: Sequence[str] | None) -> None:
-    kind, dot, task = role.partition(".")
-    if not dot and role in _ROLES:
-        return
-    if dot and kind in _PER_TASK:
-        if tasks is None or task in tasks:
-            return
-        raise ConfigError(
-            f"device_map.{role}: no task {task!r}{suggest(task, tasks)} (tasks: {', '.join(tasks)})"
-        )
-    known = [*_ROLES, *(f"{k}.<task>" for k in _PER_TASK)]
-    raise ConfigError(f"device_map.{role}: unknown role{suggest(role, known)} (allowed: {', '.join(known)})")
-
-
-def _check_places(parsed: Mapping[str, DeviceSet]) -> None:
-    """Refuse devices that a role would not use."""
-    actor = parsed.get("actor")
-    for role, devices in parsed.items():
-        if role in _WITH_ACTOR and devices != actor:
-            has = f"which has {actor}" if actor is not None else "which device_map does not name"
-            raise ConfigError(
-                f"device_map.{role}: {devices}: the {_WITH_ACTOR[role]} lives on the devices of the actor, "
-                f"{has}; leave {role} out, or give both the same devices"
-            )
-        if "." in role and len(devices.indices) > 1:
-            raise ConfigError(
-                f"device_map.{role}: {devices}: a model of a {role.partition('.')[0]} runs on one device; "
-                f"name one, e.g. {devices.first}"
-            )
-    critic = parsed.get("critic")
-    if critic is not None and len(critic.indices) > len(actor.names if actor is not None else [""]):
-        raise ConfigError(
-            f"device_map.critic: {critic}: each learner rank has one critic, and there are "
-            f"{len(actor.names) if actor is not None else 1} ranks (devices of the actor); name as many or "
-            "fewer devices"
-        )
-
-
-def _check_present(role: str, devices: DeviceSet, available: int) -> None:
-    missing = [i for i in devices.indices if i >= available]
-    if devices.kind == "cuda" and (missing or not available):
-        names = f"cuda:{','.join(map(str, missing))}" if missing else "cuda"
-        have = f"cuda:0-{available - 1}" if available > 1 else "cuda:0" if available else "no CUDA device"
-        raise ConfigError(f"device_map.{role}: {names} is not on this machine, which has {have} and cpu")

@@ -1,15 +1,14 @@
-"""Grammars of the tasks file: read, checked and written as the source that both engines compile.
+"""Grammars of the tasks file: checks, and the source text that both engines compile.
 
-A grammar travels as the JSON text of its configuration (``SamplingParams.grammar``): it names the
-distribution a response was drawn from, so it stands beside temperature and top-p. The library is llguidance
-(extra ``grammar``): no dependencies of its own, and what vLLM's guidance backend runs too.
+A grammar is passed on as the JSON text of its configuration (``SamplingParams.grammar``). The library is
+llguidance (extra ``grammar``), which vLLM's guidance backend uses too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,13 +16,13 @@ from multitask_rl.config.schema.build import check_keys
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, MissingExtraError
 
-__all__ = ["GRAMMAR_KEYS", "check_grammar", "lark_source", "read_choices", "require_llguidance"]
+__all__ = ["GRAMMAR_KEYS", "check_grammar", "is_installed", "lark_source", "require_llguidance"]
 
 GRAMMAR_KEYS = ("regex", "json_schema", "choices")
 
 
 class _Bytes:
-    """A vocabulary of single bytes: what any byte-complete tokenizer can write."""
+    """A tokenizer of single bytes: it can write every text."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -34,13 +33,17 @@ class _Bytes:
         return list(text)
 
 
+def is_installed(package: str) -> bool:
+    """Whether ``package`` can be imported; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # sys.modules holds None: the import is blocked
+        return False
+
+
 def require_llguidance() -> None:
     """Raise ``MissingExtraError`` unless llguidance is installed."""
-    try:
-        found = find_spec("llguidance") is not None
-    except ValueError:  # blocked: sys.modules holds None
-        found = False
-    if not found:
+    if not is_installed("llguidance"):
         raise MissingExtraError(
             "constraints of mode grammar need the package llguidance, which is not installed: "
             "pip install 'multitask-rl[grammar]'"
@@ -64,14 +67,41 @@ def check_grammar(config: Mapping[str, Any], where: Where) -> None:
         raise ConfigError(f"{where}: a grammar has exactly one of {', '.join(GRAMMAR_KEYS)}; got {got}")
     ((kind, value),) = config.items()
     place = where.at(kind)
-    {"regex": _check_regex, "json_schema": _check_schema, "choices": _check_choices}[kind](value, place)
+    if kind == "regex":
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"{place}: expected a regular expression (text), got {value!r}")
+    elif kind == "json_schema":
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{place}: expected a JSON schema (a mapping), got {value!r}")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{place}: the schema is no JSON: {error}; put dates in quotes") from error
+        if not isinstance(value.get("x-guidance", {}), Mapping):
+            raise ConfigError(f"{place.at('x-guidance')}: expected a mapping, got {value['x-guidance']!r}")
+    else:
+        if not isinstance(value, (list, tuple)) or len(value) < 2:
+            raise ConfigError(f"{place}: expected a list of at least two texts, got {value!r}")
+        for index, choice in enumerate(value):
+            if not isinstance(choice, str):
+                raise ConfigError(
+                    f"{place.at(index)}: expected text, got {choice!r} ({type(choice).__name__}); put it in "
+                    "quotes"
+                )
+            if not choice:
+                raise ConfigError(f"{place.at(index)}: a choice must not be empty")
+            if choice in value[:index]:
+                raise ConfigError(f"{place.at(index)}: the choice {choice!r} is there twice")
     require_llguidance()
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     source = lark_source(json.dumps(config))
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
     if is_error:
-        raise ConfigError(f"{place}: {_first_line(messages[0])} (in {value!r})")
+        lines = [line.strip() for line in messages[0].splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        first = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", lines[0])
+        raise ConfigError(f"{place}: {[first, *errors][-1]} (in {value!r})")
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), source, log_level=0)
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -83,14 +113,14 @@ def lark_source(grammar: str, alphabet: str | None = None) -> str:
 
     Args:
         grammar: see ``SamplingParams.grammar``.
-        alphabet: the characters that can be written; None = all. A sentence then never starts what the
-            vocabulary cannot finish.
+        alphabet: the characters that the vocabulary can write; None = all. No sentence then begins with a
+            part that the vocabulary cannot complete.
     """
     from llguidance import regex_to_lark
 
     ((kind, value),) = json.loads(grammar).items()
     if kind == "json_schema":
-        # compact: optional white space would be an invitation to write nothing else until the limit
+        # compact: with optional white space a model may write nothing else up to the token limit
         options = {"whitespace_flexible": False, **value.get("x-guidance", {})}
         return "start: %json " + json.dumps({**value, "x-guidance": options})
     pattern = value if kind == "regex" else "|".join(re.escape(choice) for choice in value)
@@ -99,49 +129,3 @@ def lark_source(grammar: str, alphabet: str | None = None) -> str:
         return f"start: TEXT\nTEXT: /{pattern}/"
     letters = "".join(rf"\x{{{ord(character):x}}}" for character in sorted(set(alphabet)))
     return f"start: TEXT\nTEXT: /(?:{pattern})/ & /[{letters}]*/"
-
-
-def read_choices(grammar: str) -> Sequence[str]:
-    """Return the choices of ``grammar``; none if it is of another kind."""
-    choices: Sequence[str] = json.loads(grammar).get("choices", ())
-    return choices
-
-
-def _check_regex(value: Any, where: Where) -> None:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where}: expected a regular expression (text), got {value!r}")
-
-
-def _check_schema(value: Any, where: Where) -> None:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: expected a JSON schema (a mapping), got {value!r}")
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: the schema is no JSON: {error}; put dates in quotes") from error
-    if not isinstance(value.get("x-guidance", {}), Mapping):
-        raise ConfigError(f"{where.at('x-guidance')}: expected a mapping, got {value['x-guidance']!r}")
-
-
-def _check_choices(value: Any, where: Where) -> None:
-    if not isinstance(value, (list, tuple)) or len(value) < 2:
-        raise ConfigError(f"{where}: expected a list of at least two texts, got {value!r}")
-    for index, choice in enumerate(value):
-        if not isinstance(choice, str):
-            raise ConfigError(
-                f"{where.at(index)}: expected text, got {choice!r} ({type(choice).__name__}); put it in "
-                "quotes"
-            )
-        if not choice:
-            raise ConfigError(f"{where.at(index)}: a choice must not be empty")
-        if choice in value[:index]:
-            raise ConfigError(f"{where.at(index)}: the choice {choice!r} is there twice")
-
-
-def _first_line(message: str) -> str:
-    """Return what a person needs of llguidance's report: the last ``error:`` line, or the first line."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if told:
-        return told[-1]
-    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", lines[0])

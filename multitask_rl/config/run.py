@@ -1,16 +1,19 @@
-"""The run's configuration: every key, its meaning, range and only default.
+"""The run's configuration: every key with its meaning, range and only default.
 
-YAML files override it, and the command line overrides them; nothing else holds a default. The section
-``scheduler`` stands beside its class, which takes the same settings in Python. Choices are ``OneOf``:
-OmegaConf 2.3 does not understand ``Literal``.
+YAML files override it, and the command line overrides them. The section ``scheduler`` is declared beside its
+class. Choices are ``OneOf``, because OmegaConf 2.3 does not understand ``Literal``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.config.schema.ranges import (
     Count,
     Fraction,
@@ -26,6 +29,7 @@ from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError
 
 __all__ = [
+    "RECORD",
     "BatchConfig",
     "CheckpointConfig",
     "CriticConfig",
@@ -40,7 +44,12 @@ __all__ = [
     "SchedulerConfig",
     "ScoringConfig",
     "TrackingConfig",
+    "as_given",
+    "recorded_config",
 ]
+
+RECORD = "config.yaml"
+"""File of a run's output directory that holds its configuration."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -344,3 +353,32 @@ class RunConfig(Settings):
     def rollout_lag(self) -> int:
         """Steps that sampling is ahead of learning; one update of the bound is kept for late groups."""
         return self.rollout.max_staleness - (self.batch.quorum < 1.0)
+
+
+def recorded_config(run: Path) -> RunConfig:
+    """Return the recorded configuration of the run in directory ``run``, to continue it.
+
+    The tasks come from the record, not from the run's tasks file, which may have changed since.
+
+    Raises:
+        ConfigError: the record is unreadable, or holds keys that this version does not have.
+    """
+    document, where = load_yaml(run / RECORD)
+    tasks = document.get("tasks") if isinstance(document, Mapping) else None
+    if not isinstance(tasks, Mapping):
+        raise ConfigError(f"{where.file}: it holds no tasks; give the run's tasks file with tasks_file=PATH")
+    for name, task in tasks.items():
+        if not isinstance(task, Mapping):
+            raise ConfigError(f"{where.at('tasks', name)}: expected a mapping, got {task!r}")
+    given = {name: as_given(task) for name, task in tasks.items()}
+    config = build_dataclass(RunConfig, {**document, "tasks_file": "", "tasks": given}, where)
+    return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+
+
+def as_given(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded task with the keys of a tasks file."""
+    given = {k: v for k, v in task.items() if k not in ("name", "source", "sampling_keys")}
+    sampling, keys = task.get("sampling"), task.get("sampling_keys")
+    if keys and isinstance(sampling, Mapping) and isinstance(keys, list):
+        given["sampling"] = {key: value for key, value in sampling.items() if key in keys}
+    return given

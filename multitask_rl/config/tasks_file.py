@@ -6,14 +6,13 @@
         dataset: data/math.jsonl
         rewards: [math_answer]              # a name, or {plugin, weight, config}
 
-``reward_model``/``reward_config`` and ``constraint_model``/``constraint_config`` are short forms of a list of
-one.
+``reward_model`` and ``reward_config`` are a short form of one reward; constraints have the same.
 Paths are looked up beside the tasks file first, then in the working directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,15 +33,19 @@ from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 __all__ = ["SHORT_FORMS", "fill_weights", "load_tasks", "parse_tasks", "validate_tasks"]
 
 S = TypeVar("S", RewardSpec, ConstraintSpec)
+_Entry = tuple[dict[str, Any], Where]
+"""A task's keys as the file gives them, and their place."""
 
 SHORT_FORMS = {
     "reward_model": ("reward_config", "rewards"),
     "constraint_model": ("constraint_config", "constraints"),
 }
-"""Short form -> its configuration, and the list that the two stand for."""
+"""Short form -> the key of its configuration, and the list that the two keys stand for."""
 _ANSWER_IN_TAGS = "{question}\n\nGive the final answer between <answer> and </answer>."
-_TASK_KEYS = {field.name for field in setting_fields(TaskSpec, skip=["name"])} | SHORT_FORMS.keys()
-_TASK_KEYS |= {config for config, _ in SHORT_FORMS.values()}
+_TASK_KEYS = {
+    *(field.name for field in setting_fields(TaskSpec, skip=["name"])),
+    *(key for short, (config, _) in SHORT_FORMS.items() for key in (short, config)),
+}
 _DEFINING = {"type", "dataset", "rewards", "reward_model", "constraints", "constraint_model"}
 
 
@@ -51,8 +54,8 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
 
     Args:
         path: the YAML file; empty = every task comes from ``overrides``.
-        overrides: task name -> keys that replace or add to the file's (``{"math": {"weight": 2}}``); mappings
-            merge, everything else replaces. A name the file lacks defines a new task.
+        overrides: task name -> keys that replace or add to the file's (``{"math": {"weight": 2}}``). Mappings
+            merge, everything else replaces. A name that the file lacks defines a new task.
 
     Returns:
         The tasks by name, in the file's order.
@@ -60,12 +63,24 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
     Raises:
         ConfigError: names file, line, key path, the offending value and what is allowed.
     """
+    root, entries = Where("configuration"), dict[str, _Entry]()
     if str(path):
-        document, where = load_yaml(path)
-        entries = _entries(document, where)
-    else:
-        where, entries = Where("configuration"), {}
-    return _build(_merge_overrides(entries, overrides or {}, where), where)
+        document, root = load_yaml(path)
+        entries = _entries(document, root)
+    merged = dict(entries)
+    for name, given in (overrides or {}).items():
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"override: tasks.{name}: expected a mapping of the task's keys, got {given!r}")
+        raw, where = entries.get(name, ({}, root.at("tasks", name)))
+        if name not in entries:
+            if entries and not _DEFINING & set(given):
+                raise ConfigError(
+                    f"override: tasks.{name}: unknown task {name!r}{suggest(name, entries)} "
+                    f"(tasks: {', '.join(entries)}); a new task needs at least rewards or constraints"
+                )
+            where = Where("", where.path, {where.path: OVERRIDE})
+        merged[name] = (_deep_merge(raw, given, where), where)
+    return _build(merged, root)
 
 
 def parse_tasks(document: Any, where: Where | str = "tasks") -> dict[str, TaskSpec]:
@@ -114,8 +129,8 @@ def fill_weights(names: Sequence[str], given: Mapping[str, float | None]) -> dic
     return {name: weight / total for name, weight in filled.items()}
 
 
-def _entries(document: Any, where: Where) -> dict[str, tuple[dict[str, Any], Where]]:
-    """Return the raw mapping and the place of every task, whichever form the file has."""
+def _entries(document: Any, where: Where) -> dict[str, _Entry]:
+    """Return the raw mapping and the place of every task, from a list or a mapping."""
     if document is None:
         raise ConfigError(f"{where.file}: the file is empty; expected a key 'tasks' that holds the tasks")
     if not isinstance(document, Mapping):
@@ -129,10 +144,17 @@ def _entries(document: Any, where: Where) -> dict[str, tuple[dict[str, Any], Whe
         )
     if not isinstance(tasks, (Mapping, list)):
         raise ConfigError(f"{where}: expected a list of tasks or a mapping name: task, got {tasks!r}")
-    named = _named_items(tasks, where) if isinstance(tasks, list) else tasks.items()
-    entries: dict[str, tuple[dict[str, Any], Where]] = {}
-    for index, (name, raw) in enumerate(named):
-        here = where.at(index if isinstance(tasks, list) else name)
+    entries: dict[str, _Entry] = {}
+    items: Iterable[tuple[Any, Any]] = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
+    for name, raw in items:
+        here = where.at(name)
+        if isinstance(tasks, list):
+            if not isinstance(raw, Mapping):
+                raise ConfigError(f"{here}: expected a mapping with the key 'name', got {raw!r}")
+            name = raw.get("name")
+            if not isinstance(name, str):
+                raise ConfigError(f"{here}: every task of a list needs a 'name' (text), got {name!r}")
+            raw = {k: v for k, v in raw.items() if k != "name"}
         if name in entries:
             first = entries[name][1]
             raise ConfigError(f"{here}: task {name!r} is defined twice (first: {first.source}); rename one")
@@ -140,38 +162,6 @@ def _entries(document: Any, where: Where) -> dict[str, tuple[dict[str, Any], Whe
             raise ConfigError(f"{here}: expected a mapping of the task's keys, got {raw!r}")
         entries[name] = (dict(raw), here)
     return entries
-
-
-def _named_items(tasks: list[Any], where: Where) -> list[tuple[str, Any]]:
-    items = []
-    for index, raw in enumerate(tasks):
-        here = where.at(index)
-        if not isinstance(raw, Mapping):
-            raise ConfigError(f"{here}: expected a mapping with the key 'name', got {raw!r}")
-        name = raw.get("name")
-        if not isinstance(name, str):
-            raise ConfigError(f"{here}: every task of a list needs a 'name' (text), got {name!r}")
-        items.append((name, {key: value for key, value in raw.items() if key != "name"}))
-    return items
-
-
-def _merge_overrides(
-    entries: dict[str, tuple[dict[str, Any], Where]], overrides: Mapping[str, Any], root: Where
-) -> dict[str, tuple[dict[str, Any], Where]]:
-    merged = dict(entries)
-    for name, given in overrides.items():
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"override: tasks.{name}: expected a mapping of the task's keys, got {given!r}")
-        raw, where = entries.get(name, ({}, root.at("tasks", name)))
-        if name not in entries:
-            if entries and not _DEFINING & set(given):
-                raise ConfigError(
-                    f"override: tasks.{name}: unknown task {name!r}{suggest(name, entries)} "
-                    f"(tasks: {', '.join(entries)}); a new task needs at least rewards or constraints"
-                )
-            where = Where("", where.path, {where.path: OVERRIDE})
-        merged[name] = (_deep_merge(raw, given, where), where)
-    return merged
 
 
 def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where) -> dict[str, Any]:
@@ -187,17 +177,15 @@ def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where)
 
 
 def _mark(where: Where, line: int) -> None:
-    """Note the line of a key that is not in the file under this path."""
+    """Record ``line`` for a key that the file does not have at this path."""
     if isinstance(where.lines, dict):
         where.lines[where.path] = line
 
 
-def _build(entries: Mapping[str, tuple[dict[str, Any], Where]], where: Where) -> dict[str, TaskSpec]:
+def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
     if not entries:
         raise ConfigError(f"{where.file}: no tasks; give a tasks file (tasks_file=...) or tasks.<name>")
-    specs = {
-        name: _task(name, _with_plugin_settings(raw, here), here) for name, (raw, here) in entries.items()
-    }
+    specs = {name: _task(name, *entry) for name, entry in entries.items()}
     for name, spec in specs.items():
         check_task(spec, entries[name][1], need_data=False)
     check_tasks(specs, where)
@@ -205,16 +193,26 @@ def _build(entries: Mapping[str, tuple[dict[str, Any], Where]], where: Where) ->
 
 
 def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
-    check_keys(raw, _TASK_KEYS, where)
-    values = _expand_short_forms(raw, where)
+    values = _with_plugin_settings(raw, where)
+    check_keys(values, _TASK_KEYS, where)
+    for short, (config_key, list_key) in SHORT_FORMS.items():
+        plugin, config = values.pop(short, None), values.pop(config_key, None)
+        if plugin is None:
+            if config is not None:
+                raise ConfigError(f"{where.at(config_key)}: {config_key!r} needs {short!r} beside it")
+            continue
+        if list_key in values:
+            raise ConfigError(
+                f"{where.at(short)}: {short!r} is the short form of {list_key!r}; give one of them"
+            )
+        values[list_key] = [{"plugin": plugin, "config": {} if config is None else config}]
+        item = where.at(list_key, 0)
+        _mark(item, where.at(short).line)
+        _mark(item.at("config"), where.at(config_key).line)
     plugin_lists = {key: values.pop(key, []) for key in ("rewards", "constraints")}
     spec = build_dataclass(TaskSpec, {**values, "name": name}, where)
-    spec.rewards = _plugins(RewardSpec, plugin_lists["rewards"], where.at("rewards"))
-    spec.constraints = _plugins(ConstraintSpec, plugin_lists["constraints"], where.at("constraints"))
-    plugins: list[RewardSpec | ConstraintSpec] = [*spec.rewards, *spec.constraints]
-    for plugin in plugins:
-        plugin.plugin = _resolve_plugin(plugin.plugin, where)
-        plugin.device = plugin.device or str(plugin.config.get("device", "")) or spec.device
+    spec.rewards = _plugins(RewardSpec, plugin_lists["rewards"], where.at("rewards"), spec)
+    spec.constraints = _plugins(ConstraintSpec, plugin_lists["constraints"], where.at("constraints"), spec)
     spec.sampling_keys = tuple(values.get("sampling") or ())
     spec.source = where.source
     spec.dataset = _beside(spec.dataset, where)
@@ -222,75 +220,39 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
     return spec
 
 
-def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> Mapping[str, Any]:
-    """Put the task plugin's own settings under the keys the file gives."""
-    dataset = raw.get("dataset")
-    if isinstance(dataset, str) and dataset.startswith(GENERATOR_PREFIX):
-        return _with_verifier(raw, dataset, where)
-    if not isinstance(dataset, str) or not dataset.startswith("plugin:"):
-        return raw
+def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> dict[str, Any]:
+    """Add the defaults that come with the data set: settings of a task plugin, verifier of a generator."""
+    dataset, config = raw.get("dataset"), raw.get("dataset_config")
+    if not isinstance(dataset, str) or not dataset.startswith(("plugin:", GENERATOR_PREFIX)):
+        return dict(raw)
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"{where.at('dataset_config')}: expected a mapping, got {config!r}")
+    has_rewards = not {"rewards", "reward_model"}.isdisjoint(raw)
+    if dataset.startswith(GENERATOR_PREFIX):
+        if has_rewards:
+            return dict(raw)
+        own = {k: v for k, v in (config or {}).items() if k not in ("size", "seed")}
+        rewards = [{"plugin": dataset, "config": {"dataset": own}}]
+        return {"prompt": _ANSWER_IN_TAGS, **raw, "rewards": rewards}
     name = dataset.removeprefix("plugin:")
     check_entry_point(where.at("dataset"), TASKS, name)
-    config = _dataset_config(raw, where)
-    task = build_plugin(load_plugin(TASKS, name, expects=["settings", "rows"]), config, where=str(where))
+    plugin = load_plugin(TASKS, name, expects=["settings", "rows"])
+    task = build_plugin(plugin, config or {}, where=str(where))
     given = {long for short, (_, long) in SHORT_FORMS.items() if short in raw}
     settings = {k: v for k, v in task.settings().items() if k not in given}
-    if {"rewards", "reward_model"} & set(raw):
-        # the plugin's primary metric is one of its own rewards, which the file has replaced
-        names = {_name_of(item) for item in [*_listed(raw.get("rewards")), raw.get("reward_model", "")]}
+    if has_rewards:
+        # the plugin's primary metric may be one of its own rewards, which the file replaces
+        listed = raw.get("rewards")
+        items = [*(listed if isinstance(listed, list) else []), raw.get("reward_model", "")]
+        mappings = (item if isinstance(item, Mapping) else {"plugin": item} for item in items)
+        names = {str(m.get("name") or _short_name(str(m.get("plugin") or ""))) for m in mappings}
         if str(settings.get("primary_metric", "")).partition("/")[0] not in names:
             settings.pop("primary_metric", None)
     return {**settings, **raw}
 
 
-def _listed(items: Any) -> list[Any]:
-    return items if isinstance(items, list) else []
-
-
-def _name_of(item: Any) -> str:
-    """Return the name in logs of an entry of ``rewards``; empty for one that is malformed."""
-    given = item if isinstance(item, Mapping) else {"plugin": item}
-    return str(given.get("name") or _short_name(str(given.get("plugin") or "")))
-
-
-def _dataset_config(raw: Mapping[str, Any], where: Where) -> Mapping[str, Any]:
-    config = raw.get("dataset_config")
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"{where.at('dataset_config')}: expected a mapping, got {config!r}")
-    return config or {}
-
-
-def _with_verifier(raw: Mapping[str, Any], dataset: str, where: Where) -> Mapping[str, Any]:
-    """Let a generator's own verifier judge, where the task names no reward, and say where it looks."""
-    values = dict(raw)
-    if not {"rewards", "reward_model"} & set(raw):
-        config = _dataset_config(raw, where)
-        own = {k: v for k, v in config.items() if k not in ("size", "seed")}
-        values["rewards"] = [{"plugin": dataset, "config": {"dataset": own}}]
-        values.setdefault("prompt", _ANSWER_IN_TAGS)
-    return values
-
-
-def _expand_short_forms(raw: Mapping[str, Any], where: Where) -> dict[str, Any]:
-    values = dict(raw)
-    for model_key, (config_key, list_key) in SHORT_FORMS.items():
-        model, config = values.pop(model_key, None), values.pop(config_key, None)
-        if model is None:
-            if config is not None:
-                raise ConfigError(f"{where.at(config_key)}: {config_key!r} needs {model_key!r} beside it")
-            continue
-        if list_key in values:
-            raise ConfigError(
-                f"{where.at(model_key)}: {model_key!r} is the short form of {list_key!r}; give one of them"
-            )
-        values[list_key] = [{"plugin": model, "config": {} if config is None else config}]
-        item = where.at(list_key, 0)
-        _mark(item, where.at(model_key).line)
-        _mark(item.at("config"), where.at(config_key).line)
-    return values
-
-
-def _plugins(cls: type[S], items: Any, where: Where) -> list[S]:
+def _plugins(cls: type[S], items: Any, where: Where, task: TaskSpec) -> list[S]:
+    """Build the rewards or constraints of ``task``: names, files beside the tasks file, devices."""
     if not isinstance(items, list):
         raise ConfigError(f"{where}: expected a list of plugins, got {items!r}")
     specs: list[S] = []
@@ -302,17 +264,19 @@ def _plugins(cls: type[S], items: Any, where: Where) -> list[S]:
         spec.name = spec.name or _short_name(spec.plugin) or "grammar"
         if any(other.name == spec.name for other in specs):
             raise ConfigError(f"{here}: the name {spec.name!r} is taken; give this one another 'name'")
+        spec.plugin = _resolve_plugin(spec.plugin, where)
+        spec.device = spec.device or str(spec.config.get("device", "")) or task.device
         specs.append(spec)
     return specs
 
 
 def _short_name(plugin: str) -> str:
-    """Name in logs: of ``a.b:f`` it is ``f``, of ``evaluate:bleu`` it is ``bleu``."""
+    """Return the name in logs: ``f`` for ``a.b:f``, ``bleu`` for ``evaluate:bleu``."""
     return plugin.rsplit(":", 1)[-1].rsplit("/", 1)[-1].replace(".", "_")
 
 
 def _beside(text: str, where: Where) -> str:
-    """Return the file beside the tasks file if there is one, else ``text`` (path, hub id, ``plugin:``)."""
+    """Return the path of the file beside the tasks file if there is one, else ``text``."""
     if not text or not where.file or ":" in text:
         return text
     path = (Path(where.file).parent / Path(text).expanduser()).resolve()

@@ -1,9 +1,7 @@
-"""Code that a file names: it runs if the file is the user's own, else only after ``--trust``.
+"""Protection from code that a tasks file or a run's record names and that may not be the user's own.
 
-A tasks file and the record of a run name functions to run. The command line takes a file for the user's own
-if it lies below the working directory. A file from elsewhere may name installed plugins and ``.py`` files
-below the working directory; any other code needs ``--trust``. A program that calls this package decides by
-itself.
+A file below the working directory is the user's own. A file from elsewhere may name installed plugins and
+``.py`` files below the working directory; other code needs ``--trust``. Only the command line checks this.
 """
 
 from __future__ import annotations
@@ -20,32 +18,30 @@ from multitask_rl.errors import ConfigError
 __all__ = ["TRUST", "refuse_code", "refuse_code_in"]
 
 TRUST = "--trust"
-"""The option that lets code run that a file from elsewhere names."""
+"""The option that allows a file from elsewhere to name code."""
 
-_PLUGIN_KEYS = ("plugin", "reward_model", "constraint_model")
-_PLUGIN_LISTS = ("rewards", "constraints")
 _REMOTE_CODE = "trust_remote_code"
 
 
 def refuse_code_in(path: str | Path) -> None:
-    """Refuse a tasks file or the record of a run that lies elsewhere and names code.
+    """Refuse a tasks file or a run's record from elsewhere that names code.
 
     Raises:
-        ConfigError: it does, or it is no YAML.
+        ConfigError: it names code, or it is not YAML.
     """
     if not _is_own(Path(os.path.abspath(path))):
         refuse_code(path, _named(load_yaml(path)[0], ""))
 
 
 def refuse_code(path: str | Path, named: Iterable[tuple[str, str]]) -> None:
-    """Refuse code that the file ``path`` names and that is not the user's own.
+    """Refuse code that the file ``path`` from elsewhere names.
 
     Args:
         path: the file.
-        named: key path and plugin reference (or ``trust_remote_code``) of what it names.
+        named: key path and plugin reference (or ``trust_remote_code``) of each thing that it names.
 
     Raises:
-        ConfigError: ``path`` lies outside the working directory and names such code.
+        ConfigError: it names code.
     """
     file = Path(os.path.abspath(path))
     if _is_own(file):
@@ -67,9 +63,9 @@ def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
             here = f"{key}.{name}" if key else str(name)
             if name == _REMOTE_CODE and below:
                 yield here, _REMOTE_CODE
-            elif name in _PLUGIN_KEYS and isinstance(below, str):
+            elif name in ("plugin", "reward_model", "constraint_model") and isinstance(below, str):
                 yield here, below
-            elif name in _PLUGIN_LISTS and isinstance(below, list):
+            elif name in ("rewards", "constraints") and isinstance(below, list):
                 yield from ((f"{here}[{i}]", item) for i, item in enumerate(below) if isinstance(item, str))
             yield from _named(below, here)
     elif isinstance(value, list):
@@ -78,7 +74,7 @@ def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_code(reference: str, directory: Path) -> bool:
-    """Whether ``reference``, in a file of ``directory``, names code neither installed nor the user's own."""
+    """Whether ``reference``, in a file of ``directory``, names code that needs trust."""
     if reference == _REMOTE_CODE:
         return True
     prefix, colon, rest = reference.partition(":")
@@ -88,7 +84,7 @@ def _is_code(reference: str, directory: Path) -> bool:
         return _is_code(rest, directory)
     place = Path(reference.rpartition(":")[0])
     if place.suffix != ".py":
-        return True  # any module that can be imported, any script of a hub
+        return True  # an importable module, or a script of a hub
     place = place.expanduser()
     beside = directory / place
     return not _is_own((beside if is_file(beside) else place).resolve())

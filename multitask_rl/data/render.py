@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from multitask_rl.config.checks import parse_template
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.config.template import parse_template
 from multitask_rl.data.rows import Row, row_id
 from multitask_rl.errors import ConfigError, DataError
 

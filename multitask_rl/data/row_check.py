@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from multitask_rl.config.checks import parse_template
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.config.template import parse_template
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
 from multitask_rl.data.render import render_content
 from multitask_rl.data.rows import TEST_SPLIT, fingerprint

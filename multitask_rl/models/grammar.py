@@ -8,6 +8,7 @@ Axes: ``B`` rows, ``T`` response tokens, ``V`` vocabulary, ``U`` distinct masks.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multitask_rl.config.grammar import lark_source, read_choices, require_llguidance
+from multitask_rl.config.grammar import lark_source, require_llguidance
 from multitask_rl.errors import ConfigError, EngineError, TrainingError
 from multitask_rl.models.sampling import TokenMask, keep_allowed
 
@@ -90,7 +91,7 @@ class Grammars:
             ConfigError: it cannot.
         """
         self._start(grammar)
-        for choice in read_choices(grammar):
+        for choice in json.loads(grammar).get("choices", ()):
             need = len(self._hf_tokenizer.encode(choice, add_special_tokens=False)) + 1
             if need > max_new_tokens:
                 raise ConfigError(

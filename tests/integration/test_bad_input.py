@@ -15,8 +15,7 @@ from dataclasses import replace
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.config.recorded import recorded_config
-from multitask_rl.config.run import CheckpointConfig, EvalConfig, GuardConfig, ModelConfig
+from multitask_rl.config.run import CheckpointConfig, EvalConfig, GuardConfig, ModelConfig, recorded_config
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.run.directory_lock import DirectoryLock

@@ -50,7 +50,7 @@ def test_reference_map_parses_where_the_devices_exist() -> None:
     parsed = parse_device_map({"actor": "cuda:0-3", "critic": "cuda:4-5", "reward.code": "cpu"}, num_cuda=6)
     assert parsed["actor"].indices == (0, 1, 2, 3)
     assert str(parsed["critic"]) == "cuda:4,5"
-    assert parsed["reward.code"].first == "cpu"
+    assert parsed["reward.code"].names[0] == "cpu"
 
 
 @pytest.mark.parametrize(
