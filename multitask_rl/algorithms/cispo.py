@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from multitask_rl.algorithms.base import AlgorithmConfig, LossOutput, TokenBatch
+from multitask_rl.algorithms.base import LossOutput, TokenBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.policy_loss import bounded_log_ratio, with_corrections
 
-__all__ = ["CISPO", "CISPOConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class CISPOConfig(GRPOConfig):
-    """Settings of ``CISPO``."""
-
-    clip_low: float = 1.0
-    """Lower bound of the weight: 1 - clip_low; 1 = no lower bound, as in the paper."""
-    clip_high: float = 4.0
-    """Upper bound of the weight: 1 + clip_high."""
-    normalisation: str = "group"
+__all__ = ["CISPO"]
 
 
 class CISPO(GRPO):
@@ -32,7 +20,15 @@ class CISPO(GRPO):
     Source: MiniMax-M1 (arXiv:2506.13585); bounds as in ScaleRL (arXiv:2510.13786).
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = CISPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``CISPO``."""
+
+        clip_low: float = 1.0
+        """Lower bound of the weight: 1 - clip_low; 1 = no lower bound, as in the paper."""
+        clip_high: float = 4.0
+        """Upper bound of the weight: 1 + clip_high."""
+        normalisation: str = "group"
 
     def loss(self, batch: TokenBatch) -> LossOutput:
         """Return the weighted log-likelihood loss per token."""

@@ -5,20 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multitask_rl.algorithms.base import AlgorithmConfig
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.schema.ranges import Finite
 from multitask_rl.records import Scored
 
-__all__ = ["ConstrainedDecoding", "ConstrainedDecodingConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class ConstrainedDecodingConfig(GRPOConfig):
-    """Settings of ``ConstrainedDecoding``."""
-
-    rejected_reward: Finite = 0.0
-    """Reward of a rejected attempt; choose it below the reward of an acceptable response."""
+__all__ = ["ConstrainedDecoding"]
 
 
 class ConstrainedDecoding(GRPO):
@@ -38,9 +29,15 @@ class ConstrainedDecoding(GRPO):
     ``group_size``; dividing by the realised number of tokens is unbiased only in the limit of many samples.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = ConstrainedDecodingConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``ConstrainedDecoding``."""
+
+        rejected_reward: Finite = 0.0
+        """Reward of a rejected attempt; choose it below the reward of an acceptable response."""
+
     trains_rejected: ClassVar[bool] = True
-    config: ConstrainedDecodingConfig
+    config: Config
 
     def outcome(self, scored: Scored) -> float:
         """Return the scored reward, or ``rejected_reward`` of a refused attempt."""

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from multitask_rl.algorithms.base import AlgorithmConfig
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.schema.ranges import Natural, NotNegative
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Scored
 
-__all__ = ["DAPO", "DAPOConfig", "overlong_penalty"]
-
-
-@dataclass(kw_only=True, slots=True)
-class DAPOConfig(GRPOConfig):
-    """Settings of ``DAPO``."""
-
-    normalisation: str = "group"
-    overlong_buffer: Natural = 0
-    """Last tokens before ``max_new_tokens`` over which the penalty grows from 0 to ``overlong_weight``;
-    0 = off."""
-    overlong_weight: NotNegative = 1.0
-    """Penalty of a response at the token limit, in units of the reward."""
+__all__ = ["DAPO", "overlong_penalty"]
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
@@ -50,8 +36,18 @@ class DAPO(GRPO):
     Source: DAPO (arXiv:2503.14476).
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = DAPOConfig
-    config: DAPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``DAPO``."""
+
+        normalisation: str = "group"
+        overlong_buffer: Natural = 0
+        """Last tokens before ``max_new_tokens`` over which the penalty grows from 0 to ``overlong_weight``;
+        0 = off."""
+        overlong_weight: NotNegative = 1.0
+        """Penalty of a response at the token limit, in units of the reward."""
+
+    config: Config
 
     @property
     def adds_reward(self) -> bool:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from multitask_rl.algorithms.base import AlgorithmConfig
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
-__all__ = ["DrGRPO", "DrGRPOConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class DrGRPOConfig(GRPOConfig):
-    """Settings of ``DrGRPO``."""
-
-    clip_high: float = 0.2
-    normalisation: str = "none"
-    aggregation: str = "constant"
+__all__ = ["DrGRPO"]
 
 
 class DrGRPO(GRPO):
@@ -32,4 +21,10 @@ class DrGRPO(GRPO):
     Source: "Understanding R1-Zero-Like Training" (arXiv:2503.20783) sec. 3.2.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = DrGRPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``DrGRPO``."""
+
+        clip_high: float = 0.2
+        normalisation: str = "none"
+        aggregation: str = "constant"

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from multitask_rl.algorithms import group
-from multitask_rl.algorithms.base import AlgorithmConfig, CreditBatch
+from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
-__all__ = ["GDPO", "GDPOConfig", "decoupled_advantages"]
+__all__ = ["GDPO", "decoupled_advantages"]
 
 _SUM_FLOOR = 0.01
 """Smallest divisor of the sums, as a part of the sum of the weights."""
-
-
-@dataclass(kw_only=True, slots=True)
-class GDPOConfig(GRPOConfig):
-    """Settings of ``GDPO``; ``normalisation`` applies to constraint costs only."""
-
-    normalisation: str = "group"
 
 
 def decoupled_advantages(component_rewards: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
@@ -69,7 +61,11 @@ class GDPO(GRPO):
     Source: GDPO (arXiv:2601.05242); whitening per task, not over the mixed batch.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = GDPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``GDPO``; ``normalisation`` applies to constraint costs only."""
+
+        normalisation: str = "group"
 
     def is_informative(self, rewards: Sequence[float]) -> bool:
         """Always True: equal sums may hide different components, and this method gets the sums only."""

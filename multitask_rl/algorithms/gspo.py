@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from multitask_rl.algorithms.base import AlgorithmConfig, LossOutput, TokenBatch
+from multitask_rl.algorithms.base import LossOutput, TokenBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.policy_loss import bounded_log_ratio, policy_loss
 from multitask_rl.algorithms.ragged import segment_mean
 
-__all__ = ["GSPO", "GSPOConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class GSPOConfig(GRPOConfig):
-    """Settings of ``GSPO``; its clip bounds are two orders below those of token ratios."""
-
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    dual_clip: float = 0.0
-    normalisation: str = "group"
-    aggregation: str = "sequence"
+__all__ = ["GSPO"]
 
 
 class GSPO(GRPO):
@@ -33,7 +21,15 @@ class GSPO(GRPO):
     Source: GSPO (arXiv:2507.18071) Eq. 5-7; clip bounds of its sec. 5.1.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = GSPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``GSPO``; its clip bounds are two orders below those of token ratios."""
+
+        clip_low: float = 3e-4
+        clip_high: float = 4e-4
+        dual_clip: float = 0.0
+        normalisation: str = "group"
+        aggregation: str = "sequence"
 
     def loss(self, batch: TokenBatch) -> LossOutput:
         """Return the sequence-clipped loss, repeated over the tokens of each response."""

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from multitask_rl.algorithms import group
-from multitask_rl.algorithms.base import AlgorithmConfig, CreditBatch
+from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.ragged import broadcast, segment_sum
 
-__all__ = ["OPO", "OPOConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class OPOConfig(GRPOConfig):
-    """Settings of ``OPO``."""
-
-    clip_high: float = 0.2
-    normalisation: str = "none"
-    aggregation: str = "constant"
+__all__ = ["OPO"]
 
 
 class OPO(GRPO):
@@ -36,7 +26,13 @@ class OPO(GRPO):
     Source: "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = OPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``OPO``."""
+
+        clip_high: float = 0.2
+        normalisation: str = "none"
+        aggregation: str = "constant"
 
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
         """Return values [B] minus the length-weighted mean of their group."""

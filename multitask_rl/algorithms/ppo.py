@@ -25,30 +25,11 @@ from multitask_rl.algorithms.ragged import check_tokens, discounted_suffix_sum, 
 from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.config.schema.ranges import Fraction, NotNegative, PositiveFraction
 
-__all__ = ["PPO", "PPOConfig", "clipped_value_loss", "compute_gae"]
+__all__ = ["PPO", "clipped_value_loss", "compute_gae"]
 
 _ADVANTAGE_FLOOR = 0.1
 """Smallest divisor of the advantages, in standard deviations of the reward. If the critic explains nearly
 all of the reward, the residual is noise and must not be whitened to unit variance."""
-
-
-@dataclass(kw_only=True, slots=True)
-class PPOConfig(AlgorithmConfig):
-    """Settings of ``PPO``."""
-
-    gamma: Fraction = 1.0
-    """Discount per token."""
-    gae_lambda: Fraction = 0.95
-    """1 = Monte-Carlo, 0 = one-step temporal difference."""
-    value_coefficient: NotNegative = 0.5
-    """Weight of the value loss beside the policy loss; it also shapes the shared trunk."""
-    value_clip: NotNegative = 0.2
-    """Largest change of a value within a step, in the unit of the value head: standard deviations of the
-    reward, or of the value targets with ``popart``. 0 = off."""
-    popart: bool = False
-    """Normalise value targets by their running moments, and rescale the value head when they change."""
-    popart_rate: PositiveFraction = 3e-4
-    """``popart``: weight beta of the newest step in the moments."""
 
 
 def compute_gae(
@@ -128,9 +109,26 @@ class PPO(Algorithm):
     InstructGPT (arXiv:2203.02155).
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(AlgorithmConfig):
+        """Settings of ``PPO``."""
+
+        gamma: Fraction = 1.0
+        """Discount per token."""
+        gae_lambda: Fraction = 0.95
+        """1 = Monte-Carlo, 0 = one-step temporal difference."""
+        value_coefficient: NotNegative = 0.5
+        """Weight of the value loss beside the policy loss; it also shapes the shared trunk."""
+        value_clip: NotNegative = 0.2
+        """Largest change of a value within a step, in the unit of the value head: standard deviations of the
+        reward, or of the value targets with ``popart``. 0 = off."""
+        popart: bool = False
+        """Normalise value targets by their running moments, and rescale the value head when they change."""
+        popart_rate: PositiveFraction = 3e-4
+        """``popart``: weight beta of the newest step in the moments."""
+
     needs_critic: ClassVar[bool] = True
-    config: PPOConfig
+    config: Config
 
     def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)

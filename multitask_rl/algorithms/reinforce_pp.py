@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from multitask_rl.algorithms import group
-from multitask_rl.algorithms.base import AlgorithmConfig, Credit, CreditBatch
+from multitask_rl.algorithms.base import Credit, CreditBatch
 from multitask_rl.algorithms.costs import subtract_costs
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, discounted_suffix_sum
 
-__all__ = ["ReinforcePP", "ReinforcePPConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class ReinforcePPConfig(GRPOConfig):
-    """Settings of ``ReinforcePP``; ``normalisation`` has no effect, whitening takes its place."""
-
-    clip_high: float = 0.2
-    group_baseline: bool = True
-    """Subtract the group's mean first (REINFORCE++-baseline); False: one response per prompt is enough."""
+__all__ = ["ReinforcePP"]
 
 
 class ReinforcePP(GRPO):
@@ -40,8 +30,15 @@ class ReinforcePP(GRPO):
     Source: REINFORCE++ (arXiv:2501.03262); per task: AgentRL (arXiv:2510.04206).
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = ReinforcePPConfig
-    config: ReinforcePPConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``ReinforcePP``; ``normalisation`` has no effect, whitening takes its place."""
+
+        clip_high: float = 0.2
+        group_baseline: bool = True
+        """Subtract the group's mean first (REINFORCE++-baseline); False: one response a prompt is enough."""
+
+    config: Config
 
     @property
     def min_group_size(self) -> int:

@@ -23,25 +23,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
 from multitask_rl.seeding import random_stream
 
-__all__ = ["RewardConditioned", "RewardConditionedConfig", "quantile_of_each"]
-
-
-@dataclass(kw_only=True, slots=True)
-class RewardConditionedConfig(AlgorithmConfig):
-    """Settings of ``RewardConditioned``; the clip and importance settings of the base have no effect here."""
-
-    quantiles: Annotated[int, Range("[2, inf)")] = 5
-    """K control tokens, one per quantile of reward."""
-    buffer_size: int = 2048
-    """Most past rollouts in the replay buffer; the oldest are dropped first."""
-    seed: int = 0
-    """Seed of the draws from the buffer."""
-
-    def __post_init__(self) -> None:
-        """Check ranges, and that every quantile can hold a rollout of the buffer."""
-        AlgorithmConfig.__post_init__(self)
-        if self.buffer_size < self.quantiles:
-            raise ConfigError(f"buffer_size must be >= quantiles, {self.quantiles}, got {self.buffer_size!r}")
+__all__ = ["RewardConditioned", "quantile_of_each"]
 
 
 _ROUNDING = 1e-12
@@ -106,10 +88,28 @@ class RewardConditioned(Algorithm):
     Source: Quark (arXiv:2205.13636) sec. 2.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = RewardConditionedConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(AlgorithmConfig):
+        """Settings of ``RewardConditioned``; clip and importance settings have no effect."""
+
+        quantiles: Annotated[int, Range("[2, inf)")] = 5
+        """K control tokens, one per quantile of reward."""
+        buffer_size: int = 2048
+        """Most past rollouts in the replay buffer; the oldest are dropped first."""
+        seed: int = 0
+        """Seed of the draws from the buffer."""
+
+        def __post_init__(self) -> None:
+            """Check ranges, and that every quantile can hold a rollout of the buffer."""
+            AlgorithmConfig.__post_init__(self)
+            if self.buffer_size < self.quantiles:
+                raise ConfigError(
+                    f"buffer_size must be >= quantiles, {self.quantiles}, got {self.buffer_size!r}"
+                )
+
     wants_exact_kl: ClassVar[bool] = True
     on_policy: ClassVar[bool] = False
-    config: RewardConditionedConfig
+    config: Config
 
     def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)

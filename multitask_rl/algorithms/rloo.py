@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from multitask_rl.algorithms import group
-from multitask_rl.algorithms.base import AlgorithmConfig, CreditBatch
+from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
-__all__ = ["RLOO", "RLOOConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class RLOOConfig(GRPOConfig):
-    """Settings of ``RLOO``."""
-
-    clip_high: float = 0.2
-    normalisation: str = "none"
-    aggregation: str = "constant"
+__all__ = ["RLOO"]
 
 
 class RLOO(GRPO):
@@ -32,7 +22,13 @@ class RLOO(GRPO):
     Source: "Back to Basics" (arXiv:2402.14740).
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = RLOOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPOConfig):
+        """Settings of ``RLOO``."""
+
+        clip_high: float = 0.2
+        normalisation: str = "none"
+        aggregation: str = "constant"
 
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
         """Return values [B] minus the mean of the others in their group."""

@@ -10,23 +10,11 @@ from typing import Annotated, ClassVar
 from multitask_rl.config.schema.ranges import Fraction, Positive, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 
-__all__ = ["Bandit", "BanditConfig"]
+__all__ = ["Bandit"]
 
 _MIN_SCALE = 1e-3
 _NOISE = 2.0
 """A gain of 1 is a change of at least this many standard errors of a level."""
-
-
-@dataclass(kw_only=True, slots=True)
-class BanditConfig(SchedulerPolicyConfig):
-    """Settings of ``bandit``."""
-
-    rate: Positive = 0.1
-    """Step size eta on the log-weights."""
-    share: Annotated[float, Range("[0, 1)")] = 0.01
-    """Part of the mass returned to the prior each step; larger forgets faster."""
-    exploration: Fraction = 0.1
-    """Part of the prompts allotted by the prior."""
 
 
 class Bandit(SchedulerPolicy):
@@ -43,9 +31,19 @@ class Bandit(SchedulerPolicy):
     as a curriculum: Graves et al. (arXiv:1704.03003), with their reward rescaling by recent extremes.
     """
 
-    Config: ClassVar[type[SchedulerPolicyConfig]] = BanditConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(SchedulerPolicyConfig):
+        """Settings of ``bandit``."""
+
+        rate: Positive = 0.1
+        """Step size eta on the log-weights."""
+        share: Annotated[float, Range("[0, 1)")] = 0.01
+        """Part of the mass returned to the prior each step; larger forgets faster."""
+        exploration: Fraction = 0.1
+        """Part of the prompts allotted by the prior."""
+
     per_task: ClassVar[tuple[str, ...]] = ("log_values", "scale")
-    config: BanditConfig
+    config: Config
 
     def _start(self) -> None:
         self.log_values = {task: math.log(self.prior[task]) for task in self.tasks}

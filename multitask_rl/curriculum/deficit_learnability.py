@@ -8,27 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from multitask_rl.config.schema.ranges import Count, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
-__all__ = ["DeficitLearnability", "DeficitLearnabilityConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class DeficitLearnabilityConfig(SchedulerPolicyConfig):
-    """Settings of ``deficit_learnability``."""
-
-    prompts_averaged: Count = 100
-    """Fewest prompts that a task's averages span. At 100 the standard error of a level is about 0.03 in every
-    task, so that a task with few prompts does not look worst by chance."""
-    sharpness: Positive = 8.0
-    """Exponent of the score: 1 = shares in proportion to the score; larger favours the highest score."""
-    min_informative: PositiveFraction = 0.02
-    """Lower bound of the share of informative groups, so that a hard task keeps a weight."""
-    enough_informative: PositiveFraction = 0.25
-    """Share of informative groups at which a task counts as fully learnable."""
+__all__ = ["DeficitLearnability"]
 
 
 class DeficitLearnability(SchedulerPolicy):
@@ -50,8 +34,21 @@ class DeficitLearnability(SchedulerPolicy):
     standard error of a group's gradient shrinks with the square root of the groups that have one.
     """
 
-    Config: ClassVar[type[SchedulerPolicyConfig]] = DeficitLearnabilityConfig
-    config: DeficitLearnabilityConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(SchedulerPolicyConfig):
+        """Settings of ``deficit_learnability``."""
+
+        prompts_averaged: Count = 100
+        """Fewest prompts that a task's averages span. At 100 the standard error of a level is about 0.03, so
+        a task with few prompts does not look worst by chance."""
+        sharpness: Positive = 8.0
+        """Exponent of the score: 1 = shares in proportion to the score; larger favours the highest score."""
+        min_informative: PositiveFraction = 0.02
+        """Lower bound of the share of informative groups, so that a hard task keeps a weight."""
+        enough_informative: PositiveFraction = 0.25
+        """Share of informative groups at which a task counts as fully learnable."""
+
+    config: Config
 
     def _preferences(self) -> dict[str, float]:
         config, scores, errors = self.config, dict[str, float](), dict[str, float]()

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from multitask_rl.config.schema.ranges import Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 
-__all__ = ["Learnability", "LearnabilityConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class LearnabilityConfig(SchedulerPolicyConfig):
-    """Settings of ``learnability``."""
-
-    smoothing: PositiveFraction = 0.2
-    """Gain of the moving averages per step."""
-    temperature: Positive = 0.1
-    """Temperature of the softmax over values in [0, 0.5]; smaller = greedier."""
+__all__ = ["Learnability"]
 
 
 class Learnability(SchedulerPolicy):
@@ -33,8 +22,16 @@ class Learnability(SchedulerPolicy):
     spread itself is used here.
     """
 
-    Config: ClassVar[type[SchedulerPolicyConfig]] = LearnabilityConfig
-    config: LearnabilityConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(SchedulerPolicyConfig):
+        """Settings of ``learnability``."""
+
+        smoothing: PositiveFraction = 0.2
+        """Gain of the moving averages per step."""
+        temperature: Positive = 0.1
+        """Temperature of the softmax over values in [0, 0.5]; smaller = greedier."""
+
+    config: Config
 
     def _preferences(self) -> dict[str, float]:
         found = {t: self.traces[t].spread(self.ranges.get(t)) for t in self.tasks if self.traces[t].steps}

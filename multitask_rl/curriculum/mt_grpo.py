@@ -10,19 +10,7 @@ from typing import ClassVar
 from multitask_rl.config.schema.ranges import NotNegative, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 
-__all__ = ["MTGRPO", "MTGRPOConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class MTGRPOConfig(SchedulerPolicyConfig):
-    """Settings of ``mt_grpo``. At LLM scale the paper runs level_weight 0.2 to 0.25 with rate 0.025."""
-
-    smoothing: PositiveFraction = 0.2
-    """Gain of the moving averages per step."""
-    rate: Positive = 1.0
-    """Step size beta on the logits."""
-    level_weight: NotNegative = 0.5
-    """lambda: weight of the level beside the improvement; larger = closer to training the worst task only."""
+__all__ = ["MTGRPO"]
 
 
 class MTGRPO(SchedulerPolicy):
@@ -37,9 +25,19 @@ class MTGRPO(SchedulerPolicy):
     (the GRPO loss is 0 both for tasks that always fail and tasks that never fail) and a plain step, not Adam.
     """
 
-    Config: ClassVar[type[SchedulerPolicyConfig]] = MTGRPOConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(SchedulerPolicyConfig):
+        """Settings of ``mt_grpo``. At LLM scale the paper runs level_weight 0.2 to 0.25 with rate 0.025."""
+
+        smoothing: PositiveFraction = 0.2
+        """Gain of the moving averages per step."""
+        rate: Positive = 1.0
+        """Step size beta on the logits."""
+        level_weight: NotNegative = 0.5
+        """lambda: weight of the level beside the improvement; larger = closer to the worst task only."""
+
     per_task: ClassVar[tuple[str, ...]] = ("logits",)
-    config: MTGRPOConfig
+    config: Config
 
     def _start(self) -> None:
         self.logits = {task: math.log(self.prior[task]) for task in self.tasks}

@@ -15,31 +15,29 @@ from typing import Annotated, ClassVar
 from multitask_rl.config.schema.ranges import Count, NotNegative, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
-__all__ = ["Patience", "PatienceConfig"]
-
-
-@dataclass(kw_only=True, slots=True)
-class PatienceConfig(SchedulerPolicyConfig):
-    """Settings of ``patience``."""
-
-    patience: Count = 50
-    """Steps without improvement that make a plateau."""
-    min_delta: NotNegative = 0.01
-    """Rise of the smoothed level above its best that counts as improvement."""
-    factor: Annotated[float, Range("(0, 1)")] = 0.7
-    """A plateau at the target multiplies the weight by this; a plateau below the target divides it."""
-    max_change: Annotated[float, Range("(1, inf)")] = 10.0
-    """Bound of a weight relative to its initial value, both ways."""
-    literal: bool = False
-    """Lower the weight at every plateau, at any level. A negative control: it starves hard tasks."""
+__all__ = ["Patience"]
 
 
 class Patience(SchedulerPolicy):
     """Lower a task's weight at a plateau at its target, raise it at a plateau below."""
 
-    Config: ClassVar[type[SchedulerPolicyConfig]] = PatienceConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(SchedulerPolicyConfig):
+        """Settings of ``patience``."""
+
+        patience: Count = 50
+        """Steps without improvement that make a plateau."""
+        min_delta: NotNegative = 0.01
+        """Rise of the smoothed level above its best that counts as improvement."""
+        factor: Annotated[float, Range("(0, 1)")] = 0.7
+        """A plateau at the target multiplies the weight by this; a plateau below the target divides it."""
+        max_change: Annotated[float, Range("(1, inf)")] = 10.0
+        """Bound of a weight relative to its initial value, both ways."""
+        literal: bool = False
+        """Lower the weight at every plateau, at any level. A negative control: it starves hard tasks."""
+
     per_task: ClassVar[tuple[str, ...]] = ("scale", "best", "waited")
-    config: PatienceConfig
+    config: Config
 
     def _start(self) -> None:
         self.scale = dict.fromkeys(self.tasks, 1.0)

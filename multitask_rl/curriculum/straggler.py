@@ -10,18 +10,10 @@ from typing import ClassVar
 from multitask_rl.config.schema.ranges import NotNegative
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
-__all__ = ["Straggler", "StragglerConfig"]
+__all__ = ["Straggler"]
 
 _START_STEPS = 10
 _MIN_START_DEFICIT = 1e-6
-
-
-@dataclass(kw_only=True, slots=True)
-class StragglerConfig(SchedulerPolicyConfig):
-    """Settings of ``straggler``."""
-
-    exponent: NotNegative = 1.5
-    """How strongly laggards are favoured; 0 = the prior."""
 
 
 class Straggler(SchedulerPolicy):
@@ -35,9 +27,15 @@ class Straggler(SchedulerPolicy):
     there), with distance to the target in place of the loss and shares in place of gradient norms.
     """
 
-    Config: ClassVar[type[SchedulerPolicyConfig]] = StragglerConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(SchedulerPolicyConfig):
+        """Settings of ``straggler``."""
+
+        exponent: NotNegative = 1.5
+        """How strongly laggards are favoured; 0 = the prior."""
+
     per_task: ClassVar[tuple[str, ...]] = ("start_deficit",)
-    config: StragglerConfig
+    config: Config
 
     def _start(self) -> None:
         self.start_deficit = dict.fromkeys(self.tasks, 0.0)

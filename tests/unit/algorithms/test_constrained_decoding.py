@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from algorithm_builders import credit_batch, scored
-from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding, ConstrainedDecodingConfig
+from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.errors import ConfigError
 
 REWARDS = torch.tensor([1.0, 0.4, 0.9, 0.1], dtype=torch.float64)
@@ -55,7 +55,7 @@ def test_every_attempt_becomes_a_sample_with_its_own_reward_and_log_probabilitie
         scored(0.9, rejected=True, attempt=1, response_ids=(3,)),
         scored(0.7, attempt=2, response_ids=(4, 5, 6)),
     ]
-    algorithm = ConstrainedDecoding(ConstrainedDecodingConfig(rejected_reward=-0.5))
+    algorithm = ConstrainedDecoding(ConstrainedDecoding.Config(rejected_reward=-0.5))
     samples = algorithm.select(attempts)
     assert [s.reward for s in samples] == [-0.5, -0.5, 0.7]
     assert [len(s.rollout_logprobs) for s in samples] == [2, 1, 3]
@@ -63,7 +63,7 @@ def test_every_attempt_becomes_a_sample_with_its_own_reward_and_log_probabilitie
 
 
 def test_rejected_attempts_are_pushed_down_within_their_larger_group():
-    algorithm = ConstrainedDecoding(ConstrainedDecodingConfig())
+    algorithm = ConstrainedDecoding(ConstrainedDecoding.Config())
     samples = algorithm.select([scored(None, rejected=True), scored(1.0), scored(1.0, sample=1)])
     advantages = algorithm.credit(credit_batch([s.reward for s in samples])).advantages
     assert advantages[0] < 0 < advantages[1] == advantages[2]
@@ -71,4 +71,4 @@ def test_rejected_attempts_are_pushed_down_within_their_larger_group():
 
 def test_rejected_reward_must_be_finite():
     with pytest.raises(ConfigError, match="rejected_reward"):
-        ConstrainedDecodingConfig(rejected_reward=math.nan)
+        ConstrainedDecoding.Config(rejected_reward=math.nan)

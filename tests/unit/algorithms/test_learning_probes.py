@@ -7,7 +7,7 @@ import torch
 
 from algorithm_builders import credit_batch, scored
 from multitask_rl.algorithms.base import TokenBatch
-from multitask_rl.algorithms.reward_conditioned import RewardConditioned, RewardConditionedConfig
+from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 
 VOCABULARY, PROMPTS, GROUP, TARGET = 6, 4, 16, 4
 LENGTHS = torch.full((PROMPTS * GROUP,), 2)
@@ -139,7 +139,7 @@ def _resample(probs, accepted, generator):
 
 def test_reward_conditioning_concentrates_on_the_best_answers():
     quantiles = 4
-    algorithm = RewardConditioned(RewardConditionedConfig(quantiles=quantiles, buffer_size=256))
+    algorithm = RewardConditioned(RewardConditioned.Config(quantiles=quantiles, buffer_size=256))
     algorithm.bind(list(range(100, 100 + quantiles)))
     generator = torch.Generator().manual_seed(0)
     # one context per control token and one for the bare prompt [7]

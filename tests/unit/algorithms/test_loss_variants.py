@@ -3,10 +3,10 @@ import torch
 
 from algorithm_builders import scored
 from multitask_rl.algorithms.base import TokenBatch
-from multitask_rl.algorithms.cispo import CISPO, CISPOConfig
-from multitask_rl.algorithms.dapo import DAPO, DAPOConfig, overlong_penalty
+from multitask_rl.algorithms.cispo import CISPO
+from multitask_rl.algorithms.dapo import DAPO, overlong_penalty
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
-from multitask_rl.algorithms.gspo import GSPO, GSPOConfig
+from multitask_rl.algorithms.gspo import GSPO
 from multitask_rl.errors import ConfigError
 
 GENERATOR = torch.Generator().manual_seed(7)
@@ -33,7 +33,7 @@ def _sequence_mean(loss):
 
 
 def test_gspo_is_the_papers_objective_over_sequences():
-    gspo = GSPO(GSPOConfig(clip_low=0.05, clip_high=0.1))
+    gspo = GSPO(GSPO.Config(clip_low=0.05, clip_high=0.1))
     logprobs = (OLD + SHIFT).requires_grad_(True)
     loss = _sequence_mean(gspo.loss(_batch(logprobs)).loss)
     expected = 0.0
@@ -53,13 +53,13 @@ def test_gspo_of_one_token_responses_is_grpo():
     batch = TokenBatch(
         logprobs=OLD + SHIFT, old_logprobs=OLD, advantages=advantages, sequence=sequence, num_sequences=10
     )
-    gspo = GSPO(GSPOConfig(clip_low=0.2, clip_high=0.28)).loss(batch)
+    gspo = GSPO(GSPO.Config(clip_low=0.2, clip_high=0.28)).loss(batch)
     grpo = GRPO(GRPOConfig(dual_clip=0.0)).loss(batch)
     torch.testing.assert_close(gspo.loss, grpo.loss)
 
 
 def test_gspo_ratio_is_shared_by_the_response_and_survives_empty_ones():
-    gspo = GSPO(GSPOConfig())
+    gspo = GSPO(GSPO.Config())
     batch = _batch(OLD + SHIFT)
     batch.sequence, batch.num_sequences = SEQUENCE * 2, 6
     ratios = gspo.loss(batch).metrics["ratio"]
@@ -70,7 +70,7 @@ def test_gspo_ratio_is_shared_by_the_response_and_survives_empty_ones():
 def test_cispo_never_drops_a_token_where_ppo_does():
     logprobs = (OLD + 2.0 * ADVANTAGES.sign()).requires_grad_(True)  # every token moved beyond the clip
     (ppo,) = torch.autograd.grad(GRPO(GRPOConfig()).loss(_batch(logprobs)).loss.sum(), logprobs)
-    out = CISPO(CISPOConfig(clip_high=0.5)).loss(_batch(logprobs))
+    out = CISPO(CISPO.Config(clip_high=0.5)).loss(_batch(logprobs))
     (cispo,) = torch.autograd.grad(out.loss.sum(), logprobs)
     assert (ppo == 0).all()
     weight = (logprobs.detach() - OLD).exp().clamp(max=1.5)
@@ -78,7 +78,7 @@ def test_cispo_never_drops_a_token_where_ppo_does():
     assert out.metrics["clip_fraction"].tolist() == (ADVANTAGES > 0).double().tolist()
 
 
-@pytest.mark.parametrize("algorithm", [GRPO(GRPOConfig()), GSPO(GSPOConfig()), CISPO(CISPOConfig())])
+@pytest.mark.parametrize("algorithm", [GRPO(GRPOConfig()), GSPO(GSPO.Config()), CISPO(CISPO.Config())])
 def test_first_update_is_reinforce_for_all(algorithm):
     logprobs = OLD.clone().requires_grad_(True)
     loss = algorithm.loss(_batch(logprobs)).loss
@@ -89,7 +89,7 @@ def test_first_update_is_reinforce_for_all(algorithm):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [GSPO(GSPOConfig(clip_low=0.5, clip_high=0.9)), GRPO(GRPOConfig(clip_low=0.9, clip_high=9.0))],
+    [GSPO(GSPO.Config(clip_low=0.5, clip_high=0.9)), GRPO(GRPOConfig(clip_low=0.9, clip_high=9.0))],
 )
 def test_gradient_is_right(algorithm):
     logprobs = (OLD + SHIFT).requires_grad_(True)
@@ -106,19 +106,19 @@ def test_overlong_penalty_is_soft():
 
 
 def test_dapo_punishes_overlong_answers_before_normalising():
-    dapo = DAPO(DAPOConfig(overlong_buffer=4, overlong_weight=0.5))
+    dapo = DAPO(DAPO.Config(overlong_buffer=4, overlong_weight=0.5))
     answers = [scored(1.0, response_ids=range(n)) for n in (3, 8, 10)]  # the limit is 10
     assert [s.reward for s in dapo.select(answers)] == pytest.approx([1.0, 0.75, 0.5])
 
 
 def test_dapo_with_equal_clips_and_no_buffer_is_grpo():
     batch = _batch(OLD + SHIFT)
-    dapo = DAPO(DAPOConfig(clip_high=0.2)).loss(batch)
+    dapo = DAPO(DAPO.Config(clip_high=0.2)).loss(batch)
     assert (dapo.loss == GRPO(GRPOConfig(clip_high=0.2)).loss(batch).loss).all()
 
 
 def test_dapo_buffer_larger_than_the_limit_is_refused():
     with pytest.raises(ConfigError, match="'toy' is 11 tokens, more than the 10"):
-        DAPO(DAPOConfig(overlong_buffer=11)).outcome(scored(1.0))
+        DAPO(DAPO.Config(overlong_buffer=11)).outcome(scored(1.0))
     with pytest.raises(ConfigError, match="overlong_buffer"):
-        DAPOConfig(overlong_buffer=-1)
+        DAPO.Config(overlong_buffer=-1)

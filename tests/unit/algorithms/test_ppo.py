@@ -5,7 +5,7 @@ import torch
 
 from algorithm_builders import credit_batch
 from multitask_rl.algorithms.base import TokenBatch
-from multitask_rl.algorithms.ppo import PPO, PPOConfig, clipped_value_loss, compute_gae
+from multitask_rl.algorithms.ppo import PPO, clipped_value_loss, compute_gae
 from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.errors import ConfigError
 
@@ -16,12 +16,12 @@ VALUES, OLD, REF = torch.randn(3, 10, dtype=torch.float64, generator=GENERATOR)
 
 
 def _credit(algorithm=None, rewards=REWARDS, values=VALUES, **others):
-    algorithm = algorithm or PPO(PPOConfig())
+    algorithm = algorithm or PPO(PPO.Config())
     return algorithm.credit(credit_batch(rewards, torch.arange(5), LENGTHS, values=values, **others))
 
 
 def test_reward_arrives_at_the_last_token_whitened_by_the_task():
-    credit = _credit(PPO(PPOConfig(gae_lambda=1.0)), values=torch.zeros(10, dtype=torch.float64))
+    credit = _credit(PPO(PPO.Config(gae_lambda=1.0)), values=torch.zeros(10, dtype=torch.float64))
     whitened = (REWARDS - REWARDS.mean()) / REWARDS.std(correction=0)
     torch.testing.assert_close(credit.returns, whitened.repeat_interleave(LENGTHS))
 
@@ -39,7 +39,7 @@ def test_advantages_are_whitened_gae_with_the_kl_on_every_token():
 
 
 def test_reward_model_times_20_minus_50_trains_the_same_from_the_first_step():
-    plain, wild = PPO(PPOConfig()), PPO(PPOConfig())
+    plain, wild = PPO(PPO.Config()), PPO(PPO.Config())
     kl = {"old_logprobs": OLD, "ref_logprobs": REF, "kl_coefficient": 0.1}
     for step in range(5):
         rewards = REWARDS + 0.3 * step
@@ -63,21 +63,21 @@ def test_costs_lower_the_advantage_only_with_a_multiplier():
 
 
 def test_perfect_critic_explains_everything():
-    returns = _credit(PPO(PPOConfig(gae_lambda=1.0))).returns
-    credit = _credit(PPO(PPOConfig(gae_lambda=1.0)), values=returns)
+    returns = _credit(PPO(PPO.Config(gae_lambda=1.0))).returns
+    credit = _credit(PPO(PPO.Config(gae_lambda=1.0)), values=returns)
     assert credit.metrics["explained_variance"] == pytest.approx(1.0)
     assert credit.advantages.abs().max() < 1e-6
 
 
 def test_one_token_is_no_advantage_and_nothing_is_nothing():
-    one = PPO(PPOConfig()).credit(credit_batch([1.0], values=torch.tensor([0.3]).double()))
+    one = PPO(PPO.Config()).credit(credit_batch([1.0], values=torch.tensor([0.3]).double()))
     assert one.advantages.tolist() == [0.0]
-    none = PPO(PPOConfig()).credit(credit_batch([], values=torch.zeros(0).double()))
+    none = PPO(PPO.Config()).credit(credit_batch([], values=torch.zeros(0).double()))
     assert none.advantages.shape == none.returns.shape == (0,)
 
 
 def test_every_group_is_informative():
-    assert PPO(PPOConfig()).is_informative([1.0, 1.0])
+    assert PPO(PPO.Config()).is_informative([1.0, 1.0])
     assert PPO.needs_critic
 
 
@@ -106,7 +106,7 @@ def _tokens(values, logprobs=OLD, **others):
 
 
 def test_loss_is_policy_plus_weighted_value_and_differentiable_in_both():
-    ppo = PPO(PPOConfig(value_coefficient=0.1, value_clip=0.0))
+    ppo = PPO(PPO.Config(value_coefficient=0.1, value_clip=0.0))
     values = (VALUES + 0.05).requires_grad_(True)
     logprobs = (OLD + 0.05).requires_grad_(True)
     out = ppo.loss(_tokens(values, logprobs, old_values=VALUES, returns=REF))
@@ -119,7 +119,7 @@ def test_loss_is_policy_plus_weighted_value_and_differentiable_in_both():
 
 
 def test_state_survives_json_and_continues_identically():
-    first, second = PPO(PPOConfig()), PPO(PPOConfig())
+    first, second = PPO(PPO.Config()), PPO(PPO.Config())
     _credit(first)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert (_credit(first, REWARDS * 3).advantages == _credit(second, REWARDS * 3).advantages).all()
@@ -135,9 +135,9 @@ def test_running_moments_of_a_steady_stream_are_its_moments_despite_a_large_shif
 
 def test_missing_critic_and_bad_settings_are_named():
     with pytest.raises(ValueError, match="values"):
-        PPO(PPOConfig()).credit(credit_batch([1.0]))
+        PPO(PPO.Config()).credit(credit_batch([1.0]))
     with pytest.raises(ValueError, match="old_values"):
-        PPO(PPOConfig()).loss(_tokens(VALUES))
+        PPO(PPO.Config()).loss(_tokens(VALUES))
     for name, value in {
         "gamma": 1.5,
         "gae_lambda": -0.1,
@@ -145,7 +145,7 @@ def test_missing_critic_and_bad_settings_are_named():
         "value_coefficient": -1.0,
     }.items():
         with pytest.raises(ConfigError, match=name):
-            PPOConfig(**{name: value})
+            PPO.Config(**{name: value})
 
 
 def test_values_within_the_clip_count_as_unclipped_whatever_the_rounding():

@@ -9,7 +9,6 @@ from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.kl import exact_kl
 from multitask_rl.algorithms.reward_conditioned import (
     RewardConditioned,
-    RewardConditionedConfig,
     quantile_of_each,
 )
 from multitask_rl.errors import ConfigError
@@ -18,7 +17,7 @@ CONTROL = [100, 101, 102, 103]
 
 
 def _build(**settings):
-    algorithm = RewardConditioned(RewardConditionedConfig(**{"quantiles": 4, **settings}))
+    algorithm = RewardConditioned(RewardConditioned.Config(**{"quantiles": 4, **settings}))
     algorithm.bind(CONTROL)
     return algorithm
 
@@ -194,8 +193,8 @@ def test_missing_kl_wrong_tokens_and_bad_settings_are_named():
     with pytest.raises(ConfigError, match="4 different control tokens"):
         _build().bind([1, 2, 3, 3])
     with pytest.raises(RuntimeError, match="bind"):
-        RewardConditioned(RewardConditionedConfig()).condition([1], evaluation=True)
+        RewardConditioned(RewardConditioned.Config()).condition([1], evaluation=True)
     with pytest.raises(ConfigError, match="quantiles"):
-        RewardConditionedConfig(quantiles=1)
+        RewardConditioned.Config(quantiles=1)
     with pytest.raises(ConfigError, match="buffer_size"):
-        RewardConditionedConfig(buffer_size=2)
+        RewardConditioned.Config(buffer_size=2)

@@ -14,13 +14,13 @@ from trl_reference import GROUP, LENGTHS, MAX_NEW_TOKENS, PROMPTS, WIDTH, make_i
 from algorithm_builders import credit_batch
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import TokenBatch
-from multitask_rl.algorithms.cispo import CISPO, CISPOConfig
-from multitask_rl.algorithms.dapo import DAPO, DAPOConfig
-from multitask_rl.algorithms.dr_grpo import DrGRPO, DrGRPOConfig
-from multitask_rl.algorithms.gdpo import GDPO, GDPOConfig
+from multitask_rl.algorithms.cispo import CISPO
+from multitask_rl.algorithms.dapo import DAPO
+from multitask_rl.algorithms.dr_grpo import DrGRPO
+from multitask_rl.algorithms.gdpo import GDPO
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
-from multitask_rl.algorithms.gspo import GSPO, GSPOConfig
-from multitask_rl.algorithms.rloo import RLOO, RLOOConfig
+from multitask_rl.algorithms.gspo import GSPO
+from multitask_rl.algorithms.rloo import RLOO
 
 HERE = Path(__file__).parent
 STORED = json.loads((HERE / "trl_1_16_0.json").read_text())
@@ -46,7 +46,7 @@ def _stored_advantages(name):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "name"), [(DrGRPO(DrGRPOConfig()), "grpo_none"), (RLOO(RLOOConfig()), "rloo")]
+    ("algorithm", "name"), [(DrGRPO(DrGRPO.Config()), "grpo_none"), (RLOO(RLOO.Config()), "rloo")]
 )
 def test_advantages_without_scale_are_trls(algorithm, name):
     torch.testing.assert_close(_advantages(algorithm), _stored_advantages(name), rtol=1e-6, atol=1e-6)
@@ -61,19 +61,19 @@ def test_group_normalised_advantages_are_trls_up_to_its_epsilon():
 
 def test_gdpo_advantages_are_trls_up_to_epsilon_and_degrees_of_freedom():
     count = GROUP * PROMPTS
-    ours = _advantages(GDPO(GDPOConfig())) * ((count - 1) / count) ** 0.5
+    ours = _advantages(GDPO(GDPO.Config())) * ((count - 1) / count) ** 0.5
     torch.testing.assert_close(ours, _stored_advantages("gdpo"), rtol=1e-4, atol=1e-4)
 
 
 LOSSES = {
     "grpo": GRPO(GRPOConfig(clip_high=0.2, dual_clip=0.0, aggregation="sequence")),
-    "token_mean_clip_higher": DAPO(DAPOConfig(dual_clip=0.0)),
-    "dr_grpo": DrGRPO(DrGRPOConfig(dual_clip=0.0)),
+    "token_mean_clip_higher": DAPO(DAPO.Config(dual_clip=0.0)),
+    "dr_grpo": DrGRPO(DrGRPO.Config(dual_clip=0.0)),
     "dual_clip": GRPO(GRPOConfig(clip_high=0.2, dual_clip=1.5)),
     "k3_in_loss": GRPO(GRPOConfig(clip_high=0.2, dual_clip=0.0)),
     "truncated_is": GRPO(GRPOConfig(clip_high=0.2, dual_clip=0.0)),
-    "gspo": GSPO(GSPOConfig(clip_low=0.03, clip_high=0.04)),
-    "cispo": CISPO(CISPOConfig(clip_high=0.3)),
+    "gspo": GSPO(GSPO.Config(clip_low=0.03, clip_high=0.04)),
+    "cispo": CISPO(CISPO.Config(clip_high=0.3)),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import pytest
 
-from multitask_rl.algorithms.rloo import RLOOConfig
+from multitask_rl.algorithms.rloo import RLOO
 from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -106,4 +106,4 @@ def test_another_default_keeps_the_range_of_the_base() -> None:
     with pytest.raises(ConfigError, match=r"timeout_s must be > 0, got -1\.0"):
         build_plugin(Patient, {"timeout_s": -1}, where="tasks.a")
     with pytest.raises(ConfigError, match="aggregation must be one of token, sequence, constant"):
-        RLOOConfig(aggregation="mean")
+        RLOO.Config(aggregation="mean")

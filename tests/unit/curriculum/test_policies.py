@@ -9,7 +9,7 @@ from multitask_rl.curriculum.base import SchedulerPolicy, softmax
 from multitask_rl.curriculum.deficit_learnability import DeficitLearnability
 from multitask_rl.curriculum.learnability import Learnability
 from multitask_rl.curriculum.mt_grpo import MTGRPO
-from multitask_rl.curriculum.patience import Patience, PatienceConfig
+from multitask_rl.curriculum.patience import Patience
 from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.records import TaskStats
@@ -223,7 +223,7 @@ def test_negative_settings_are_refused(cls: type[SchedulerPolicy], key: str) -> 
 )
 def test_values_out_of_range_are_refused(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=key):
-        PatienceConfig(**{key: value})  # type: ignore[arg-type]
+        Patience.Config(**{key: value})  # type: ignore[arg-type]
 
 
 def _observe(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding, ConstrainedDecodingConfig
+from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.contracts import PluginTraits
@@ -135,7 +135,7 @@ def test_a_response_that_passes_the_limits_of_its_check_has_the_worst_value_of_a
 
 
 def test_an_algorithm_that_trains_on_refused_responses_says_what_they_earn():
-    algorithm = ConstrainedDecoding(ConstrainedDecodingConfig(rejected_reward=-0.5))
+    algorithm = ConstrainedDecoding(ConstrainedDecoding.Config(rejected_reward=-0.5))
     found = metrics(algorithm=algorithm).describe([answer(0, 1.0), refused(1)])
     assert found["reward_mean"].mean == pytest.approx(0.25)
     assert found["reward/r"].mean == pytest.approx(0.5)
@@ -195,7 +195,7 @@ def test_what_is_worth_more_than_every_scored_response_is_told_once_with_its_set
     assert "best of 72 scored responses has -1" in told
     assert own.unearned([overrun(71, 0.0)]) == []
 
-    decoding = ConstrainedDecoding(ConstrainedDecodingConfig(rejected_reward=-0.5))
+    decoding = ConstrainedDecoding(ConstrainedDecoding.Config(rejected_reward=-0.5))
     own = metrics(PluginTraits(), decoding)
     assert own.unearned([*scored[:10], refused(80)]) == []  # a few say nothing of the best
     (told,) = own.unearned([*scored, refused(80)])

@@ -10,7 +10,7 @@ import torch
 
 from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
-from multitask_rl.algorithms.ppo import PPO, PPOConfig
+from multitask_rl.algorithms.ppo import PPO
 from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
@@ -34,8 +34,8 @@ class Bench:
             optimizer=OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.0),
         )
         self.algorithms = {
-            "a": PPO(PPOConfig(popart=popart, popart_rate=rate, value_clip=value_clip)),
-            "b": PPO(PPOConfig()),
+            "a": PPO(PPO.Config(popart=popart, popart_rate=rate, value_clip=value_clip)),
+            "b": PPO(PPO.Config()),
             "c": GRPO(GRPO.Config()),
         }
         tasks = {
@@ -129,7 +129,7 @@ def test_state_round_trip_continues_identically() -> None:
     first = Bench(rate=0.1)
     for update in range(3):
         first.step(drift=float(update))
-    second = PPO(PPOConfig(popart=True, popart_rate=0.1))
+    second = PPO(PPO.Config(popart=True, popart_rate=0.1))
     second.load_state_dict(json.loads(json.dumps(first.algorithms["a"].state_dict())))
     assert second.state_dict() == first.algorithms["a"].state_dict()
 
@@ -148,7 +148,7 @@ def test_equal_rewards_and_an_empty_batch_are_no_trouble() -> None:
     assert all((c.advantages == 0).all() for c in credited)
     assert all(torch.isfinite(c.returns).all() for c in credited)
     with pytest.raises(ConfigError, match=r"popart_rate must be in \(0, 1\], got 0"):
-        PPOConfig(popart_rate=0.0)
+        PPO.Config(popart_rate=0.0)
 
 
 @pytest.mark.parametrize("popart", [True, False])
