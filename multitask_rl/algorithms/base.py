@@ -191,7 +191,7 @@ class Algorithm:
         return scored.reward if scored.reward is not None else 0.0
 
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
-        """Turn the step's scored rollouts of the task (failures already left out) into samples."""
+        """Return the samples of the step's scored rollouts of the task (failures are left out before)."""
         return [
             TrainSample(
                 scored=s,
@@ -212,7 +212,7 @@ class Algorithm:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """State across steps, JSON-able."""
+        """Return the state, JSON-able."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -23,15 +23,9 @@ def decoupled_advantages(component_rewards: Tensor, weights: Tensor, groups: Ten
 
     A sample to which reward k does not apply (NaN) is left out of k's statistics and gets nothing from k.
 
+    ``component_rewards`` is [B, R], ``weights`` [R], ``groups`` [B]; the result is [B].
+
     Source: GDPO (arXiv:2601.05242).
-
-    Args:
-        component_rewards: [B, R], NaN = not applicable.
-        weights: [R]
-        groups: [B]
-
-    Returns:
-        [B]
     """
     if component_rewards.shape != (len(groups), len(weights)):
         raise ValueError(

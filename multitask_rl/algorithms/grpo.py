@@ -84,12 +84,9 @@ class GRPO(Algorithm):
         return group.centre(values, batch.groups)
 
     def normalise(self, deviations: Tensor, batch: CreditBatch, signal: str) -> Tensor:
-        """Divide centred values [B] by their scale.
+        """Return centred values [B] divided by their scale.
 
-        Args:
-            deviations: [B]
-            batch: the batch with the groups.
-            signal: name of the running scale: ``reward``, ``cost``, ``cost_1`` (second constraint)...
+        ``signal`` names the running scale: ``reward``, ``cost``, ``cost_1`` (second constraint)...
         """
         if self.config.normalisation == "none":
             return deviations
@@ -129,7 +126,7 @@ class GRPO(Algorithm):
         return policy_loss(batch, self.config)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running scales, JSON-able."""
+        """Return the state, JSON-able."""
         return {f"{signal}_scale": scale.state_dict() for signal, scale in self._scales.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

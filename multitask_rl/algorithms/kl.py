@@ -42,11 +42,6 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     Source: Schulman, "Approximating KL Divergence" (2020); the table in this module's docstring.
 
-    Args:
-        logprobs: [N] nats, policy.
-        ref_logprobs: [N] nats, reference.
-        estimator: ``k1``, ``k2`` or ``k3``.
-
     Raises:
         ValueError: unknown estimator or unequal shapes.
     """

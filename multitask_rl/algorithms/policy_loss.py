@@ -48,8 +48,8 @@ def clipped_surrogate(
     Args:
         ratio: [N] now/old, with gradient.
         advantages: [N]
-        clip_low: lower bound is 1 - clip_low.
-        clip_high: upper bound is 1 + clip_high.
+        clip_low: the lower bound is 1 - clip_low.
+        clip_high: the upper bound is 1 + clip_high.
         dual_clip: c > 1; 0 = off.
 
     Returns:
@@ -114,12 +114,7 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, ratio: Tensor | None
 
     At the first update of a step ``ratio`` is 1 and the gradient is that of REINFORCE, ``-A grad log pi``.
     Metrics: ``ratio``, ``approx_kl`` (k3 of old against now, nats), those of ``clipped_surrogate`` and
-    ``with_corrections``.
-
-    Args:
-        batch: the tokens.
-        config: settings of the algorithm.
-        ratio: [N] importance ratio, with gradient; None = of each token.
+    ``with_corrections``. ``ratio`` [N], with gradient, replaces the importance ratio of each token.
     """
     log_ratio = bounded_log_ratio(batch.logprobs, batch.old_logprobs)
     of_token = log_ratio.exp()

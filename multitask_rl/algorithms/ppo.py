@@ -42,12 +42,7 @@ def compute_gae(
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using GAE" (arXiv:1506.02438) Eq. 16.
 
-    Args:
-        token_rewards: [N]
-        values: [N] critic before each token.
-        lengths: [B] int64
-        gamma: discount per token, in [0, 1].
-        gae_lambda: 1 = Monte-Carlo return minus value, 0 = one-step temporal difference.
+    ``values`` [N] are the critic's before each token; ``token_rewards`` is [N], ``lengths`` [B] int64.
 
     >>> rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.25, 0.5])
     >>> compute_gae(rewards, values, torch.tensor([2]), gamma=1.0, gae_lambda=1.0)[0].tolist()
@@ -64,20 +59,14 @@ def compute_gae(
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the pessimistic value loss per token and where the clip held.
+    """Return the pessimistic value loss [N], and 1.0 where the clipped term is the larger one [N].
 
     ``L = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)``
 
     Source: "Implementation Matters in Deep Policy Gradients" (arXiv:2005.12729), sec. 3, item 1.
 
-    Args:
-        values: [N] critic now, with gradient.
-        old_values: [N] critic at the start of the step.
-        returns: [N] targets.
-        clip: eps; 0 = off.
-
-    Returns:
-        Loss [N], and 1.0 where the clipped term is the larger one [N].
+    ``values`` [N] are the critic's now, with gradient, ``old_values`` [N] those at the start of the step,
+    ``returns`` [N] the targets, ``clip`` is eps; 0 = off.
     """
     plain = (values - returns).square()
     if clip == 0:
@@ -212,7 +201,7 @@ class PPO(Algorithm):
         return LossOutput(loss=policy.loss + self.config.value_coefficient * value_loss, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running moments, JSON-able."""
+        """Return the state, JSON-able."""
         return {
             "reward_moments": self._reward_moments.state_dict(),
             "value_moments": self._value_moments.state_dict(),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -57,24 +56,6 @@ def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
     return [num_quantiles - 1 if of_reward[r] == best else of_reward[r] for r in rewards]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Past:
-    """The part of a scored rollout that is needed to train on it again, also after a resume."""
-
-    task: str
-    prompt_id: str
-    draw: int
-    sample: int
-    prompt_ids: list[int]
-    """[P] without control token."""
-    response_ids: list[int]
-    reward: float
-    cost: float
-    finish_reason: str
-    policy_version: int
-    sampling: dict[str, Any]
-
-
 class RewardConditioned(Algorithm):
     """Quark: sample, sort all experience into K quantiles of reward, fit each under its control token.
 
@@ -115,7 +96,7 @@ class RewardConditioned(Algorithm):
         super().__init__(config)
         self.num_control_tokens = self.config.quantiles
         self._control_ids: tuple[int, ...] = ()
-        self._buffer: deque[_Past] = deque(maxlen=self.config.buffer_size)
+        self._buffer: deque[TrainSample] = deque(maxlen=self.config.buffer_size)
         self._num_draws = 0
 
     def bind(self, control_token_ids: Sequence[int]) -> None:
@@ -143,24 +124,21 @@ class RewardConditioned(Algorithm):
         if not scored:
             return []
         for item in scored:
-            rollout = item.rollout
-            prompt_ids = list(rollout.prompt.prompt_ids)
-            past = _Past(
-                task=rollout.task,
-                prompt_id=rollout.prompt.prompt_id,
-                draw=rollout.prompt.draw,
-                sample=rollout.sample,
-                prompt_ids=prompt_ids[1:] if set(prompt_ids[:1]) & set(self._control_ids) else prompt_ids,
-                response_ids=list(rollout.response_ids),
-                reward=self.outcome(item),
-                cost=item.cost,
-                finish_reason=rollout.finish_reason,
-                policy_version=rollout.policy_version,
-                sampling=dataclasses.asdict(rollout.sampling),
+            old = item.rollout
+            prompt_ids = list(old.prompt.prompt_ids)
+            if prompt_ids and prompt_ids[0] in self._control_ids:
+                del prompt_ids[0]
+            rollout = Rollout(
+                prompt=replace(old.prompt, row={}, text="", position=0, prompt_ids=prompt_ids),
+                sample=old.sample,
+                response_ids=list(old.response_ids),
+                finish_reason=old.finish_reason,
+                policy_version=old.policy_version,
+                sampling=old.sampling,
             )
-            self._buffer.append(past)
+            self._buffer.append(_as_sample(rollout, self.outcome(item), item.cost))
         quantiles = quantile_of_each([past.reward for past in self._buffer], self.config.quantiles)
-        by_quantile: dict[int, list[_Past]] = {}
+        by_quantile: dict[int, list[TrainSample]] = {}
         for past, quantile in zip(self._buffer, quantiles, strict=True):
             by_quantile.setdefault(quantile, []).append(past)
         rng = random_stream(self.config.seed, "reward_conditioned", scored[0].rollout.task, self._num_draws)
@@ -177,36 +155,10 @@ class RewardConditioned(Algorithm):
             # whole rounds over a quantile that is too small, then a draw without replacement
             rounds, remainder = divmod(wanted, len(own))
             chosen = own * rounds + rng.sample(own, remainder)
-            samples += [self._as_sample(past, quantile) for past in chosen]
+            control_id = self._control_id(quantile)
+            samples += [replace(past, prompt_ids=[control_id, *past.prompt_ids]) for past in chosen]
         rng.shuffle(samples)
         return samples
-
-    def _as_sample(self, past: _Past, quantile: int) -> TrainSample:
-        """Return the sample under its control token, without texts, row and engine log-probabilities."""
-        prompt = Prompt(
-            task=past.task,
-            prompt_id=past.prompt_id,
-            draw=past.draw,
-            row={},
-            text="",
-            prompt_ids=list(past.prompt_ids),
-        )
-        rollout = Rollout(
-            prompt=prompt,
-            sample=past.sample,
-            response_ids=list(past.response_ids),
-            finish_reason=past.finish_reason,
-            policy_version=past.policy_version,
-            sampling=SamplingParams.from_json(past.sampling),
-        )
-        return TrainSample(
-            scored=Scored(rollout=rollout, reward=past.reward, cost=past.cost),
-            prompt_ids=[self._control_id(quantile), *past.prompt_ids],
-            response_ids=list(past.response_ids),
-            rollout_logprobs=[],
-            reward=past.reward,
-            ref_prompt_ids=list(past.prompt_ids),
-        )
 
     def _control_id(self, quantile: int) -> int:
         if not self._control_ids:
@@ -241,10 +193,30 @@ class RewardConditioned(Algorithm):
         """Return the state, JSON-able."""
         return {
             "num_draws": self._num_draws,
-            "buffer": [dataclasses.asdict(entry) for entry in self._buffer],
+            "buffer": [
+                {"rollout": asdict(past.scored.rollout), "reward": past.reward, "cost": past.scored.cost}
+                for past in self._buffer
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         self._num_draws = int(state["num_draws"])
-        self._buffer = deque((_Past(**entry) for entry in state["buffer"]), maxlen=self.config.buffer_size)
+        self._buffer.clear()
+        for saved in state["buffer"]:
+            prompt = Prompt(**saved["rollout"]["prompt"])
+            sampling = SamplingParams.from_json(saved["rollout"]["sampling"])
+            rollout = Rollout(**{**saved["rollout"], "prompt": prompt, "sampling": sampling})
+            self._buffer.append(_as_sample(rollout, saved["reward"], saved["cost"]))
+
+
+def _as_sample(rollout: Rollout, reward: float, cost: float) -> TrainSample:
+    """Return the sample as the buffer keeps it: without control token, texts, row and log-probabilities."""
+    return TrainSample(
+        scored=Scored(rollout=rollout, reward=reward, cost=cost),
+        prompt_ids=rollout.prompt.prompt_ids,
+        response_ids=rollout.response_ids,
+        rollout_logprobs=[],
+        reward=reward,
+        ref_prompt_ids=rollout.prompt.prompt_ids,
+    )

@@ -70,7 +70,7 @@ class RunningScale:
         self.long_run += slow * (mean_square - self.long_run)
 
     def state_dict(self) -> dict[str, Any]:
-        """State, JSON-able."""
+        """Return the state, JSON-able."""
         return {"num_steps": self.num_steps, "mean_square": self.mean_square, "long_run": self.long_run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,11 +81,7 @@ class RunningScale:
 
 
 class RunningMoments:
-    """Mean and standard deviation of a stream of batches.
-
-    Args:
-        rate: weight of the newest batch once warmed up, in (0, 1].
-    """
+    """Mean and standard deviation of a stream of batches; ``rate`` is as in ``RunningScale``."""
 
     def __init__(self, rate: float = _RATE) -> None:
         self._rate = rate
@@ -114,7 +110,7 @@ class RunningMoments:
         self.mean += weight * shift
 
     def state_dict(self) -> dict[str, Any]:
-        """State, JSON-able."""
+        """Return the state, JSON-able."""
         return {"mean": self.mean, "spread": self._spread.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

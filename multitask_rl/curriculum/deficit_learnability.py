@@ -1,8 +1,4 @@
-"""The default policy: prompts go to tasks far below their target whose groups give a gradient.
-
-Without the second condition, a task whose groups all fail (or all succeed) would take the budget and give no
-gradient.
-"""
+"""The default policy: prompts go to tasks far below their target whose groups give a gradient."""
 
 from __future__ import annotations
 

@@ -113,10 +113,7 @@ def pool_shares(
 ) -> dict[str, float]:
     """Return each pool's share of the draws (see the module), sum 1; an empty pool has 0.
 
-    Args:
-        sizes: prompts per pool, at least one in all.
-        learnability: per pool, >= 0.
-        floor: part of the draws that stays uniform over the prompts, in [0, 1].
+    ``sizes`` are prompts per pool, ``floor`` is the part of the draws that stays uniform over the prompts.
 
     >>> pool_shares({"easy": 30, "hard": 10}, {"easy": 0.0, "hard": 0.2}, 0.2)
     {'easy': 0.15, 'hard': 0.85}

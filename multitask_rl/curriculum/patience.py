@@ -1,9 +1,7 @@
 """Weights move only when a task has stopped improving for ``patience`` steps.
 
-The requirement states the rule in two ways that disagree: "no improvement for ``patience`` steps lowers the
-weight" and "lower what learns too fast, give gradient to the laggards". The first rule also takes the share
-of a hard task that is stuck. Here a plateau lowers the weight of a task at its target and raises the weight
-of a task below its target. The scheduler's gate holds tasks that give no gradient.
+The literal rule "no improvement for ``patience`` steps lowers the weight" also takes the share of a hard task
+that is stuck. Here a plateau lowers the weight of a task at its target and raises that of a task below it.
 """
 
 from __future__ import annotations

@@ -27,9 +27,7 @@ def normalise(weights: Mapping[str, float]) -> dict[str, float]:
 def raise_to_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
     """Raise shares below their floor to the floor and scale the others down.
 
-    Args:
-        probs: shares, sum 1.
-        floors: least share per task (missing = 0), sum at most 1.
+    ``floors`` holds the least share per task (missing = 0), sum at most 1.
 
     >>> raise_to_floors({"a": 0.5, "b": 0.5, "c": 0.0}, {"c": 0.5})
     {'a': 0.25, 'b': 0.25, 'c': 0.5}
@@ -58,8 +56,7 @@ def apportion(
         shares: share per task, sum 1; a task with share 0 gets nothing and is owed nothing.
         total: prompts of the step, >= 0.
         carry: prompts owed to each task from earlier steps (negative = got more than its share).
-        tie_break: rank of each task among equal remainders, smaller first; makes the result independent of
-            the order of ``shares``.
+        tie_break: rank of each task among equal remainders, smaller first.
 
     Returns:
         Prompts per task (sum is ``total``) and the new carry (sum 0 up to rounding).

@@ -51,9 +51,7 @@ _DEFAULTS = SchedulerConfig()
 
 
 class DynamicTaskWeightScheduler:
-    """Decides the share of every task in each step.
-
-    ``bind`` once, then per step ``quotas`` (before sampling) and ``update`` (after scoring).
+    """Decides the shares of a step: ``bind`` once, ``quotas`` before sampling, ``update`` after scoring.
 
     Args:
         initial_weights: weight per task, >= 0, normalised; a missing task gets the mean of the given weights.

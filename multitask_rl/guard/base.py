@@ -30,8 +30,7 @@ class Guard:
     """Base of all guards: built as ``Cls(Cls.Config(**guard_config))``, or ``Cls()`` without a ``Config``.
 
     The trainer calls ``bind``, then ``record_step`` after every step and ``observe`` after every evaluation.
-    If the decision is ``rollback``, it calls ``rollback_target`` and ``rolled_back``. A rollback does not
-    restore the guard's state.
+    A rollback calls ``rollback_target`` and ``rolled_back``; it does not restore the guard's state.
     """
 
     rollback_steps: int = 100
@@ -116,9 +115,4 @@ class Guard:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh.
-
-        Args:
-            state: result of ``state_dict``.
-            renamed: old name -> new name of renamed tasks.
-        """
+        """Restore ``state_dict`` after ``bind``, at a resume; ``renamed`` maps old task names to new ones."""
