@@ -12,7 +12,7 @@ from torch import Tensor
 from multitask_rl.algorithms.base import Algorithm, CreditBatch
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import TrainSample, concerned_cost
-from multitask_rl.training.backend import CreditedSample, StepStartOutputs, TrainingBackend
+from multitask_rl.training.backend import CreditedSample, TrainingBackend
 
 __all__ = ["CreditAssigner", "LearnerTask"]
 
@@ -86,7 +86,35 @@ class CreditAssigner:
             known = restricted.choices(grammars, [s.response_ids for s in samples])
         # a critic learns a value at every token
         choices = None if needs_critic else known
-        credit = task.algorithm.credit(_credit_batch(task, samples, before, choices))
+        costs = None
+        if task.multipliers:
+            rows = [[concerned_cost(s.scored, name) for name in task.multipliers] for s in samples]
+            costs = torch.tensor([[math.nan if c is None else c for c in row] for row in rows])
+        # a refused response was not scored and has no terms
+        longest = max((s.scored.terms for s in samples), key=len)
+        components: dict[str, Tensor] = {}
+        if len(longest) > 1:
+            missing = [math.nan] * len(longest)
+            terms = [[value for _, value in s.scored.terms] or missing for s in samples]
+            components = {
+                "component_rewards": torch.tensor(terms, dtype=torch.float32),
+                "component_weights": torch.tensor([weight for weight, _ in longest], dtype=torch.float32),
+            }
+        groups: dict[str, int] = {}
+        batch = CreditBatch(
+            rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+            groups=torch.tensor([groups.setdefault(s.scored.rollout.group_id, len(groups)) for s in samples]),
+            lengths=torch.tensor([len(s.response_ids) for s in samples]),
+            choices=None if choices is None else torch.cat(choices),
+            old_logprobs=torch.cat(before.old_logprobs) if before else None,
+            ref_logprobs=torch.cat(before.ref_logprobs) if before and before.ref_logprobs else None,
+            values=torch.cat(before.values) if before and before.values else None,
+            kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "reward" else 0.0,
+            costs=costs,
+            multipliers=tuple(task.multipliers.values()),
+            **components,
+        )
+        credit = task.algorithm.credit(batch)
         sizes = [len(s.response_ids) for s in samples]
         advantages = [own.clone() for own in torch.split(credit.advantages, sizes)]
         returns = None
@@ -122,40 +150,3 @@ class CreditAssigner:
             )
             for i, sample in enumerate(samples)
         ], metrics
-
-
-def _credit_batch(
-    task: LearnerTask,
-    samples: list[TrainSample],
-    before: StepStartOutputs | None,
-    choices: list[Tensor] | None,
-) -> CreditBatch:
-    groups: dict[str, int] = {}
-    costs = None
-    if task.multipliers:
-        rows = [[concerned_cost(s.scored, name) for name in task.multipliers] for s in samples]
-        costs = torch.tensor([[math.nan if c is None else c for c in row] for row in rows])
-    # a refused response was not scored and has no terms
-    longest = max((s.scored.terms for s in samples), key=len)
-    components: dict[str, Tensor] = {}
-    if len(longest) > 1:
-        missing = [math.nan] * len(longest)
-        components = {
-            "component_rewards": torch.tensor(
-                [[value for _, value in s.scored.terms] or missing for s in samples], dtype=torch.float32
-            ),
-            "component_weights": torch.tensor([weight for weight, _ in longest], dtype=torch.float32),
-        }
-    return CreditBatch(
-        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
-        groups=torch.tensor([groups.setdefault(s.scored.rollout.group_id, len(groups)) for s in samples]),
-        lengths=torch.tensor([len(s.response_ids) for s in samples]),
-        choices=None if choices is None else torch.cat(choices),
-        old_logprobs=torch.cat(before.old_logprobs) if before else None,
-        ref_logprobs=torch.cat(before.ref_logprobs) if before and before.ref_logprobs else None,
-        values=torch.cat(before.values) if before and before.values else None,
-        kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "reward" else 0.0,
-        costs=costs,
-        multipliers=tuple(task.multipliers.values()),
-        **components,
-    )

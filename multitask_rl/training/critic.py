@@ -72,10 +72,9 @@ class Critic(nn.Module):
     def rescale(self, task: str, scale: float, shift: float) -> None:
         """Change the values ``v`` of the head of ``task`` to ``scale * v + shift``; no other head changes."""
         with torch.no_grad():
-            for name, parameter in self.heads[self._keys[task]].named_parameters():
-                parameter.mul_(scale)
-                if name == "bias":
-                    parameter.add_(shift)
+            weight, bias = self.heads[self._keys[task]].parameters()
+            weight.mul_(scale)
+            bias.mul_(scale).add_(shift)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; tied weights of the trunk have one name."""

@@ -44,9 +44,7 @@ class Masters:
 
     def tensors(self) -> dict[nn.Parameter, Tensor]:
         """Return weight -> master."""
-        for parameter in self._masters:
-            self._take_over(parameter)
-        return {parameter: master.detach() for parameter, master in self._masters.items()}
+        return {parameter: self._master(parameter).detach() for parameter in self._masters}
 
     @torch.no_grad()
     def take_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -59,7 +57,6 @@ class Masters:
                 moved.append(parameter)
                 continue
             master = self._master(parameter)
-            self._take_over(parameter)
             master.grad, parameter.grad = parameter.grad.float(), None
             moved.append(master)
         return moved
@@ -98,21 +95,18 @@ class Masters:
         self._masters.clear()
         self._owners.clear()
 
+    @torch.no_grad()
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the master; it follows a weight that a checkpoint or ``Critic.rescale`` has set."""
         if parameter not in self._masters:
             self._masters[parameter] = master = nn.Parameter(parameter.detach().float())
             self._owners[master] = parameter
             self._versions[parameter] = parameter._version
-        return self._masters[parameter]
-
-    @torch.no_grad()
-    def _take_over(self, parameter: nn.Parameter) -> None:
-        """Update the master of a weight that was set elsewhere (a checkpoint, ``Critic.rescale``)."""
         master = self._masters[parameter]
-        if self._versions[parameter] == parameter._version:
-            return
-        self._versions[parameter] = parameter._version
-        # an element that still equals its rounded master keeps the master's float32 digits
-        rounded = master.to(parameter.dtype)
-        if not torch.equal(rounded, parameter):
-            master.copy_(torch.where(rounded == parameter, master, parameter.float()))
+        if self._versions[parameter] != parameter._version:
+            self._versions[parameter] = parameter._version
+            # an element that still equals its rounded master keeps the master's float32 digits
+            rounded = master.to(parameter.dtype)
+            if not torch.equal(rounded, parameter):
+                master.copy_(torch.where(rounded == parameter, master, parameter.float()))
+        return master

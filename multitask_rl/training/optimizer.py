@@ -40,19 +40,15 @@ class StateSharing(Protocol):
 
     def is_own(self, parameter: nn.Parameter) -> bool:
         """Whether its state is in this process."""
-        ...
 
     def sum_gradients(self) -> None:
         """Sum each parameter's gradients of all processes, in float32, in the process that has its state."""
-        ...
 
     def norms(self) -> list[float | None]:
         """Return the gradient norms of actor and critic over all processes; None without a gradient."""
-        ...
 
     def send_weights(self) -> None:
         """Send moved weights to all processes."""
-        ...
 
 
 class ActorCriticOptimizer:

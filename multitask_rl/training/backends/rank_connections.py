@@ -1,4 +1,4 @@
-"""Rank 0's connections to the other learner ranks, and the calls that all ranks carry out together."""
+"""Rank 0's connections to the other learner ranks: starts them, sends and receives messages, finds losses."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, TrainingError
-from multitask_rl.training.backend import Span
-from multitask_rl.training.backends.ranks import Ranks, Traffic
 
-__all__ = ["Helper", "Launch", "RankCalls", "RankConnections"]
+__all__ = ["Helper", "Launch", "RankConnections"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +31,9 @@ class Helper(Protocol):
 
     def ended(self) -> str:
         """Return how it ended; empty while it runs."""
-        ...
 
     def kill(self) -> None:
         """End it. Idempotent."""
-        ...
 
 
 Launch = Callable[[dict[str, Any]], Helper]
@@ -227,91 +221,3 @@ class RankConnections:
         for helper in self._helpers.values():
             helper.kill()
         self._helpers = {}
-
-
-class RankCalls:
-    """Rank 0's calls of all ranks, with the times that each rank computed and waited.
-
-    ``num_threads``: of torch in each rank on a CPU; 0 = torch's choice.
-    """
-
-    def __init__(self, connections: RankConnections, ranks: Ranks, num_threads: int) -> None:
-        self._connections, self._ranks, self._num_threads = connections, ranks, num_threads
-        self._is_busy = False
-        self._numbers: dict[str, float] = {}
-        self._spans: list[tuple[str, Span]] = []
-
-        def wait_for_all() -> None:
-            connections.arrived[0] = time.monotonic()
-            connections.collect("arrived", "step")
-
-        ranks.before_sum = wait_for_all
-
-    def call(
-        self, method: Callable[..., Any], work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
-    ) -> tuple[Any, list[Any]]:
-        """Run all ranks at the same time; return this rank's result and those of the other ranks.
-
-        Args:
-            method: of ``Replica``, for the other ranks.
-            work: its arguments, by rank; a rank that is missing gets none.
-            own: does this rank's part.
-        """
-        self._connections.arrived = {}
-        with self.at_work():
-            for rank in range(1, self._ranks.size):
-                self._connections.send(rank, (method, work.get(rank, ())))
-            try:
-                result = own()
-            except MultitaskRLError:
-                raise
-            except RuntimeError:
-                # a collective broke: the error of a rank that failed or died says why
-                self._connections.collect("done", method.__name__, until=time.monotonic() + 5.0)
-                raise
-            answers = self._connections.collect("done", method.__name__)
-        traffic, self._ranks.traffic = self._ranks.traffic, Traffic()
-        self._add("communication_s", traffic.seconds)
-        for sent in [traffic, *(sent for _, sent in answers.values())]:
-            self._add("sent_mb", sent.num_bytes / 2**20)
-        return result, [answers[rank][0] for rank in sorted(answers)]
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Reserve the ranks for one call; an error inside makes every later call fail."""
-        if self._is_busy:
-            raise TrainingError("the engine's last call still has samples; fetch all of them first")
-        self._is_busy = True
-        threads = torch.get_num_threads()
-        try:
-            if self._num_threads:
-                torch.set_num_threads(self._num_threads)
-            yield
-        except GeneratorExit:  # the caller does not want the remaining samples
-            raise
-        except BaseException as error:
-            self._connections.give_up(repr(error))
-            raise
-        finally:
-            self._is_busy = False
-            torch.set_num_threads(threads)
-
-    def note(self, began: float) -> None:
-        """Note how long each rank computed since ``began`` and waited for the last."""
-        arrived = self._connections.arrived
-        last = max(arrived, key=lambda rank: arrived[rank])
-        for rank, at in sorted(arrived.items()):
-            self._spans.append((f"rank{rank}", (began, at)))
-            self._add(f"{rank}/busy_s", at - began)
-            self._add(f"{rank}/waits_s", arrived[last] - at)
-        self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
-        self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
-
-    def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
-        """Return metrics and spans since the last call."""
-        numbers, self._numbers = self._numbers, {}
-        spans, self._spans = self._spans, []
-        return numbers, spans
-
-    def _add(self, name: str, value: float) -> None:
-        self._numbers[f"ranks/{name}"] = self._numbers.get(f"ranks/{name}", 0.0) + value

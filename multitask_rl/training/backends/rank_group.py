@@ -11,21 +11,20 @@ import contextlib
 import copy
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import (
     Ended,
-    Generation,
     GenerationRequest,
     RolloutEngine,
-    collect,
     most_tokens,
 )
 from multitask_rl.seeding import derive_seed
@@ -39,8 +38,8 @@ from multitask_rl.training.backend import (
 )
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
-from multitask_rl.training.backends.rank_connections import Launch, RankCalls, RankConnections
-from multitask_rl.training.backends.ranks import Ranks, host_store
+from multitask_rl.training.backends.rank_connections import Launch, RankConnections
+from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
 from multitask_rl.training.backends.replica import Replica, Setup, describe
 from multitask_rl.training.backends.sharded import (
     ShardedPasses,
@@ -114,8 +113,17 @@ class RankGroup(TrainingBackend):
         """Version of each tensor that the other ranks have."""
         self._places: dict[int, int] = {}
         """Number of a tensor -> number of the sharded parameter that it is."""
+        self._is_busy = False
+        self._num_threads = num_threads
+        self._metrics: dict[str, float] = defaultdict(float)
+        self._spans: list[tuple[str, Span]] = []
         self._undo = contextlib.ExitStack()
-        self._connections = RankConnections(launch, self.num_ranks, host)
+        self._connections = connections = RankConnections(launch, self.num_ranks, host)
+
+        def wait_for_all() -> None:
+            connections.arrived[0] = time.monotonic()
+            connections.collect("arrived", "step")
+
         try:
             store, port = host_store(host)
             setup = Setup(
@@ -130,7 +138,7 @@ class RankGroup(TrainingBackend):
             self._ranks = self._start(setup, store)
             self._undo.callback(self._ranks.close)
             self._connections.on_lost = self._ranks.abort
-            self._calls = RankCalls(self._connections, self._ranks, num_threads)
+            self._ranks.before_sum = wait_for_all
             self._send_tensors()
             self._state: SharedState | ShardedState
             if sharded:
@@ -141,7 +149,7 @@ class RankGroup(TrainingBackend):
             optimizer.share_out(self._state)
             if context > 1:
                 runner.passes = ContextPasses(self._ranks)
-                self._calls.call(Replica.check, {}, lambda: check_model(self._ranks, runner.actor.model))
+                self._call(Replica.check, {}, lambda: check_model(self._ranks, runner.actor.model))
         except BaseException:
             self.close()
             raise
@@ -180,19 +188,66 @@ class RankGroup(TrainingBackend):
         # the copy shares the actor's buffers: a change of one is seen in the other
         same = {id(buffer): buffer for buffer in actor.model.buffers()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
-        (self._own, self._state), _ = self._calls.call(
+        (self._own, self._state), _ = self._call(
             Replica.shard,
             dict.fromkeys(self._others, (self._places, gone, traits)),
             lambda: shard_learner(
                 double, runner.critic, reference, self._main.tasks, self._config, self._ranks, traits
             ),
         )
-        found, _ = self._calls.call(
-            Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks))
-        )
+        found, _ = self._call(Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks)))
         check_probe(actor.model, found, expected)
         self._remember()
         self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
+
+    def _call(
+        self, method: Callable[..., Any], work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
+    ) -> tuple[Any, list[Any]]:
+        """Run all ranks at the same time; return this rank's result and those of the other ranks.
+
+        Args:
+            method: of ``Replica``, for the other ranks.
+            work: its arguments, by rank; a rank that is missing gets none.
+            own: does this rank's part.
+        """
+        self._connections.arrived = {}
+        with self._at_work():
+            for rank in self._others:
+                self._connections.send(rank, (method, work.get(rank, ())))
+            try:
+                result = own()
+            except MultitaskRLError:
+                raise
+            except RuntimeError:
+                # a collective broke: the error of a rank that failed or died says why
+                self._connections.collect("done", method.__name__, until=time.monotonic() + 5.0)
+                raise
+            answers = self._connections.collect("done", method.__name__)
+        traffic, self._ranks.traffic = self._ranks.traffic, Traffic()
+        self._metrics["ranks/communication_s"] += traffic.seconds
+        for sent in [traffic, *(sent for _, sent in answers.values())]:
+            self._metrics["ranks/sent_mb"] += sent.num_bytes / 2**20
+        return result, [answers[rank][0] for rank in sorted(answers)]
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Reserve the ranks for one call; an error inside makes every later call fail."""
+        if self._is_busy:
+            raise TrainingError("the engine's last call still has samples; fetch all of them first")
+        self._is_busy = True
+        threads = torch.get_num_threads()
+        try:
+            if self._num_threads:
+                torch.set_num_threads(self._num_threads)
+            yield
+        except GeneratorExit:  # the caller does not want the remaining samples
+            raise
+        except BaseException as error:
+            self._connections.give_up(repr(error))
+            raise
+        finally:
+            self._is_busy = False
+            torch.set_num_threads(threads)
 
     # -- the work -------------------------------------------------------------------------------------------
 
@@ -220,12 +275,19 @@ class RankGroup(TrainingBackend):
                 return self._own.step(parts[0], factor)
 
         began = time.monotonic()
-        own, others = self._calls.call(
+        own, others = self._call(
             Replica.step,
             {r: (parts[r // self._peers], factor, coefficients, seed(r)) for r in self._others},
             own_step,
         )
-        self._calls.note(began)
+        arrived = self._connections.arrived
+        last = max(arrived, key=lambda rank: arrived[rank])
+        for rank, at in sorted(arrived.items()):
+            self._spans.append((f"rank{rank}", (began, at)))
+            self._metrics[f"ranks/{rank}/busy_s"] += at - began
+            self._metrics[f"ranks/{rank}/waits_s"] += arrived[last] - at
+        self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
+        self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
         means = TokenMeans()
         results = [own, *(result for result in others if result is not None)]
         for one in results:
@@ -241,7 +303,7 @@ class RankGroup(TrainingBackend):
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
         work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in self._others}
-        own, others = self._calls.call(
+        own, others = self._call(
             Replica.step_start_outputs,
             work,
             lambda: self._own.step_start_outputs(task, parts[0], want_values=want_values, want_ref=want_ref),
@@ -277,7 +339,7 @@ class RankGroup(TrainingBackend):
                 else:
                     yield [(indices[rank][i], j, generation) for i, j, generation in content]
 
-        with self._calls.at_work():
+        with self._at_work():
             try:
                 for rank in self._others:
                     if indices[rank]:
@@ -295,7 +357,7 @@ class RankGroup(TrainingBackend):
     def ema_update(self) -> None:
         """See ``TrainingBackend``."""
         if self.runner.average is not None:
-            self._calls.call(Replica.ema_update, {}, self._main.ema_update)
+            self._call(Replica.ema_update, {}, self._main.ema_update)
             self._remember()
 
     @torch.no_grad()
@@ -310,12 +372,14 @@ class RankGroup(TrainingBackend):
                 if wholes[name].requires_grad:
                     wholes[name].copy_(found)
 
-        self._calls.call(Replica.gather, {}, gather)
+        self._call(Replica.gather, {}, gather)
         self._remember()
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
         """See ``TrainingBackend``."""
-        return self._calls.report()
+        metrics, self._metrics = dict(self._metrics), defaultdict(float)
+        spans, self._spans = self._spans, []
+        return metrics, spans
 
     def _deal(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         return deal(
@@ -347,7 +411,7 @@ class RankGroup(TrainingBackend):
                     self._ranks.send(value, rank)
 
         work = {rank: (describe(part),) for rank, part in parts.items()}
-        self._calls.call(Replica.load_optimizer, work, send)
+        self._call(Replica.load_optimizer, work, send)
         is_elsewhere = self._own is not self._main
         optimizer.forget(p for p in self._wholes if is_elsewhere or not state.is_own(p))
         if is_elsewhere:
@@ -360,11 +424,11 @@ class RankGroup(TrainingBackend):
         if whole:
             tensors = [self._tensors[i] for i in whole]
             work = dict.fromkeys(self._others, (whole,))
-            self._calls.call(Replica.fill, work, lambda: self._ranks.broadcast(tensors))
+            self._call(Replica.fill, work, lambda: self._ranks.broadcast(tensors))
         if cut:
             numbers, wholes = [self._places[i] for i in cut], [self._tensors[i] for i in cut]
             work = dict.fromkeys(self._others, (numbers,))
-            self._calls.call(Replica.fill_parts, work, lambda: self._shards.fill(numbers, wholes))
+            self._call(Replica.fill_parts, work, lambda: self._shards.fill(numbers, wholes))
         self._remember()
 
     @property
@@ -377,14 +441,14 @@ class RankGroup(TrainingBackend):
         self._synchronise()
         own = self._own.optimizer.tensors(self._state.names)
         parts = {name: [value.cpu()] for name, value in own.items()}
-        _, described = self._calls.call(Replica.describe_optimizer, {}, lambda: None)
+        _, described = self._call(Replica.describe_optimizer, {}, lambda: None)
 
         def receive() -> None:
             for rank, part in enumerate(described, start=1):
                 for name, shape, dtype in part:
                     parts.setdefault(name, []).append(self._ranks.receive(shape, dtype, rank))
 
-        self._calls.call(Replica.send_optimizer, {}, receive)
+        self._call(Replica.send_optimizer, {}, receive)
         kept = {}
         for name, found in parts.items():
             number, _, key = name.partition("|")
@@ -421,10 +485,6 @@ class SpreadEngine(RolloutEngine):
         self._engine, self._sample = engine, sample
         self.can_watch = engine.can_watch
         self.policy_version = engine.policy_version
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
-        return collect(requests, self.generate_stream(requests))
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield samples as they end (see ``RolloutEngine``)."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -107,8 +107,6 @@ def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
     dims: dict[int, int] = {}
     summed: set[int] = set()
     entrances: dict[str, _Entrance] = {}
-    gather: Any = _Gather.apply
-    own_slice: Any = _Slice.apply
 
     def cut(module: Any, name: str, dim: int) -> None:
         whole = getattr(module, name)
@@ -139,11 +137,15 @@ def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
             entrance.num_layers += 1
             module.register_forward_pre_hook(entrance)
             if style == "colwise_gather_output":
-                module.register_forward_hook(lambda _module, _given, out: gather(out, ranks))
+                module.register_forward_hook(
+                    lambda _module, _given, out: _exchange(out, ranks, _gather, _slice)
+                )
             continue
         layer.in_features //= ranks.tensor
         if style == "rowwise_split_input":
-            module.register_forward_pre_hook(lambda _module, given: (own_slice(given[0], ranks),))
+            module.register_forward_pre_hook(
+                lambda _module, given: (_exchange(given[0], ranks, _slice, _gather),)
+            )
         own = weakref.ref(layer)  # a model that holds itself is freed late
         layer.forward = partial(_without_bias, own)
         module.register_forward_hook(partial(_sum_and_add_bias, own, ranks))
@@ -164,7 +166,7 @@ def _without_bias(layer: Any, given: Tensor) -> Tensor:
 
 
 def _sum_and_add_bias(layer: Any, ranks: Ranks, _module: Any, _given: Any, out: Tensor) -> Tensor:
-    total: Tensor = _Sum.apply(out, ranks)  # type: ignore[no-untyped-call]
+    total: Tensor = _exchange(out, ranks, _sum, _same)
     bias = layer().bias
     return total if bias is None else total + bias.to(total.dtype)
 
@@ -184,7 +186,7 @@ class _Entrance:
 
     def __call__(self, _module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if given[0] is not self._given or self._entered is None:
-            self._entered = _Enter.apply(given[0], self._ranks)  # type: ignore[no-untyped-call]
+            self._entered = _exchange(given[0], self._ranks, _same, _sum)
             self._given, self._num_left = given[0], self.num_layers
         entered: Tensor = self._entered
         self._num_left -= 1
@@ -193,64 +195,41 @@ class _Entrance:
         return (entered, *given[1:])
 
 
-class _Enter(torch.autograd.Function):
-    """The identity; sums the gradients of the peers, which use the values differently."""
+class _Exchange(torch.autograd.Function):
+    """Applies ``forth`` in the forward pass, and its adjoint ``back`` to the gradient.
+
+    All peers compute the same loss, so the adjoint of a sum over the peers is the identity.
+    """
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return whole.view_as(whole)
+    def forward(ctx: Any, given: Tensor, ranks: Ranks, forth: _Step, back: _Step) -> Tensor:
+        ctx.ranks, ctx.back = ranks, back
+        return forth(given, ranks)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        ctx.ranks.sum_peers(total)
-        return total, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradients[0], ctx.ranks), None, None, None
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the peers, which all compute the same loss from it."""
-
-    @staticmethod
-    def forward(_ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
-        total = part.detach().clone(memory_format=torch.contiguous_format)
-        ranks.sum_peers(total)
-        return total
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+_Step = Callable[[Tensor, Ranks], Tensor]
+_exchange: Any = _Exchange.apply
 
 
-class _Gather(torch.autograd.Function):
-    """[..., n] -> [..., peers * n], from which all peers compute the same loss."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _gather_last(own, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _own_of_last(gradients[0], ctx.ranks), None
+def _same(whole: Tensor, _ranks: Ranks) -> Tensor:
+    return whole.view_as(whole)
 
 
-class _Slice(torch.autograd.Function):
-    """[..., peers * n] -> [..., n]; each peer continues with another slice."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _own_of_last(whole, ranks).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _gather_last(gradients[0], ctx.ranks), None
+def _sum(part: Tensor, ranks: Ranks) -> Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    ranks.sum_peers(total)
+    return total
 
 
-def _gather_last(own: Tensor, ranks: Ranks) -> Tensor:
+def _gather(own: Tensor, ranks: Ranks) -> Tensor:
+    """[..., n] -> [..., peers * n]."""
     return torch.cat(list(ranks.gather_peers(own)), dim=-1)
 
 
-def _own_of_last(whole: Tensor, ranks: Ranks) -> Tensor:
-    return whole.chunk(ranks.peers, dim=-1)[ranks.peer_index]
+def _slice(whole: Tensor, ranks: Ranks) -> Tensor:
+    """[..., peers * n] -> [..., n]: this rank's."""
+    return whole.chunk(ranks.peers, dim=-1)[ranks.peer_index].clone()
