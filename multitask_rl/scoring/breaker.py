@@ -14,7 +14,7 @@ INFRA_IN_A_ROW = 20
 
 
 class CircuitBreaker:
-    """Opens when a plugin hangs or its infrastructure keeps failing; while open, its samples fail at once.
+    """Opens when a plugin hangs or keeps failing; while it is open, samples fail without a call.
 
     After the rest one success closes it; a failure opens it again for twice as long.
     """

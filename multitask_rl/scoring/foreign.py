@@ -290,11 +290,11 @@ class ReasoningGymReward(ForeignReward):
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Which part of the response is the answer."""
+        """The part of the response that is the answer."""
 
         answer_tag: str = "answer"
-        """The answer is what the last ``<answer>...</answer>`` holds; without one, or with an empty tag
-        name, it is the whole response."""
+        """The answer is the content of the last ``<answer>...</answer>``; without the tag, or with an empty
+        tag name, it is the whole response."""
         dataset: dict[str, Any] = field(default_factory=dict)
         """Settings of the data set, where its verifier depends on them."""
 
@@ -321,7 +321,7 @@ class EvaluateReward(ForeignReward):
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Which number of the metric, and what it reads."""
+        """The number of the metric, and the column it reads."""
 
         key: str = ""
         """Key of the metric's result; empty = the one named like the metric, or its only number."""

@@ -48,7 +48,7 @@ class PluginPlan:
     isolate: bool
     """It runs in worker processes."""
     memory_mb: int = 0
-    """MiB that a worker may add to what it holds when the plugin is ready; 0 = no limit."""
+    """MiB that scoring may add to the memory of a worker; 0 = no limit."""
 
     def build(self) -> Grader:
         """Return the plugin behind its checks, warmed up.

@@ -36,7 +36,7 @@ OUTSIDE_KILLS = 10
 
 
 class Lane:
-    """The work of the plugin ``source``: ``num_workers`` calls at once unless others stall.
+    """The queue of the plugin ``source``; ``num_workers`` calls run side by side, more if some stall.
 
     ``retries`` counts tries after ``infra`` failures; ``limiter`` is the run-wide bound on calls.
     """
@@ -133,7 +133,7 @@ class Lane:
             return time.monotonic() - item.started, item
 
     def close(self) -> None:
-        """Stop all runners, fail what is open. Idempotent."""
+        """Stop all runners and fail all open items. Idempotent."""
         with self._condition:
             self._closed = True
             self._fail_everything(FailureKind.infra, "the reward pool was closed")

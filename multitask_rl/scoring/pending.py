@@ -108,7 +108,7 @@ class Deferred(Generic[T]):
         return self._future.done()
 
     def known(self, index: int) -> Mapping[str, Any] | None:
-        """Return None: everything is known at once, when it is collected."""
+        """Return None: no answer is known before all are."""
         return None
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
@@ -129,4 +129,4 @@ class Deferred(Generic[T]):
         return {self._rollouts[i].task: self._span for i in indices} if self._span[1] else {}
 
     def cancel(self, indices: Sequence[int]) -> None:
-        """Do nothing: the call is under way."""
+        """Do nothing: the call cannot be divided."""

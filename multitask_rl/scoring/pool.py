@@ -1,4 +1,4 @@
-"""The reward pool: scores rollouts of all tasks at once, every plugin in a lane of its own.
+"""The reward pool: scores rollouts of all tasks, each plugin in a lane of its own.
 
 A plugin lives in killable worker processes, or in the trainer's process if it declares ``isolate=False``.
 Tasks that name the same plugin with the same configuration share one lane, and one copy of its model.
@@ -164,7 +164,7 @@ class RewardPool:
                 budget.load_state_dict(state[name])
 
     def close(self) -> None:
-        """Stop every worker and thread; what is being scored fails. Idempotent."""
+        """Stop all workers and threads; open items fail. Idempotent."""
         self._closing.set()
         for lane in self._lanes.values():
             lane.close()

@@ -50,7 +50,7 @@ OUT_OF_MEMORY = 77
 """Exit status of a worker that was refused memory: its state is no longer to be trusted."""
 
 BURST_BYTES, BYTES_PER_S = 256 << 10, 1 << 10
-"""Output of a plugin that is passed on: at once, and over time."""
+"""Most output of a plugin that reaches standard error: in a burst, and over time."""
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[4]); from multitask_rl.scoring.worker import main; "
@@ -104,8 +104,8 @@ def decode(parts: tuple[Any, ...]) -> Result:
 class PluginOutput:
     """The output of all worker processes of the plugin ``source``.
 
-    It goes to standard error, limited in size, with one message for what is dropped. Control characters are
-    escaped, because a plugin may print text of a model.
+    It goes to standard error, limited in size; one message says that the rest is dropped. Control characters
+    are escaped, because a plugin may print text of a model.
     """
 
     def __init__(self, source: str) -> None:

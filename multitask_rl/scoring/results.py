@@ -1,4 +1,4 @@
-"""Typed results from what a plugin returns or raises.
+"""Typed results from the return values and exceptions of plugins.
 
 No fault of a plugin becomes a reward of 0: a value that is not a finite number in the declared range is a
 ``grader`` failure that names the plugin and the value.

@@ -103,7 +103,7 @@ class Round(Generic[T]):
         """By index: items for plugins that take batches."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """See ``Pending``; nothing is asked about rollouts with a failure."""
+        """See ``Pending``; a rollout with a failure gets no questions."""
         begun: dict[Lane, list[Item]] = {}
         with self._lock:
             for index, rollout in enumerate(rollouts, len(self.rollouts)):
@@ -144,7 +144,7 @@ class Round(Generic[T]):
         return found
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
-        """See ``Pending``; every 10 s the log says what is waited for."""
+        """See ``Pending``; every 10 s the log names the oldest open item of each lane."""
         began = time.monotonic()
         next_report = HEARTBEAT_S
         had_to_wait = False

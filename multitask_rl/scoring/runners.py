@@ -51,7 +51,7 @@ class ProcessRunner(Runner):
             raise self._error
 
     def abort(self) -> None:
-        """Kill the process: the call under way ends at once."""
+        """Kill the process, which ends the call under way."""
         with self._lock:
             if self._worker is not None:
                 self._worker.terminate()
@@ -75,15 +75,20 @@ class ProcessRunner(Runner):
             self._up.set()
         try:
             while not self.closed:
-                if self._worker is None:
-                    self._restart_worker()
-                elif (call := lane.take(self)) is None:
+                try:
+                    worker = self._worker or self._start_worker()
+                except (MultitaskRLError, OSError) as error:
+                    if not self.closed:
+                        logger.error("%s: no worker process: %s", lane.source, error)
+                        lane.unavailable(f"its worker process cannot be started: {error}")
+                        self._closing.wait(1.0)
+                    continue
+                if (call := lane.take(self)) is None:
                     break
-                else:
-                    try:
-                        self._make(call, self._worker)
-                    finally:
-                        lane.finished(self)
+                try:
+                    self._make(call, worker)
+                finally:
+                    lane.finished(self)
         except Exception as error:  # noqa: BLE001 - a bug of ours: raised again by the round that waits
             lane.error = error
         with self._lock:
@@ -127,16 +132,7 @@ class ProcessRunner(Runner):
             if not call.open():
                 raise _AnsweredElsewhereError
 
-    def _restart_worker(self) -> None:
-        try:
-            self._start_worker()
-        except (MultitaskRLError, OSError) as error:
-            if not self.closed:
-                logger.error("%s: no worker process: %s", self._lane.source, error)
-                self._lane.unavailable(f"its worker process cannot be started: {error}")
-                self._closing.wait(1.0)
-
-    def _start_worker(self) -> None:
+    def _start_worker(self) -> WorkerProcess:
         crashes, kills, reason = 0, 0, "was not started"
         while crashes < START_CRASHES and kills < START_KILLS:
             worker = WorkerProcess(self._plan, self._output)
@@ -146,7 +142,7 @@ class ProcessRunner(Runner):
                 if self.closed:
                     worker.terminate()
                 self._lane.facts = worker.wait_ready()
-                return
+                return worker
             except WorkerDiedError as error:
                 self._drop(worker)
                 if self.closed:

@@ -1,6 +1,6 @@
 """Rewards written as functions: of one response, of a batch, or async.
 
-The names of its parameters say what a function gets; docs/write-a-reward.md has the table. A parameter
+The names of its parameters decide what a function gets; docs/write-a-reward.md has the table. A parameter
 ``responses`` or ``rollouts`` makes it a batch function: every argument is a list, the result is a list.
 """
 
@@ -113,7 +113,7 @@ class FunctionPlugin:
         self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
         self.independent = "responses" not in names and "rollouts" not in names
-        """It is no batch function: it is asked about each response alone."""
+        """It is no batch function: it gets each response alone."""
         self.one_by_one = self.independent and not self.is_async
         """A call with many rollouts is only a loop."""
         self.text_only = not {"rollout", "rollouts"} & set(names)
@@ -188,7 +188,7 @@ class FunctionPlugin:
             raise TypeError(f"a batch function returns a list, {self.label} returned {type(values).__name__}")
         values = list(values)
         if len(values) != len(arguments):
-            # Not raised: after an error the responses are asked about one by one, outside their batch.
+            # Not raised: after an error the grader would divide the batch.
             message = f"returned {len(values)} results for {len(arguments)} responses"
             return [Failure(kind=FailureKind.grader, message=message, source=self.label)] * len(arguments)
         return values

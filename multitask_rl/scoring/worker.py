@@ -1,4 +1,4 @@
-"""The worker process: builds one plugin and grades what it is sent, until its socket closes.
+"""The worker process: builds one plugin and grades the rollouts it receives, until its socket closes.
 
 ``process.WorkerProcess`` starts it as a clean interpreter. It is never forked: a trainer holds gigabytes and
 threads.
@@ -70,8 +70,13 @@ def _serve(channel: Channel, progress: Progress) -> None:
         return
     end_fork()
     channel.send(("ready", grader.facts))
-    if plan.memory_mb:
-        _limit_memory(plan.memory_mb)
+    if plan.memory_mb and sys.platform == "linux":  # refuse private memory above what the ready plugin holds
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            held = next((int(line.split()[1]) for line in file if line.startswith("VmData:")), 0)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = (held << 10) + (plan.memory_mb << 20)
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     while True:
         call, each, rollouts = channel.receive()
         size = 1 if each else len(rollouts)
@@ -88,15 +93,3 @@ def _serve(channel: Channel, progress: Progress) -> None:
             if now - sent >= FLUSH_S or start + size >= len(rollouts):
                 channel.send((call, results))
                 results, sent = [], now
-
-
-def _limit_memory(megabytes: int) -> None:
-    """Refuse this process more private memory than it has now and ``megabytes`` (Linux)."""
-    if sys.platform != "linux":
-        return
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        held = next((int(line.split()[1]) for line in file if line.startswith("VmData:")), 0)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = (held << 10) + (megabytes << 20)
-    if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
