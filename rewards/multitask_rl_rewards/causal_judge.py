@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.errors import ConfigError
-from multitask_rl_rewards.transformer_models import LoadedModel, batches, load_model
+from multitask_rl_rewards.transformer_models import LoadedModel, ModelSettings, batches, load_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,26 +21,16 @@ _SLACK = 16
 
 
 class CausalJudge:
-    """A causal LM that is asked for one of a few verdict words, loaded (or shared) at construction.
+    """A causal LM that gives one of a few verdict words, loaded (or shared) at construction.
 
-    Args:
-        model_name: directory or Hugging Face id of a causal language model.
-        device: torch device or ``auto``.
-        dtype: see ``transformer_models.load_model``.
-        batch_size: prompts per forward.
-        max_length: tokens per prompt, 0 = the model's limit. A judge that is cut judges something else, so
-            longer prompts are refused (None), never cut.
-        plugin: name for errors.
+    A prompt of more than ``config.max_length`` tokens gets None: a judge that reads a part of it would judge
+    something else. ``plugin`` is the name for errors.
     """
 
-    def __init__(
-        self, model_name: str, *, device: str, dtype: str, batch_size: int, max_length: int, plugin: str
-    ) -> None:
-        self._loaded: LoadedModel = load_model(
-            "AutoModelForCausalLM", model_name, device=device, dtype=dtype, plugin=plugin
-        )
-        self._batch_size, self._plugin, self._name = batch_size, plugin, model_name
-        self.max_length = self._loaded.max_length(max_length)
+    def __init__(self, config: ModelSettings, plugin: str) -> None:
+        self._loaded: LoadedModel = load_model("AutoModelForCausalLM", config, plugin)
+        self._batch_size, self._plugin, self._name = config.batch_size, plugin, config.model_name
+        self.max_length = self._loaded.max_length(config.max_length)
 
     @property
     def has_chat_template(self) -> bool:
@@ -99,7 +89,7 @@ class CausalJudge:
         return results
 
     def explain(self, prompt: str, max_new_tokens: int) -> str:
-        """Return what the model says to ``prompt``, greedily, without control tokens."""
+        """Return the model's greedy answer to ``prompt``, without control tokens."""
         import torch
 
         ids = torch.tensor([self._encode(prompt)], device=self._loaded.device)

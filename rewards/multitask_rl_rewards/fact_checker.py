@@ -85,15 +85,7 @@ class FactChecker:
 
     @cached_property
     def _classifier(self) -> SequenceClassifier:
-        config = self.config
-        return SequenceClassifier(
-            config.model_name,
-            device=config.device,
-            dtype=config.dtype,
-            batch_size=config.batch_size,
-            max_length=config.max_length,
-            plugin=_NAME,
-        )
+        return SequenceClassifier(self.config, _NAME)
 
     def warm_up(self) -> None:
         """Load the weights and judge once."""

@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar
 
-from multitask_rl.config.schema.ranges import Count, Natural, OneOf, PositiveFraction, Settings
+from multitask_rl.config.schema.ranges import Count, Natural, OneOf, PositiveFraction
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.causal_judge import CausalJudge
 from multitask_rl_rewards.guard_templates import FAMILIES, GuardFamily, build_prompt, family_of
 from multitask_rl_rewards.text import data_failure, question_of, unread
-from multitask_rl_rewards.transformer_models import Dtype, read_model_config, resolve_device, worst_of_parts
+from multitask_rl_rewards.transformer_models import (
+    ModelSettings,
+    read_model_config,
+    resolve_device,
+    worst_of_parts,
+)
 
 __all__ = ["GuardConfig", "GuardModel", "LlamaGuard"]
 
@@ -24,15 +29,9 @@ LEAST_ROOM = 64
 
 
 @dataclass(kw_only=True, slots=True)
-class GuardConfig(Settings):
+class GuardConfig(ModelSettings):
     """Keys that every generative judge has in a tasks file."""
 
-    model_name: str = ""
-    """Directory or Hugging Face id of a causal language model. Required."""
-    device: str = "auto"
-    """``cpu``, ``cuda:1``...; ``auto`` = the first accelerator, else the CPU."""
-    dtype: Dtype = "auto"
-    """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
     batch_size: Count = 8
     """Prompts per forward."""
     max_length: Natural = 4096
@@ -46,8 +45,6 @@ class GuardConfig(Settings):
     """The constraint is violated from this cost on."""
     max_new_tokens: Natural = 0
     """Tokens the judge may write to explain a violation (greedy); 0 = no explanation."""
-    prompt_column: str = "prompt"
-    """Column with the question; a row without it is judged on the prompt the actor saw."""
 
 
 class GuardModel:
@@ -74,15 +71,7 @@ class GuardModel:
     @cached_property
     def model(self) -> CausalJudge:
         """The loaded judge."""
-        config = self.config
-        return CausalJudge(
-            config.model_name,
-            device=config.device,
-            dtype=config.dtype,
-            batch_size=config.batch_size,
-            max_length=config.max_length,
-            plugin=self.plugin,
-        )
+        return CausalJudge(self.config, self.plugin)
 
     def judge(self, exchanges: Sequence[tuple[str, str]]) -> list[Verdict | Failure]:
         """Return one verdict per (question, response), in order. An empty response is satisfied.

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from multitask_rl.config.schema.ranges import Count, Natural, Settings
+from multitask_rl.config.schema.ranges import Natural
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of
-from multitask_rl_rewards.transformer_models import Dtype, read_model_config, resolve_device
+from multitask_rl_rewards.transformer_models import ModelSettings, read_model_config, resolve_device
 
 __all__ = ["RewardModel"]
 
@@ -35,17 +35,9 @@ class RewardModel:
     )
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Settings):
+    class Config(ModelSettings):
         """Keys of ``rm_hf`` in a tasks file."""
 
-        model_name: str = ""
-        """Directory or Hugging Face id. Required."""
-        device: str = "auto"
-        """``cpu``, ``cuda:4``...; ``auto`` = the first accelerator, else the CPU."""
-        dtype: Dtype = "auto"
-        """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
-        batch_size: Count = 16
-        """Responses per forward."""
         max_length: Natural = 2048
         """Tokens of prompt and response, at most the model's limit (0 = that); longer ones lose their
         beginning."""
@@ -53,8 +45,6 @@ class RewardModel:
         """Output to use of a model with several."""
         template: str = ""
         """Text with ``{prompt}`` and ``{response}``; empty = chat template, else the tokenizer's pair."""
-        prompt_column: str = "prompt"
-        """Column with the question; a row without it is judged on the prompt the actor saw."""
 
     def __init__(self, config: Config) -> None:
         """Check model and device; weights load at ``warm_up`` or the first score.
@@ -76,15 +66,7 @@ class RewardModel:
 
     @cached_property
     def _classifier(self) -> SequenceClassifier:
-        config = self.config
-        return SequenceClassifier(
-            config.model_name,
-            device=config.device,
-            dtype=config.dtype,
-            batch_size=config.batch_size,
-            max_length=config.max_length,
-            plugin="rm_hf",
-        )
+        return SequenceClassifier(self.config, "rm_hf")
 
     def warm_up(self) -> None:
         """Load the weights (before step 1, so that a full device is found then)."""

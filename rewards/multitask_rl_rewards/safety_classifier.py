@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
+from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of, unread
-from multitask_rl_rewards.transformer_models import Dtype, read_model_config, resolve_device
+from multitask_rl_rewards.transformer_models import ModelSettings, read_model_config, resolve_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,21 +60,15 @@ class SafetyClassifier:
     )
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Settings):
+    class Config(ModelSettings):
         """Keys of ``safety_classifier`` in a tasks file."""
 
-        model_name: str = ""
-        """Directory or Hugging Face id of a sequence-classification model. Required."""
         unsafe_labels: list[str] = field(default_factory=list)
         """Labels that mean unsafe; empty = recognised by name (``unsafe``, ``toxic``, not ``safe``...)."""
         threshold: PositiveFraction = 0.5
         """The constraint is violated from this cost on."""
         with_prompt: bool = False
         """Judge prompt and response together; False = the response alone."""
-        device: str = "auto"
-        """``cpu``, ``cuda:1``...; ``auto`` = the first accelerator, else the CPU."""
-        dtype: Dtype = "auto"
-        """``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``."""
         batch_size: Count = 32
         """Inputs per forward."""
         max_length: Natural = 2048
@@ -98,15 +92,7 @@ class SafetyClassifier:
 
     @cached_property
     def _classifier(self) -> SequenceClassifier:
-        config = self.config
-        return SequenceClassifier(
-            config.model_name,
-            device=config.device,
-            dtype=config.dtype,
-            batch_size=config.batch_size,
-            max_length=config.max_length,
-            plugin=_NAME,
-        )
+        return SequenceClassifier(self.config, _NAME)
 
     def warm_up(self) -> None:
         """Load the weights."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl_rewards.text import render
-from multitask_rl_rewards.transformer_models import LoadedModel, batches, load_model, worst_of_parts
+from multitask_rl_rewards.transformer_models import (
+    LoadedModel,
+    ModelSettings,
+    batches,
+    load_model,
+    worst_of_parts,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,26 +21,16 @@ __all__ = ["SequenceClassifier"]
 
 
 class SequenceClassifier:
-    """A classifier over exchanges, loaded (or shared) at construction.
+    """A sequence-classification model over exchanges, loaded (or shared) at construction.
 
-    Args:
-        model_name: directory or Hugging Face id of a sequence-classification model.
-        device: torch device or ``auto``.
-        dtype: see ``transformer_models.load_model``.
-        batch_size: inputs per forward.
-        max_length: tokens per input, 0 = the model's limit. A longer input loses its beginning (of a pair:
-            the longer part does), see ``is_cut`` and ``worst_costs``.
-        plugin: name for errors.
+    An input of more than ``config.max_length`` tokens loses its beginning (of a pair: the longer part does),
+    see ``is_cut`` and ``worst_costs``. ``plugin`` is the name for errors.
     """
 
-    def __init__(
-        self, model_name: str, *, device: str, dtype: str, batch_size: int, max_length: int, plugin: str
-    ) -> None:
-        self._loaded: LoadedModel = load_model(
-            "AutoModelForSequenceClassification", model_name, device=device, dtype=dtype, plugin=plugin
-        )
-        self._batch_size = batch_size
-        self._max_length = self._loaded.max_length(max_length)
+    def __init__(self, config: ModelSettings, plugin: str) -> None:
+        self._loaded: LoadedModel = load_model("AutoModelForSequenceClassification", config, plugin)
+        self._batch_size = config.batch_size
+        self._max_length = self._loaded.max_length(config.max_length)
 
     @property
     def labels(self) -> list[str]:
@@ -100,7 +96,7 @@ class SequenceClassifier:
         return self._max_length - len(self._encode(prompt, "", "", truncation=False)["input_ids"])
 
     def _parts(self, prompt: str, response: str, most: int) -> list[str]:
-        """Return what is read of ``response``; nothing where that is more than ``most`` parts."""
+        """Return the parts of ``response`` that are read; none if there are more than ``most``."""
         if not self.is_cut(prompt, response):
             return [response]
         room = max(self._room(prompt), self._least_room)
@@ -131,23 +127,16 @@ class SequenceClassifier:
         if template:
             features = tokenizer(render(template, prompt=prompt, response=response), **options)
         elif prompt and getattr(tokenizer, "chat_template", None):
-            text = tokenizer.apply_chat_template(_conversation(prompt, response), tokenize=False)
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
             # The chat template writes the special tokens itself.
             features = tokenizer(text, add_special_tokens=False, **options)
         elif prompt:
             features = tokenizer(prompt, response, **options)
         else:
             features = tokenizer(response, **options)
-        return _non_empty(features, tokenizer)
-
-
-def _conversation(prompt: str, response: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-
-
-def _non_empty(features: Mapping[str, list[int]], tokenizer: Any) -> dict[str, list[int]]:
-    """An empty text of a tokenizer without special tokens has no id at all: give it the end token."""
-    if features["input_ids"]:
-        return dict(features)
-    token = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
-    return {name: [token if name == "input_ids" else int(name == "attention_mask")] for name in features}
+        if features["input_ids"]:
+            return dict(features)
+        # An empty text of a tokenizer without special tokens has no id: give it the end token.
+        token = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
+        return {name: [token if name == "input_ids" else int(name == "attention_mask")] for name in features}

@@ -1,7 +1,6 @@
-"""Loading of ``transformers`` models for rewards: one place that knows devices, dtypes and tokenizers.
+"""Loading of ``transformers`` models for rewards: settings, devices, dtypes and tokenizers.
 
-A model is loaded once per (name, device, dtype) and shared by every plugin that names it, as long as
-one of them lives.
+A model is loaded once per (name, device, dtype). All plugins that name it share it while one of them lives.
 """
 
 from __future__ import annotations
@@ -11,19 +10,20 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from multitask_rl.config.schema.ranges import OneOf
+from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Settings
 from multitask_rl.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Dtype",
     "LoadedModel",
+    "ModelSettings",
     "batches",
     "load_model",
     "read_model_config",
@@ -34,12 +34,28 @@ __all__ = [
 
 P = TypeVar("P")
 
-Dtype = Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")]
-"""``auto`` is the checkpoint's; float32 on the CPU."""
 _FULL_BATCH_TOKENS = 512
 """Tokens of an input up to which a forward takes ``batch_size`` of them; of longer ones it takes fewer."""
 _PARTS_AT_ONCE = 256
 _SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSettings(Settings):
+    """Keys that every plugin with a ``transformers`` model has in a tasks file."""
+
+    model_name: str = ""
+    """Directory or Hugging Face id. Required."""
+    device: str = "auto"
+    """``cpu``, ``cuda:1``...; ``auto`` = the first accelerator, else the CPU."""
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
+    """``auto`` = the checkpoint's; float32 on the CPU."""
+    batch_size: Count = 16
+    """Inputs per forward."""
+    max_length: Natural = 2048
+    """Tokens of an input, at most the model's limit (0 = that)."""
+    prompt_column: str = "prompt"
+    """Column with the question; a row without it is judged on the prompt that the actor saw."""
 
 
 class LoadedModel:
@@ -53,7 +69,7 @@ class LoadedModel:
         """Held during a forward: two tasks may share the model from two threads."""
 
     def max_length(self, wanted: int) -> int:
-        """Return the tokens one input may have: ``wanted`` (0 = no wish), capped by the model's own limit."""
+        """Return the most tokens of an input: ``wanted``, or the model's limit if that is less or for 0."""
         limits = [
             wanted or None,
             getattr(self.tokenizer, "model_max_length", None),
@@ -173,28 +189,26 @@ def read_model_config(model_name: str, plugin: str) -> Any:
         ) from error
 
 
-def load_model(auto_class: str, model_name: str, *, device: str, dtype: str, plugin: str) -> LoadedModel:
-    """Return ``transformers.<auto_class>`` of ``model_name`` with its tokenizer, loaded at most once.
+def load_model(auto_class: str, config: ModelSettings, plugin: str) -> LoadedModel:
+    """Return the model of ``config`` with its tokenizer, loaded at most once.
 
     Args:
         auto_class: ``AutoModelForSequenceClassification`` or ``AutoModelForCausalLM``.
-        model_name: directory or Hugging Face id.
-        device: ``cpu``, ``cuda:1``... or ``auto``.
-        dtype: ``auto`` (the checkpoint's; float32 on the CPU), ``float32``, ``bfloat16``, ``float16``.
-        plugin: who asks, for errors.
+        config: names model, device and dtype.
+        plugin: name for errors.
 
     Raises:
         ConfigError: a model that is none of ``auto_class``.
         UnavailableError: missing device or unreadable model.
     """
-    target = resolve_device(device, plugin)
+    target, dtype = resolve_device(config.device, plugin), config.dtype
     if dtype == "auto" and target.type == "cpu":
         dtype = "float32"
-    key = (auto_class, model_name, str(target), dtype)
+    key = (auto_class, config.model_name, str(target), dtype)
     with _loading:
         loaded = _loaded.get(key)
         if loaded is None:
-            loaded = _load(auto_class, model_name, target, dtype, plugin)
+            loaded = _load(auto_class, config.model_name, target, dtype, plugin)
             _loaded[key] = loaded
     return loaded
 
@@ -224,10 +238,10 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
 
 
 def _load_tokenizer(model_name: str) -> Any:
-    """Load the tokenizer that was saved.
+    """Load the saved tokenizer.
 
-    Trap: for a directory with, say, a qwen2 ``config.json`` ``AutoTokenizer`` returns ``Qwen2Tokenizer``
-    whatever ``tokenizer_config.json`` says, and replaces the pre-tokenizer of a tokenizer of one's own.
+    Trap: for a directory with, say, a qwen2 ``config.json``, ``AutoTokenizer`` ignores
+    ``tokenizer_config.json``: it returns ``Qwen2Tokenizer`` and replaces the saved pre-tokenizer.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
