@@ -115,8 +115,8 @@ def pool_shares(
 
     ``sizes`` are prompts per pool, ``floor`` is the part of the draws that stays uniform over the prompts.
 
-    >>> pool_shares({"easy": 30, "hard": 10}, {"easy": 0.0, "hard": 0.2}, 0.2)
-    {'easy': 0.15, 'hard': 0.85}
+    >>> pool_shares({"easy": 30, "hard": 10}, {"easy": 0.0, "hard": 0.2}, 0.4)
+    {'easy': 0.3, 'hard': 0.7}
     """
     total = sum(sizes.values())
     gains = {pool: size * learnability[pool] for pool, size in sizes.items()}
