@@ -1,9 +1,9 @@
 """Encoding of the plain values that pass between a program and its judge.
 
-Scalars and lists are JSON as they are; every other kind is an object with one key, its tag, so that decoding
-runs at the speed of the C scanner with one hook. Only exact builtin values come out: a subclass is encoded as
-the value of its base, and whatever is not a value becomes a *handle*, a name for an object that stays where
-it is. Decoding builds nothing but data: never pickle, never eval.
+Scalars and lists are JSON; any other kind is an object with one key, its tag, so that the C scanner decodes
+it with one hook. Only exact builtin values come out. A subclass becomes the value of its base; an object
+without a value becomes a *handle*, a name for what stays in its process. Decoding builds data only: no
+pickle, no eval.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _TYPES = {
 
 
 class CodecError(ValueError):
-    """A value that cannot cross, or text that is no value."""
+    """A value that cannot be encoded, or text that is no value."""
 
 
 class Encoder:
-    """Turns values into text. ``to_handle`` names an object that is not a value: ``(tag, content)``."""
+    """Turns values into text. ``to_handle`` returns tag and content for an object that is no value."""
 
     def __init__(self, to_handle: Callable[[Any], tuple[str, Any]]) -> None:
         self._to_handle = to_handle
@@ -68,7 +68,7 @@ class Encoder:
         """Return ``value`` as a tree of JSON types.
 
         Raises:
-            CodecError: nested deeper than ``MAX_DEPTH`` (a cycle is).
+            CodecError: it is nested deeper than ``MAX_DEPTH``, as a cycle is.
         """
         kind = type(value)
         if kind in (str, bool, float) or value is None:
@@ -78,13 +78,43 @@ class Encoder:
         if depth > MAX_DEPTH:
             raise CodecError(f"the value is nested deeper than {MAX_DEPTH} levels, or holds itself")
         writer = _WRITERS.get(kind)
-        if writer is None:
-            return self._encode_other(value, depth)
-        tag, content = writer(self, value, depth + 1)
-        return content if tag is None else {tag: content}
+        if writer is not None:
+            tag, content = writer(self, value, depth + 1)
+            return content if tag is None else {tag: content}
+        if isinstance(value, type) and _TYPES.get(value.__name__) is value:
+            return {"T": value.__name__}
+        if not isinstance(value, type):
+            if kind.__module__ == "numpy" and (encoded := self._encode_numpy(value, depth)) is not None:
+                return encoded
+            for base in kind.__mro__[1:]:
+                if base is tuple:
+                    names = getattr(kind, "_fields", None)
+                    if (
+                        type(names) is tuple
+                        and len(names) <= _MAX_FIELDS
+                        and len(kind.__name__) <= _MAX_NAME
+                        and all(type(name) is str and len(name) <= _MAX_NAME for name in names)
+                    ):
+                        return {"n": [kind.__name__, list(names), self.items(tuple(value), depth + 1)]}
+                if base in _BASES:
+                    return self.encode(_BASES[base](value), depth)
+        tag, content = self._to_handle(value)
+        return {tag: content}
+
+    def _encode_numpy(self, value: Any, depth: int) -> Any:
+        """Return a scalar or an array of numpy as a tree; None for its other objects."""
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic):
+            return self.encode(value.item(), depth + 1) if value.dtype.kind in "biufcUS" else None
+        if numpy is None or not isinstance(value, numpy.ndarray):
+            return None
+        if value.dtype.kind not in "biufcU":
+            return self.encode(value.tolist(), depth + 1)
+        flat = self.items(value.ravel().tolist(), depth + 1)
+        return {"N": [value.dtype.str, list(value.shape), flat]}
 
     def items(self, values: Iterable[Any], depth: int) -> list[Any]:
-        """Return the encoded items; scalars are left to the JSON encoder."""
+        """Return the encoded items; the JSON encoder takes scalars as they are."""
         found = list(values)
         if set(map(type, found)) <= _SCALARS and not any(
             type(v) is int and v.bit_length() >= _PLAIN_INT_BITS for v in found
@@ -92,52 +122,7 @@ class Encoder:
             return found
         return [self.encode(value, depth) for value in found]
 
-    def _encode_other(self, value: Any, depth: int) -> Any:
-        if isinstance(value, type):
-            return {"T": value.__name__} if _TYPES.get(value.__name__) is value else self._handle(value)
-        if type(value).__module__ == "numpy":
-            encoded = _encode_numpy(self, value, depth)
-            if encoded is not None:
-                return encoded
-        for base in type(value).__mro__[1:]:
-            if base is tuple and _is_namedtuple(type(value)):
-                fields = list(type(value)._fields)
-                return {"n": [type(value).__name__, fields, self.items(tuple(value), depth + 1)]}
-            if base in _BASES:
-                return self.encode(_BASES[base](value), depth)
-        return self._handle(value)
 
-    def _handle(self, value: Any) -> Any:
-        tag, content = self._to_handle(value)
-        return {tag: content}
-
-
-def _is_namedtuple(kind: Any) -> bool:
-    fields = getattr(kind, "_fields", None)
-    return (
-        type(fields) is tuple
-        and len(fields) <= _MAX_FIELDS
-        and len(kind.__name__) <= _MAX_NAME
-        and all(type(name) is str and len(name) <= _MAX_NAME for name in fields)
-    )
-
-
-def _encode_numpy(encoder: Encoder, value: Any, depth: int) -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.generic):
-        return encoder.encode(value.item(), depth + 1) if value.dtype.kind in "biufcUS" else None
-    if isinstance(value, numpy.ndarray):
-        if value.dtype.kind in "biufcU":
-            return {
-                "N": [value.dtype.str, list(value.shape), encoder.items(value.ravel().tolist(), depth + 1)]
-            }
-        return encoder.encode(value.tolist(), depth + 1)
-    return None
-
-
-# the value of a subclass, read past whatever it overrides
 _BASES: dict[type, Callable[[Any], Any]] = {
     bool: lambda v: bool(v),
     int: int.__int__,
@@ -155,9 +140,9 @@ _BASES: dict[type, Callable[[Any], Any]] = {
     Decimal: lambda v: Decimal(v.as_tuple()),
     Fraction: lambda v: Fraction(v.numerator, v.denominator),
 }
+"""By base: its value in an object of a subclass, read past the methods that the subclass overrides."""
 
-_Writer = Callable[[Encoder, Any, int], tuple[str | None, Any]]
-_WRITERS: dict[type, _Writer] = {
+_WRITERS: dict[type, Callable[[Encoder, Any, int], tuple[str | None, Any]]] = {
     list: lambda e, v, d: (None, e.items(v, d)),
     tuple: lambda e, v, d: ("t", e.items(v, d)),
     set: lambda e, v, d: ("s", e.items(v, d)),
@@ -184,18 +169,17 @@ _WRITERS: dict[type, _Writer] = {
 
 
 class NeedsArraysError(CodecError):
-    """A message holds an array, and this reader has none."""
+    """A message holds an array, and this reader refuses arrays."""
 
 
 class Decoder:
     """Turns text back into values, of exactly the types and sizes that ``Encoder`` writes.
 
-    What a message builds takes memory in proportion to its text, whatever the text says.
+    The values take memory in proportion to the text, whatever the text says.
 
     Args:
-        from_handle: gets tag and content of a name for an object.
-        has_arrays: arrays become arrays (numpy is imported for the first one); False: a message with one is
-            refused.
+        from_handle: gets tag and content of a handle.
+        has_arrays: arrays become arrays of numpy; False: a message with an array is refused.
     """
 
     def __init__(self, from_handle: Callable[[str, Any], Any], *, has_arrays: bool = True) -> None:
@@ -207,16 +191,16 @@ class Decoder:
 
         Raises:
             NeedsArraysError: it holds an array, and ``has_arrays`` is False.
-            CodecError: it is not a message, whatever is wrong with it.
+            CodecError: it is no message.
         """
         try:
-            return json.loads(text, object_hook=self._hook)
+            return json.loads(text, object_hook=self._read_tagged)
         except NeedsArraysError:
             raise
         except Exception as error:
             raise CodecError(f"not a message: {type(error).__name__}") from error
 
-    def _hook(self, tagged: dict[str, Any]) -> Any:
+    def _read_tagged(self, tagged: dict[str, Any]) -> Any:
         ((tag, content),) = tagged.items()
         entry = _READERS.get(tag)
         if entry is None:
@@ -230,26 +214,17 @@ class Decoder:
 
 
 def _exact(values: list[Any], *kinds: type) -> list[Any]:
-    """Return ``values`` if they are one of each of ``kinds``, in this order."""
+    """Return ``values`` if their types are ``kinds``, in this order."""
     if tuple(map(type, values)) != kinds:
         raise CodecError("content of other types")
     return values
 
 
 def _all(values: list[Any], *kinds: type) -> list[Any]:
-    """Return ``values`` if each is one of ``kinds``."""
+    """Return ``values`` if the type of each is one of ``kinds``."""
     if not set(map(type, values)) <= set(kinds):
         raise CodecError("content of other types")
     return values
-
-
-def _read_integer(digits: str) -> int:
-    return int(digits, 16)
-
-
-def _read_dict(content: list[Any]) -> dict[Any, Any]:
-    keys, values = _exact(content, list, list)
-    return dict(zip(keys, values, strict=True))
 
 
 def _read_deque(content: list[Any]) -> collections.deque[Any]:
@@ -275,14 +250,6 @@ def _read_date(content: list[Any]) -> Any:
     return _DATES[name].fromisoformat(text)
 
 
-def _read_type(name: str) -> type:
-    return _TYPES[name]
-
-
-def _read_singleton(number: int) -> Any:
-    return {0: NotImplemented, 1: ...}[number]
-
-
 def _read_array(content: list[Any]) -> Any:
     kind, shape, flat = _exact(content, str, list, list)
     match = _ARRAY_KIND.fullmatch(kind)
@@ -300,25 +267,22 @@ def _read_array(content: list[Any]) -> Any:
     return numpy.array(flat, dtype=kind).reshape(shape)
 
 
-@functools.lru_cache(maxsize=64)
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    return collections.namedtuple(name, fields)
-
-
 def _read_named(content: list[Any]) -> Any:
     name, fields, values = _exact(content, str, list, list)
     longest = max(map(len, [name, *_all(fields, str)]))
     if longest > _MAX_NAME or len(fields) > _MAX_FIELDS:
         raise CodecError("a named tuple that is too large")
-    return _named(name, tuple(fields))(*values)
+    return _named_tuple(name, tuple(fields))(*values)
 
+
+_named_tuple: Callable[[str, tuple[str, ...]], Any] = functools.lru_cache(64)(collections.namedtuple)
 
 _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
-    "i": (str, _read_integer),
+    "i": (str, lambda c: int(c, 16)),
     "t": (list, tuple),
     "s": (list, set),
     "f": (list, frozenset),
-    "d": (list, _read_dict),
+    "d": (list, lambda c: dict(zip(*_exact(c, list, list), strict=True))),
     "b": (str, lambda c: base64.b64decode(c, validate=True)),
     "y": (str, lambda c: bytearray(base64.b64decode(c, validate=True))),
     "c": (list, lambda c: complex(*_exact(c, float, float))),
@@ -333,9 +297,9 @@ _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "K": (list, lambda c: dict.fromkeys(c).keys()),
     "V": (list, lambda c: dict(enumerate(c)).values()),
     "I": (list, _read_pairs),
-    "z": (int, _read_singleton),
+    "z": (int, {0: NotImplemented, 1: ...}.__getitem__),
     "n": (list, _read_named),
     "N": (list, _read_array),
-    "T": (str, _read_type),
+    "T": (str, _TYPES.__getitem__),
 }
-"""By tag: the type of the content, and what makes the value of it."""
+"""By tag: the type of the content, and the function that makes a value of it."""

@@ -18,7 +18,7 @@ MAX_FRAME = 1 << 28
 
 
 def pack_frame(header: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
-    """Return one message; ``blobs`` arrive as they are, whatever bytes they hold."""
+    """Return one message; ``blobs`` hold any bytes."""
     text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
     return b"".join([_HEAD.pack(len(text), sum(map(len, blobs))), text, *blobs])
 
@@ -33,12 +33,12 @@ class Inbox:
         self._poll.register(connection, select.POLLIN)
 
     def receive(self, patience_s: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the next message; waits for ``patience_s`` for a part of it at most (None = for ever).
+        """Return the next message; waits at most ``patience_s`` for each part of it (None = for ever).
 
         Raises:
             EOFError: the other side closed.
-            OSError: the connection broke, or a message is announced that is larger than ``MAX_FRAME``.
-            TimeoutError: nothing came in time.
+            OSError: the connection broke, or a message is larger than ``MAX_FRAME``.
+            TimeoutError: no part came in time.
         """
         while (needed := self._missing()) > 0:
             if patience_s is not None and not self._poll.poll(1000 * patience_s):
@@ -62,11 +62,11 @@ class Inbox:
             except BlockingIOError:
                 return False
             except (EOFError, OSError):
-                return True  # the next ``receive`` says what is wrong
+                return True  # the next ``receive`` raises it
         return True
 
     def _missing(self) -> int:
-        """Return how many bytes the next message still lacks, as far as known."""
+        """Return how many bytes the next message still lacks, at least."""
         if len(self._data) < _HEAD.size:
             return _HEAD.size - len(self._data)
         text_length, body_length = _HEAD.unpack_from(self._data)

@@ -17,11 +17,11 @@ IDENTITY = struct.Struct("<Q")
 """A job on the cancellation channel."""
 _MAX_HELD = 4
 _HOLD_MS = 4
-"""Results that may wait for company while there is more work, and for how long."""
+"""So many results wait for so long at most, to leave together, while there is more work."""
 
 
 class JobCancelled(Exception):
-    """Nobody wants the job any more."""
+    """The trainer gave up the job."""
 
 
 class TrainerConversation:
@@ -29,7 +29,7 @@ class TrainerConversation:
 
     Args:
         connection: jobs come and results go here, in the same order.
-        cancel_fd: identities of jobs to give up come here; such a job is answered with ``cancelled``.
+        cancel_fd: identities of jobs to give up come here; the answer to such a job is ``cancelled``.
     """
 
     def __init__(self, connection: socket.socket, cancel_fd: int) -> None:
@@ -42,7 +42,7 @@ class TrainerConversation:
         os.set_blocking(cancel_fd, False)
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the next job; results leave before waiting for one.
+        """Return the next job; held results leave before a wait for it.
 
         Raises:
             EOFError: the trainer closed the connection.
@@ -52,13 +52,13 @@ class TrainerConversation:
         return self._inbox.receive()
 
     def begin(self, job: int) -> None:
-        """Work on a job from here on.
+        """Note that a job begins.
 
         Raises:
-            JobCancelled: there is no need to.
+            JobCancelled: the trainer gave it up.
         """
         self._job = job
-        # identities grow and jobs come in order: what is older was answered
+        # identities grow and jobs come in order: older ones have an answer
         self._cancelled = {identity for identity in self._cancelled if identity >= job}
         if job in self._cancelled:
             raise JobCancelled
@@ -82,11 +82,11 @@ class TrainerConversation:
         return poll
 
     def wait(self, poll: select.poll, descriptor: int, patience_s: float | None) -> None:
-        """Wait until ``descriptor`` can be read; results that are held do not wait for it.
+        """Wait until ``descriptor`` can be read; held results do not wait for that.
 
         Raises:
-            TimeoutError: it cannot, for longer than ``patience_s`` (None = for ever).
-            JobCancelled: the job is not wanted any more.
+            TimeoutError: it cannot be read within ``patience_s`` (None = for ever).
+            JobCancelled: the trainer gave up the job.
             EOFError: the trainer ended.
         """
         patience_ms = None if patience_s is None else 1000 * patience_s
@@ -99,12 +99,17 @@ class TrainerConversation:
                 raise TimeoutError("the cell is silent")
             for found, _ in ready:
                 if found == self._cancel_fd:
-                    self._hear()
+                    data = os.read(self._cancel_fd, 512 * IDENTITY.size)
+                    if not data:
+                        raise EOFError("the trainer ended")
+                    self._cancelled.update(identity for (identity,) in IDENTITY.iter_unpack(data))
+                    if self._job in self._cancelled:
+                        raise JobCancelled
             if any(found == descriptor for found, _ in ready):
                 return
 
     def reader(self, channel: int) -> Callable[[int, int], bytes]:
-        """Return a function like ``os.read`` for ``channel`` that gives up when the job is cancelled."""
+        """Return a function like ``os.read`` for ``channel`` that raises ``JobCancelled``, too."""
         poll = self.poll_for(channel)
 
         def read(descriptor: int, count: int) -> bytes:
@@ -112,11 +117,3 @@ class TrainerConversation:
             return os.read(descriptor, count)
 
         return read
-
-    def _hear(self) -> None:
-        data = os.read(self._cancel_fd, 512 * IDENTITY.size)
-        if not data:
-            raise EOFError("the trainer ended")
-        self._cancelled.update(identity for (identity,) in IDENTITY.iter_unpack(data))
-        if self._job in self._cancelled:
-            raise JobCancelled
