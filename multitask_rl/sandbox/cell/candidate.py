@@ -1,7 +1,7 @@
 """The program's side of a function task: load it, then answer calls with plain values.
 
-Nothing here is trusted: the program shares the interpreter and may change this code. It gains nothing by
-that: it can only send answers, as an honest function can. It gets arguments, never expected values.
+No code here is trusted: the program shares the interpreter and may change it. It gains nothing by that,
+because it can only send answers, as an honest function can. It gets arguments, never expected values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MUTABLE = (list, dict, set, bytearray, deque)
 
 
 def serve(descriptor: int, source: bytes) -> None:
-    """Load ``source`` as a module, report how that went, then answer requests until nobody asks."""
+    """Load ``source`` as a module, report how that went, then answer requests until the other side closes."""
     server = _Server(CellChannel(descriptor))
     try:
         module = types.ModuleType("solution")
@@ -58,10 +58,12 @@ class _Server:
             "call": self._call,
             "attr": lambda target, name: getattr(self._resolve(target), name),
             "set": lambda target, name, value: setattr(self._resolve(target), name, value),
-            "next": self._next,
+            "next": lambda target, count: list(itertools.islice(self._resolve(target), count)),
             "isinstance": lambda target, kind: self._resolve(kind) in type(self._resolve(target)).__mro__,
             "await": lambda target: asyncio.run(self._resolve(target)),
-            "operator": self._operator,
+            "operator": lambda target, name, arguments: getattr(type(self._resolve(target)), name)(
+                self._resolve(target), *arguments
+            ),
         }
 
     def reply(self, message: list[Any]) -> None:
@@ -80,13 +82,10 @@ class _Server:
 
     def _answer(self, operation: str, arguments: list[Any]) -> None:
         try:
-            value = self._operations[operation](*arguments)
+            value, changed = self._operations[operation](*arguments), []
             if operation == "call":
                 value, changed = value
-                answer = ["ok", self._encoder.encode(value), changed]
-            else:
-                answer = ["ok", self._encoder.encode(value), []]
-            text = self._encoder.dumps(answer)
+            text = self._encoder.dumps(["ok", self._encoder.encode(value), changed])
         except ChannelClosed:
             raise
         except BaseException as error:  # noqa: BLE001 - the program may raise anything, SystemExit too
@@ -96,13 +95,11 @@ class _Server:
     def _kinds(self, names: list[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name in names:
-            if name not in self.names:
-                continue
-            value = self.names[name]
-            if isinstance(value, type) and issubclass(value, BaseException):
-                found[name] = ["exception", _builtin_base(value).__name__, value]
-            else:
-                found[name] = ["value", "", value]
+            if name in self.names:
+                value = self.names[name]
+                is_exception = isinstance(value, type) and issubclass(value, BaseException)
+                base = _builtin_base(value).__name__ if is_exception else ""
+                found[name] = ["exception" if is_exception else "value", base, value]
         return found
 
     def _call(self, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -119,12 +116,6 @@ class _Server:
         if type(argument) not in _MUTABLE:
             return None
         return self._encoder.dumps(self._encoder.encode(argument))
-
-    def _next(self, target: int, count: int) -> list[Any]:
-        return list(itertools.islice(self._resolve(target), count))
-
-    def _operator(self, target: int, name: str, arguments: list[Any]) -> Any:
-        return getattr(type(self._resolve(target)), name)(self._resolve(target), *arguments)
 
     def _resolve(self, target: Any) -> Any:
         return self._objects[target] if type(target) is int else target

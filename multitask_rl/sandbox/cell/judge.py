@@ -1,15 +1,16 @@
 """The tests' side of a function task: run the data set's own statements against a program elsewhere.
 
-The judge is the only process that knows the expected values. The program is represented by ``Remote``
-objects: calling one asks the other process and brings back a plain value, or another ``Remote`` for what
-is no value. A ``Remote`` never compares, has no length, no truth and no items unless the task is about
-operators: an object may not say of itself that it is equal.
+The judge knows the expected values; the program does not. ``Remote`` objects represent objects of the
+program: a call asks the other process and returns a plain value, or another ``Remote`` for what is no value.
+A ``Remote`` does not compare and has no length, truth or items, unless the task is about operators: no object
+judges itself.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
 import json
 import os
@@ -27,7 +28,7 @@ __all__ = ["judge"]
 
 _SETTLE = "__settle__"
 _HAS_STATEMENTS = re.compile(r"[\n;]|^(?:async|class|def|for|if|try|while|with|match)\b|^@")
-"""Text that may be more than one simple statement."""
+"""Finds text that may be more than one simple statement."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Pass, ast.Global, ast.Nonlocal)
@@ -50,7 +51,15 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
         report("load", verdict, message)
         if verdict != "passed":
             return
-        names = _namespace(peer, task)
+        module = types.ModuleType("tests")
+        sys.modules["tests"] = module
+        names = module.__dict__
+        for name in task["modules"]:
+            with contextlib.suppress(ImportError):
+                names[name] = importlib.import_module(name)
+        # a builtin wins over the program's name: the program must not lend the tests its own ``len``
+        entry_point = task["entry_point"]
+        names.update(peer.names([n for n in task["exports"] if n == entry_point or not hasattr(builtins, n)]))
         names[_SETTLE] = peer.settle
         if task["kind"] == "unittest":
             _run_unittests(task["tests"][0], names, report)
@@ -62,55 +71,30 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
         report("load", "runtime_error", f"{type(error).__name__}: {text_of(error)}")
 
 
-def _namespace(peer: Peer, task: dict[str, Any]) -> dict[str, Any]:
-    module = types.ModuleType("tests")
-    sys.modules["tests"] = module
-    names = module.__dict__
-    for name in task["modules"]:
-        try:
-            names[name] = importlib.import_module(name)
-        except ImportError:
-            continue
-    # a builtin wins over the program's name: it must not lend the tests its own ``len``
-    exported = [
-        name for name in task["exports"] if not hasattr(builtins, name) or name == task["entry_point"]
-    ]
-    names.update(peer.names(exported))
-    return names
-
-
 def _compile(source: str, name: str) -> types.CodeType:
-    """Compile tests so that what calls did to their arguments is seen from the next statement on."""
-    stripped = source.strip()
-    if not _HAS_STATEMENTS.search(stripped):
+    """Compile tests; each statement is followed by ``Peer.settle()``, and in a branch also preceded by it."""
+    if not _HAS_STATEMENTS.search(source.strip()):
         return compile(source, name, "exec")
+
+    def settle_at(statement: ast.stmt) -> ast.stmt:
+        call = ast.Expr(ast.Call(ast.Name(_SETTLE, ast.Load()), [], []))
+        return ast.copy_location(call, statement)
+
     tree = ast.parse(source, name)
     for node in ast.walk(tree):
         for part in ("body", "orelse", "finalbody"):
             body = getattr(node, part, None)
-            if type(body) is list and body:
-                setattr(node, part, _settled(body, is_branch=not isinstance(node, _SCOPES)))
+            if type(body) is not list or not body:
+                continue
+            settled = [] if isinstance(node, _SCOPES) else [settle_at(body[0])]
+            for statement in body:
+                settled.append(statement)
+                # a docstring has to stay the first statement
+                is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+                if not is_text and not isinstance(statement, (*_DEFINITIONS, *_LEAVING)):
+                    settled.append(settle_at(statement))
+            setattr(node, part, settled)
     return compile(ast.fix_missing_locations(tree), name, "exec")
-
-
-def _settled(body: list[ast.stmt], *, is_branch: bool) -> list[ast.stmt]:
-    """Return the statements of a body with ``Peer.settle()`` after each, in a branch also before all."""
-    found: list[ast.stmt] = [_settle_at(body[0])] if is_branch else []
-    for statement in body:
-        found.append(statement)
-        if not isinstance(statement, (*_DEFINITIONS, *_LEAVING)) and not _is_text(statement):
-            found.append(_settle_at(statement))
-    return found
-
-
-def _settle_at(statement: ast.stmt) -> ast.stmt:
-    call = ast.Expr(ast.Call(ast.Name(_SETTLE, ast.Load()), [], []))
-    return ast.copy_location(call, statement)
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    """Return whether it may be a docstring, which has to stay the first statement."""
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _run_statements(

@@ -1,7 +1,7 @@
 """Asserts of the simplest shape, ``assert f(literals) == literal``, judged without a second process.
 
-The monitor asks the program for the values and compares plain data itself. It decodes small answers only and
-holds no arrays; for any other answer the whole task goes to the judge. The verdicts are the judge's.
+The monitor asks the program for the values and compares plain data. It decodes small answers without arrays;
+for any other answer the whole task goes to the judge. The verdicts equal the judge's.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["NeedsJudgeError", "judge_literals"]
 
 _MAX_ANSWER = 1 << 14
 _SENT_AHEAD = 1 << 14
-"""Bytes of requests that a socket takes for certain, whether or not the program reads."""
+"""Bytes of requests that a socket takes even if the program does not read."""
 _MESSAGE_LIMIT = 500
 
 
 class NeedsJudgeError(Exception):
-    """An answer that is too large to be looked at here, or an array."""
+    """An answer is too large to be decoded here, or an array."""
 
 
 class _Opaque:
-    """An object of the program: equal to nothing, not even by mistake."""
+    """An object of the program; a comparison with it raises."""
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("an object of the program may not judge itself")
@@ -33,7 +33,7 @@ class _Opaque:
 
 
 def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[Any]]:
-    """Return the lines the judge would write: the first says how loading went, then one per test.
+    """Return the lines that the judge would write: one on loading, then one per test.
 
     Args:
         channel: the program's process.
@@ -57,7 +57,20 @@ def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[An
             if not is_sent:
                 channel.send(requests[index])
             answer = _receive(channel, decoder)
-            lines.append([index, *_verdict(answer, operator, decoder.loads(expected))])
+            verdict, message = "", ""
+            match answer:
+                case ["ok", value, list()]:
+                    wanted = decoder.loads(expected)
+                    try:
+                        is_right = value is wanted if operator == "is" else bool(value == wanted)
+                        verdict, message = ("passed", "") if is_right else ("failed", "AssertionError: ")
+                    except Exception as error:  # noqa: BLE001 - the program's value; the judge stops here, too
+                        verdict, message = "runtime_error", f"{type(error).__name__}: {error}"
+                case ["error", str(), str(name), str(text)]:
+                    verdict, message = "runtime_error", f"{name}: {text}"
+                case _:
+                    raise CodecError("it does not speak the protocol")
+            lines.append([index, verdict, message[:_MESSAGE_LIMIT]])
     except NeedsArraysError as error:
         raise NeedsJudgeError from error
     except (ChannelClosed, CodecError) as error:
@@ -81,17 +94,4 @@ def _load_line(answer: Any) -> list[Any]:
         case ["load", str(base), str(name), str(message)]:
             verdict = "memory_limit" if base == "MemoryError" else "runtime_error"
             return ["load", verdict, f"{name}: {message}"[:_MESSAGE_LIMIT]]
-    raise CodecError("it does not speak the protocol")
-
-
-def _verdict(answer: Any, operator: str, expected: Any) -> tuple[str, str]:
-    match answer:
-        case ["ok", value, list()]:
-            try:
-                is_right = value is expected if operator == "is" else bool(value == expected)
-            except Exception as error:  # noqa: BLE001 - the value is the program's; the judge would stop here too
-                return "runtime_error", f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT]
-            return ("passed", "") if is_right else ("failed", "AssertionError: ")
-        case ["error", str(), str(name), str(message)]:
-            return "runtime_error", f"{name}: {message}"[:_MESSAGE_LIMIT]
     raise CodecError("it does not speak the protocol")

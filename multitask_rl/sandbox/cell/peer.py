@@ -38,7 +38,7 @@ class OpaqueError(TypeError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an exception says, at most ``MESSAGE_LIMIT`` characters of it."""
+    """Return the text of an exception, at most ``MESSAGE_LIMIT`` characters of it."""
     try:
         return str(error)[:MESSAGE_LIMIT]
     except BaseException:  # noqa: BLE001 - a message must not end the judge
@@ -70,7 +70,7 @@ class Peer:
         raise CandidateGone("it does not speak the protocol")
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
-        """Return what the program defines of these names."""
+        """Return those of these names that the program defines."""
         found = self.ask("kinds", wanted)
         names: dict[str, Any] = {}
         for name in wanted if type(found) is dict else ():
@@ -78,7 +78,12 @@ class Peer:
                 case None:
                     continue
                 case ["exception", str(base), _]:
-                    names[name] = self._exceptions[name] = self._exception_class(name, base)
+                    kind = getattr(builtins, base, None)
+                    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                        kind = Exception
+                    if issubclass(kind, _ENDS_OF_LOOPS):
+                        kind = RuntimeError
+                    names[name] = self._exceptions[name] = type(name, (kind,), {})
                 case ["value", _, value]:
                     names[name] = value
                 case _:
@@ -86,13 +91,17 @@ class Peer:
         return names
 
     def settle(self) -> None:
-        """Repeat on the tests' objects what calls did to their copies.
+        """Repeat on the tests' objects what calls did to their copies in the program.
 
-        The tests call this after every statement: within one, ``f(a) == sorted(a)``, a program could change
-        the very thing that its answer is compared with.
+        The tests call this after every statement. Within one, ``f(a) == sorted(a)``, a program could change
+        the value that its answer is compared with.
         """
-        for mine, now in self._changes:
-            _copy_back(mine, now)
+        for mine, now in self._changes:  # both are of one type
+            if isinstance(mine, (list, bytearray)):
+                mine[:] = now
+            else:
+                mine.clear()
+                (mine.extend if isinstance(mine, deque) else mine.update)(now)
         self._changes.clear()
 
     def ask(self, operation: str, *arguments: Any) -> Any:
@@ -108,43 +117,38 @@ class Peer:
         while True:
             match self._receive():
                 case ["ok", value, list(changed)]:
-                    self._note(changed, given)
+                    for entry in changed:
+                        match entry:
+                            case [int(position), now] if (
+                                type(position) is int
+                                and 0 <= position < len(given)
+                                and type(now) in _MUTABLE
+                                and type(now) is type(given[position])
+                            ):
+                                self._changes.append((given[position], now))
+                            case _:
+                                raise CandidateGone("it does not speak the protocol")
                     if value is None:
                         self.settle()
                     return value
                 case ["error", str(base), str(name), str(message)]:
                     raise self._exception(base, name, message)
                 case ["callback", int(number), list(positional), dict(keywords)]:
-                    self._serve_callback(number, positional, keywords)
+                    if not 0 <= number < len(self._lent):
+                        raise CandidateGone("it does not speak the protocol")
+                    try:
+                        answer = ["return", self._encoder.encode(self._lent[number](*positional, **keywords))]
+                        self._encoder.dumps(answer)
+                    except CandidateGone:
+                        raise
+                    except Exception as error:  # noqa: BLE001 - the tests' function, the program's values
+                        base = next(
+                            b for b in type(error).__mro__ if getattr(builtins, b.__name__, None) is b
+                        )
+                        answer = ["raise", base.__name__, text_of(error)]
+                    self._send(answer)
                 case _:
                     raise CandidateGone("it does not speak the protocol")
-
-    def _note(self, changed: list[Any], given: list[Any]) -> None:
-        """Remember what the program did to its copies of the arguments ``given``."""
-        for entry in changed:
-            match entry:
-                case [int(position), now] if (
-                    type(position) is int
-                    and 0 <= position < len(given)
-                    and type(now) in _MUTABLE
-                    and type(now) is type(given[position])
-                ):
-                    self._changes.append((given[position], now))
-                case _:
-                    raise CandidateGone("it does not speak the protocol")
-
-    def _serve_callback(self, number: int, positional: list[Any], keywords: dict[str, Any]) -> None:
-        if not 0 <= number < len(self._lent):
-            raise CandidateGone("it does not speak the protocol")
-        try:
-            answer = ["return", self._encoder.encode(self._lent[number](*positional, **keywords))]
-            self._encoder.dumps(answer)
-        except CandidateGone:
-            raise
-        except Exception as error:  # noqa: BLE001 - a function of the tests, called with the program's values
-            base = next(b for b in type(error).__mro__ if getattr(builtins, b.__name__, None) is b)
-            answer = ["raise", base.__name__, text_of(error)]
-        self._send(answer)
 
     def _send(self, message: list[Any]) -> None:
         try:
@@ -159,14 +163,6 @@ class Peer:
             raise CandidateGone("the program's process ended") from error
         except CodecError as error:
             raise CandidateGone(f"it does not speak the protocol: {error}") from error
-
-    def _exception_class(self, name: str, base: str) -> type[Exception]:
-        kind = getattr(builtins, base, None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            kind = Exception
-        if issubclass(kind, _ENDS_OF_LOOPS):
-            kind = RuntimeError
-        return type(name, (kind,), {})
 
     def _exception(self, base: str, name: str, message: str) -> Exception:
         kind = self._exceptions.get(name) or getattr(builtins, base, None)
@@ -201,26 +197,18 @@ class Peer:
             raise CodecError("a handle without a number")
         number, role, name = content
         if role == "coroutine":
-            return self._awaitable(number)
+
+            async def awaitable() -> Any:
+                return self.ask("await", number)
+
+            return awaitable()
         if role == "iterator":
             return RemoteIterator(self, number, name[:_KIND_LENGTH])
         return _REMOTE_CLASSES[role == "callable", self.allow_dunder](self, number, name[:_KIND_LENGTH])
 
-    async def _awaitable(self, number: int) -> Any:
-        return self.ask("await", number)
-
-
-def _copy_back(mine: Any, now: Any) -> None:
-    """Give the tests' object the content of the program's copy, which is of the same type."""
-    if isinstance(mine, (list, bytearray)):
-        mine[:] = now
-    else:
-        mine.clear()
-        (mine.extend if hasattr(mine, "extend") else mine.update)(now)
-
 
 class Remote:
-    """An object of the program. Attributes are asked for there; it has no say in comparisons."""
+    """An object of the program. It gives its attributes and has no say in comparisons."""
 
     def __init__(self, peer: Peer, number: int, kind: str) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -273,7 +261,7 @@ def _exact(value: Any, kind: type[T]) -> T:
 
 
 class RemoteIterator(Remote):
-    """An iterator of the program, read in growing batches and never beyond ``_MAX_ITEMS``."""
+    """An iterator of the program, read in growing batches of at most ``_MAX_ITEMS`` items in all."""
 
     def __init__(self, peer: Peer, number: int, kind: str) -> None:
         super().__init__(peer, number, kind)
@@ -343,12 +331,8 @@ def _has_bool(self: Remote) -> bool:
     return True
 
 
-def _install_operators() -> None:
-    plain = [f"__{name}__" for name in (*_COMPARISONS, *_UNARY, *_ITEMS, *_BINARY)]
-    for name in plain + [f"__r{name}__" for name in _BINARY]:
-        setattr(Remote, name, _forbid(name))
-        setattr(RemoteOperators, name, _forward(name))
-    RemoteOperators.__bool__ = _has_bool  # type: ignore[attr-defined]
-
-
-_install_operators()
+_PLAIN = [f"__{name}__" for name in (*_COMPARISONS, *_UNARY, *_ITEMS, *_BINARY)]
+for _name in _PLAIN + [f"__r{name}__" for name in _BINARY]:
+    setattr(Remote, _name, _forbid(_name))
+    setattr(RemoteOperators, _name, _forward(_name))
+RemoteOperators.__bool__ = _has_bool  # type: ignore[attr-defined]

@@ -1,15 +1,16 @@
 """The last steps of a program's own process: confine it, run it, leave.
 
-Written for few touched pages rather than for beauty: after a fork every page that is written to, if only by a
-reference count, is copied, and those copies are most of what an execution costs. Hence system calls prepared
-as argument tuples, one loop, and a warm-up that runs all of this in the zygote with harmless arguments, so
-that the interpreter's caches are filled before the fork.
+This code touches few pages: after a fork each page that is written to, if only by a reference count, is
+copied, and those copies are most of the cost of an execution. Hence system calls are prepared as argument
+tuples, and a warm-up runs all of this in the zygote with harmless arguments, which fills the interpreter's
+caches.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -51,8 +52,8 @@ def enter(
         has_output: the next two are standard output and error.
         source_bytes: size of the source.
         calls: system calls that confine this process, the filter last.
-        report: descriptor that is told when confining fails; closed before the program runs.
-        leave: ends the process; does not return (in a warm-up it does).
+        report: descriptor that gets the error when confining fails; it is closed before the program runs.
+        leave: ends the process; it returns in a warm-up only.
     """
     try:
         source = os.pread(descriptors[0], source_bytes, 0)
@@ -79,16 +80,10 @@ def enter(
         os.write(report, f"{type(error).__name__}: {error}".encode())
         leave(1)
         return
-    if mode == WARM_UP:
-        _run(source, mode, leave)
-        return
-    os.closerange(keep, _ABOVE_ALL)
-    gc.enable()
-    _run(source, mode, leave)
-
-
-def _run(source: bytes, mode: int, leave: Callable[[int], Any]) -> None:
-    """Run, flush and leave; whatever the program did to the interpreter, this does not return."""
+    if mode != WARM_UP:
+        os.closerange(keep, _ABOVE_ALL)
+        gc.enable()
+    # run, flush and leave, whatever the program does to the interpreter
     status = 1
     try:
         if mode == Mode.candidate:
@@ -124,7 +119,11 @@ def _run_script(source: bytes) -> int:
     try:
         exec(code, names)  # the program itself; the cell is the fence
     except SystemExit as exit_request:
-        status = _exit_status(exit_request.code)
+        given = exit_request.code
+        status = int(given) & 0xFF if isinstance(given, int) else int(given is not None)
+        if not isinstance(given, int | None):
+            with contextlib.suppress(BaseException):  # the object's text is the program's
+                sys.stderr.write(f"{given}\n")
     except BaseException:  # noqa: BLE001 - as the interpreter does: a traceback and status 1
         _show_error()
         status = 1
@@ -140,18 +139,6 @@ def _run_script(source: bytes) -> int:
         except BaseException:  # noqa: BLE001 - exit functions and finalizers are the program's; as Python does
             continue
     return status
-
-
-def _exit_status(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return int(code) & 0xFF
-    try:
-        sys.stderr.write(f"{code}\n")
-    except BaseException:  # noqa: BLE001 - the object's text is the program's
-        return 1
-    return 1
 
 
 def _show_error() -> None:

@@ -1,20 +1,19 @@
 """The system call filter: an allow list, searched as a tree, in two stages.
 
-Stage one is installed once, in the zygote, and inherited by every program: it allows what programs and the
-zygote itself need. Stage two is short because every program pays for loading it: it takes away what only the
-zygote needs. Loading costs the kernel one run of the filter per system call number, hence the tree.
-Source of the numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl``.
+Stage one, installed once in the zygote, is inherited by every program: it allows the calls of programs and of
+the zygote. Stage two takes away the zygote's own. It is short, because every program pays for loading it: one
+run of the filter per system call number, hence the tree, too. Source of the numbers: Linux
+``arch/x86/entry/syscalls/syscall_64.tbl``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from collections.abc import Sequence
 from typing import Any
 
-from .linux import prepare_call, raw_syscall
+from .linux import prepare_call, raise_errno, raw_syscall
 
 __all__ = ["install", "monitor_filter", "prepare", "program_filter", "zygote_filter"]
 
@@ -79,7 +78,7 @@ def _ret(action: int) -> Instruction:
 
 
 def _argument_in(position: int, values: Sequence[int], otherwise: int) -> list[Instruction]:
-    """Allow when argument ``position`` is one of ``values`` (its low half; the kernel reads no more)."""
+    """Allow when argument ``position`` is one of ``values`` (its low half: the kernel reads no more)."""
     tests = [(_JUMP_EQ, len(values) - i, 0, value) for i, value in enumerate(values)]
     return [(_LOAD, 0, 0, _ARGUMENT_AT + 8 * position), *tests, _ret(otherwise), _ret(_ALLOW)]
 
@@ -111,9 +110,8 @@ def zygote_filter() -> bytes:
         # a descriptor that is under way in a socket outlives its program and counts for no limit
         _SENDMSG: [_ret(_KILL_PROCESS)],
         _GETSOCKOPT: _argument_in(2, _SOCKET_OPTIONS, _EPERM),
-        _CLONE3: [
-            _ret(_ENOSYS)
-        ],  # its flags are in memory, out of a filter's sight; glibc falls back to clone
+        # its flags are in memory, out of a filter's sight; glibc falls back to clone
+        _CLONE3: [_ret(_ENOSYS)],
     }
     return _allow_list({*_ALLOWED, *_ZYGOTE_ONLY, _CLONE}, special)
 
@@ -177,10 +175,7 @@ def program_filter(own_pid: int | None = None) -> bytes:
 
 
 def prepare(code: bytes) -> tuple[Any, ...]:
-    """Return the arguments of the system call that installs a filter for the caller and all it starts.
-
-    Needs ``no_new_privs`` or CAP_SYS_ADMIN when it is made.
-    """
+    """Return the prepared system call that ``install`` makes."""
     block = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(
         struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block)), 16
@@ -196,5 +191,4 @@ _kept_alive: list[Any] = []
 def install(code: bytes) -> None:
     """Install a filter for this process and all it starts; needs ``no_new_privs`` or CAP_SYS_ADMIN."""
     if raw_syscall(*prepare(code)) == -1:
-        error = ctypes.get_errno()
-        raise OSError(error, f"seccomp: {os.strerror(error)}")
+        raise_errno("seccomp")
