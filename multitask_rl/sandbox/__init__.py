@@ -17,18 +17,6 @@ from multitask_rl.sandbox.base import (
 from multitask_rl.sandbox.shared import open_sandbox, shared_sandbox
 
 __all__ = [
-    "AssertsTask",
-    "Limits",
-    "Outcome",
-    "Program",
-    "Sandbox",
-    "ScriptTask",
-    "StdioTask",
-    "StdioTest",
-    "Task",
-    "TestResult",
-    "UnittestTask",
-    "Verdict",
-    "open_sandbox",
-    "shared_sandbox",
-]
+    "AssertsTask", "Limits", "Outcome", "Program", "Sandbox", "ScriptTask", "StdioTask", "StdioTest", "Task",
+    "TestResult", "UnittestTask", "Verdict", "open_sandbox", "shared_sandbox",
+]  # fmt: skip

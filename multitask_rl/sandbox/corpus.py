@@ -44,15 +44,7 @@ _TRIVIAL = Program(source="print(6 * 7)")
 _NOISY_CHECKS = ("host_mem_delta_mb", "host_disk_delta_mb", "wall")
 """Other work on the machine can disturb these checks: a problem counts if two of three tries find it."""
 _TRIES = 3
-_EXPRESSION_NAMES = {
-    "range": range,
-    "map": map,
-    "str": str,
-    "len": len,
-    "sum": sum,
-    "list": list,
-    "sorted": sorted,
-}
+_EXPRESSION_NAMES = {kind.__name__: kind for kind in (range, map, str, len, sum, list, sorted)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from multitask_rl.sandbox.base import Sandbox
 __all__ = ["open_sandbox", "shared_sandbox"]
 
 _lock = threading.Lock()
-_shared: dict[int, Sandbox] = {}
-os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
+_shared: Sandbox | None = None
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock(), _shared=None))
 
 
 def open_sandbox(name: str = "namespaces", **config: Any) -> Sandbox:
@@ -35,24 +35,16 @@ def open_sandbox(name: str = "namespaces", **config: Any) -> Sandbox:
 
 
 def shared_sandbox() -> Sandbox:
-    """Return the built-in sandbox of this process, opened when first asked for and closed at exit.
+    """Return the built-in sandbox of this process; the first call opens it, the exit closes it.
 
     Any number of threads may use it at once. A forked child gets its own.
 
     Raises:
         SandboxError: this machine cannot run it.
     """
+    global _shared
     with _lock:
-        owner = os.getpid()
-        sandbox = _shared.get(owner)
-        if sandbox is None:
-            sandbox = open_sandbox(workers=max(1, min(8, os.cpu_count() or 1)))
-            _shared.clear()
-            _shared[owner] = sandbox
-            atexit.register(_close, owner)
-        return sandbox
-
-
-def _close(owner: int) -> None:
-    if os.getpid() == owner and (sandbox := _shared.pop(owner, None)) is not None:
-        sandbox.close()
+        if _shared is None:
+            _shared = open_sandbox(workers=max(1, min(8, os.cpu_count() or 1)))
+            atexit.register(_shared.close)  # in a forked child it does nothing
+        return _shared

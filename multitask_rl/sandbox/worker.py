@@ -20,8 +20,7 @@ from typing import Any
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Limits, Outcome, Program, StdioTask, Verdict
 from multitask_rl.sandbox.cell import linux
-from multitask_rl.sandbox.cell.frames import MAX_FRAME, Inbox, pack_frame
-from multitask_rl.sandbox.cell.trainer import IDENTITY
+from multitask_rl.sandbox.cell.trainer import IDENTITY, MAX_FRAME, Inbox, pack_frame
 from multitask_rl.sandbox.cell.wire import LONGEST_WAIT
 from multitask_rl.sandbox.cgroups import CellCgroup
 from multitask_rl.sandbox.host_processes import descendants
@@ -64,14 +63,14 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
             directory = Path(next(iter(spec.submodule_search_locations))).resolve()
             libraries = directory.with_name(f"{name}.libs")  # those that a wheel brings
             found[name] = [str(path) for path in (directory, libraries) if path.is_dir()]
-    return {
+    layout = {
         "executable": os.path.realpath(getattr(sys, "_base_executable", sys.executable)),
         "prefix": os.path.realpath(sys.base_prefix),
         "packages": [path for paths in found.values() for path in paths],
-        "package_names": [name for name, paths in found.items() if paths],
-        "level": level,
         "bwrap": shutil.which("bwrap") or "",
     }
+    names = [name for name, paths in found.items() if paths]
+    return {"layout": layout, "package_names": names, "level": level}
 
 
 class Worker:
@@ -166,11 +165,12 @@ class Worker:
             f"main({theirs.fileno()}, {cancelled}, {os.getpid()})"
         )
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
-        if (prefix := self._config["prefix"]) != "/usr":
+        layout = self._config["layout"]
+        if (prefix := layout["prefix"]) != "/usr":
             environment["LD_LIBRARY_PATH"] = f"{prefix}/lib"
         try:
             self._process = subprocess.Popen(
-                [self._config["executable"], "-I", "-S", "-X", "utf8", "-c", starter],
+                [layout["executable"], "-I", "-S", "-X", "utf8", "-c", starter],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), cancelled],

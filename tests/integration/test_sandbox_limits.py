@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
-from multitask_rl.sandbox.cell.frames import MAX_FRAME
+from multitask_rl.sandbox.cell.trainer import MAX_FRAME
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 

@@ -205,19 +205,14 @@ class Decoder:
         entry = _READERS.get(tag)
         if entry is None:
             return self._from_handle(tag, content)
-        kind, reader = entry
-        if type(content) is not kind:
-            raise CodecError(f"{tag} of {type(content).__name__}")
         if tag == "N" and not self._has_arrays:
             raise NeedsArraysError("an array")
+        kinds, reader = entry
+        if type(kinds) is tuple and type(content) is list and tuple(map(type, content)) == kinds:
+            return reader(*content)
+        if type(content) is not kinds:
+            raise CodecError(f"{tag} of other types")
         return reader(content)
-
-
-def _exact(values: list[Any], *kinds: type) -> list[Any]:
-    """Return ``values`` if their types are ``kinds``, in this order."""
-    if tuple(map(type, values)) != kinds:
-        raise CodecError("content of other types")
-    return values
 
 
 def _all(values: list[Any], *kinds: type) -> list[Any]:
@@ -234,24 +229,13 @@ def _read_deque(content: list[Any]) -> collections.deque[Any]:
     return collections.deque(items, length)
 
 
-def _read_typed_array(content: list[Any]) -> array.array[Any]:
-    code, items = _exact(content, str, list)
-    return array.array(code, _all(items, int, float, str))
-
-
 def _read_pairs(content: list[Any]) -> Any:
     if any(len(pair) != 2 for pair in _all(content, tuple)):
         raise CodecError("an item that is no pair")
     return dict(content).items()
 
 
-def _read_date(content: list[Any]) -> Any:
-    name, text = _exact(content, str, str)
-    return _DATES[name].fromisoformat(text)
-
-
-def _read_array(content: list[Any]) -> Any:
-    kind, shape, flat = _exact(content, str, list, list)
+def _read_array(kind: str, shape: list[Any], flat: list[Any]) -> Any:
     match = _ARRAY_KIND.fullmatch(kind)
     if match is None or math.prod(_all(shape, int)) != len(flat) or len(shape) > _MAX_AXES:
         raise CodecError("an array of another shape")
@@ -267,8 +251,7 @@ def _read_array(content: list[Any]) -> Any:
     return numpy.array(flat, dtype=kind).reshape(shape)
 
 
-def _read_named(content: list[Any]) -> Any:
-    name, fields, values = _exact(content, str, list, list)
+def _read_named(name: str, fields: list[Any], values: list[Any]) -> Any:
     longest = max(map(len, [name, *_all(fields, str)]))
     if longest > _MAX_NAME or len(fields) > _MAX_FIELDS:
         raise CodecError("a named tuple that is too large")
@@ -277,29 +260,29 @@ def _read_named(content: list[Any]) -> Any:
 
 _named_tuple: Callable[[str, tuple[str, ...]], Any] = functools.lru_cache(64)(collections.namedtuple)
 
-_READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+_READERS: dict[str, tuple[type | tuple[type, ...], Callable[..., Any]]] = {
     "i": (str, lambda c: int(c, 16)),
     "t": (list, tuple),
     "s": (list, set),
     "f": (list, frozenset),
-    "d": (list, lambda c: dict(zip(*_exact(c, list, list), strict=True))),
+    "d": ((list, list), lambda keys, values: dict(zip(keys, values, strict=True))),
     "b": (str, lambda c: base64.b64decode(c, validate=True)),
     "y": (str, lambda c: bytearray(base64.b64decode(c, validate=True))),
-    "c": (list, lambda c: complex(*_exact(c, float, float))),
+    "c": ((float, float), complex),
     "D": (str, Decimal),
-    "F": (list, lambda c: Fraction(*_exact(c, int, int))),
+    "F": ((int, int), Fraction),
     "q": (list, _read_deque),
-    "r": (list, lambda c: range(*_exact(c, int, int, int))),
-    "a": (list, _read_typed_array),
+    "r": ((int, int, int), range),
+    "a": ((str, list), lambda code, items: array.array(code, _all(items, int, float, str))),
     "e": (list, iter),
-    "k": (list, _read_date),
-    "l": (list, lambda c: datetime.timedelta(*_exact(c, int, int, int))),
+    "k": ((str, str), lambda name, text: _DATES[name].fromisoformat(text)),
+    "l": ((int, int, int), datetime.timedelta),
     "K": (list, lambda c: dict.fromkeys(c).keys()),
     "V": (list, lambda c: dict(enumerate(c)).values()),
     "I": (list, _read_pairs),
     "z": (int, {0: NotImplemented, 1: ...}.__getitem__),
-    "n": (list, _read_named),
-    "N": (list, _read_array),
+    "n": ((str, list, list), _read_named),
+    "N": ((str, list, list), _read_array),
     "T": (str, _TYPES.__getitem__),
 }
-"""By tag: the type of the content, and the function that makes a value of it."""
+"""By tag: the type of the content, or the types of its parts, and the function that makes a value of them."""

@@ -122,7 +122,7 @@ def _run_statements(
 
 
 class _Result(unittest.TestResult):
-    """Passed means: ran to its end, not skipped, not expected to fail."""
+    """The outcome of one test. A test passes if it runs to its end without a skip or an expected failure."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,19 +63,18 @@ class Layout:
     """The base interpreter, symbolic links resolved."""
     prefix: str
     """Its ``sys.base_prefix``."""
-    packages: tuple[str, ...] = ()
-    """Directories of third-party packages programs may import."""
-    bwrap: str = ""
+    packages: list[str]
+    """Directories of third-party packages that programs may import."""
+    bwrap: str
     """Path of bubblewrap; empty where it is not installed."""
 
     def binds(self) -> list[tuple[str, str]]:
         """Return (source, place in the cell), parents first."""
         pairs = [(path, path) for path in ("/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")]
         pairs += [(path, path) for path in ("/lib", "/lib64") if not os.path.islink(path)]
-        if self.prefix == "/usr":
-            pairs += [(self.executable, self.interpreter)]
-        else:
-            pairs += [(f"{self.prefix}/lib", f"{_PYTHON}/lib"), (self.executable, self.interpreter)]
+        if self.prefix != "/usr":
+            pairs.append((f"{self.prefix}/lib", f"{_PYTHON}/lib"))
+        pairs.append((self.executable, self.interpreter))
         pairs += [(package, f"{_SITE}/{os.path.basename(package)}") for package in self.packages]
         return [pair for pair in pairs if os.path.exists(pair[0])]
 
@@ -279,7 +278,7 @@ def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
         "readable": [*visible, "/etc/ld.so.cache"],
         "listed": listed,
         "devices": [f"/dev/{name}" for name in _DEVICES],
-        "packages": list(layout.packages),
+        "packages": layout.packages,
     }
     starter = (
         f"import sys; sys.path.insert(0, {library!r}); from cell.zygote import main; "

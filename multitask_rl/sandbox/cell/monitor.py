@@ -17,10 +17,9 @@ from typing import Any, NoReturn
 from . import linux, verdicts
 from .channel import CellChannel
 from .executions import ZygoteProcess, Zygotes, collect, memory
-from .frames import pack_frame
 from .launch import Layout, confine, prefer_as_victim
 from .literals import NeedsJudgeError, judge_literals
-from .trainer import JobCancelled, TrainerConversation
+from .trainer import JobCancelled, TrainerConversation, pack_frame
 from .verdicts import Execution
 from .wire import Exit, Mode
 
@@ -61,12 +60,6 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     config, _ = trainer.receive()
     if config["cpu"] is not None:
         os.sched_setaffinity(0, [config["cpu"]])
-    layout = Layout(
-        executable=config["executable"],
-        prefix=config["prefix"],
-        packages=tuple(config["packages"]),
-        bwrap=config["bwrap"],
-    )
     try:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < _DESCRIPTORS:
@@ -77,6 +70,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
                     f"it needs {_DESCRIPTORS} open files and the limit is {hard}; raise it before the start "
                     f"with ulimit -n {_DESCRIPTORS} or more"
                 ) from error
+        layout = Layout(**config["layout"])
         zygotes = Zygotes(layout, config["package_names"], config["level"], trainer)
         confine()
     except OSError as error:

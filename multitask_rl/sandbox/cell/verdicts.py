@@ -1,4 +1,4 @@
-"""Verdicts from the reports of kernel and judge. Pure functions; the program has no influence here."""
+"""Verdicts from the reports of kernel and judge. These are pure functions, out of the program's reach."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = ["MAX_LINES", "Execution", "of_execution", "of_function", "of_stdio_te
 
 _MESSAGE_LIMIT = 500
 MAX_LINES = 1 << 24
-"""Bytes of the judge's lines that are looked at."""
+"""Bytes of the judge's lines that are read."""
 _MAX_LINE, _MAX_COUNT_DIGITS = 1 << 13, 5
 _TEST_VERDICTS = frozenset({"passed", "failed", "runtime_error"})
 _LOAD_VERDICTS = frozenset({"passed", "compile_error", "memory_limit", "runtime_error", "gone"})
 _TOKEN = re.compile(r"\S+")
 _MAX_NUMBER = 400
 _CPU_LIMIT_SHARE = 0.5
-"""The kernel enforces the limit on sampled ticks, the report is exact: on a busy virtual machine they differ.
-Process 1 of a namespace cannot kill itself, so what else sends SIGKILL is the kernel out of memory."""
+"""A SIGKILL after this share of the CPU limit enforces that limit: the kernel samples ticks, but reports exactly,
+and on a busy virtual machine the two differ. Process 1 of a namespace cannot kill itself; the other source of
+a
+SIGKILL is the kernel when memory runs out."""
 
 
 @dataclass(slots=True)
@@ -37,13 +39,13 @@ class Execution:
     stdout: bytes
     stderr: bytes
     stderr_end: bytes
-    """The last bytes it wrote to standard error, cut or not."""
+    """The last bytes of standard error, also where the limit cuts them from ``stderr``."""
     stdout_length: int
     stderr_length: int
     is_full: bool
-    """It ran into the largest file size."""
+    """Its output reached the largest file size."""
     is_killed_by_us: bool = False
-    """It was ended because its work was done."""
+    """The monitor ended it after its work."""
 
 
 def of_execution(execution: Execution, limits: dict[str, Any]) -> tuple[str, str]:
@@ -101,7 +103,7 @@ def _excerpt(text: bytes) -> str:
 
 
 def _lines(data: bytes) -> Iterator[str]:
-    """Yield the lines without white space at their ends; one at a time, since there may be millions."""
+    """Yield the lines without white space at their ends; one at a time, because there may be millions."""
     text = data.decode("utf-8", "surrogateescape").rstrip()
     start = 0
     while (end := text.find("\n", start)) >= 0:
@@ -118,29 +120,27 @@ def same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
         expected: what it should have written.
         tolerance: absolute and relative, for tokens that are both numbers; None = as text.
     """
-    pairs = itertools.zip_longest(_lines(actual), _lines(expected))
-    return all(_same_line(mine, theirs, tolerance) for mine, theirs in pairs)
-
-
-def _same_line(actual: str | None, expected: str | None, tolerance: float | None) -> bool:
-    if actual == expected:
-        return True
-    if actual is None or expected is None or tolerance is None:
-        return False
-    pairs = itertools.zip_longest(_TOKEN.finditer(actual), _TOKEN.finditer(expected))
-    return all(_same_token(mine and mine[0], theirs and theirs[0], tolerance) for mine, theirs in pairs)
-
-
-def _same_token(actual: str | None, expected: str | None, tolerance: float) -> bool:
-    if actual == expected:
-        return True
-    if actual is None or expected is None or max(len(actual), len(expected)) > _MAX_NUMBER:
-        return False
-    try:
-        a, b = float(actual), float(expected)
-    except ValueError:
-        return False
-    return math.isfinite(a) and math.isfinite(b) and math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+    for mine, theirs in itertools.zip_longest(_lines(actual), _lines(expected)):
+        if mine == theirs:
+            continue
+        if mine is None or theirs is None or tolerance is None:
+            return False
+        for found, wanted in itertools.zip_longest(_TOKEN.finditer(mine), _TOKEN.finditer(theirs)):
+            if found is None or wanted is None:
+                return False
+            a, b = found[0], wanted[0]
+            if a == b:
+                continue
+            if max(len(a), len(b)) > _MAX_NUMBER:
+                return False
+            try:
+                x, y = float(a), float(b)
+            except ValueError:
+                return False
+            is_close = math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+            if not (is_close and math.isfinite(x) and math.isfinite(y)):
+                return False
+    return True
 
 
 def of_function(
@@ -152,7 +152,16 @@ def of_function(
         if ended.failure:
             return "infrastructure_error", ended.failure, []
     load, message, count, reported, broke_off = _read_lines(lines, job["num_tests"])
-    cause, reason = _why_it_ended(program, judge, limits)
+    cause, reason = "", ""  # why a process did not live to the end of the tests
+    if not program.is_killed_by_us:
+        cause, reason = of_execution(program, limits)
+        if cause in ("ok", "compile_error"):
+            cause, reason = "runtime_error", "the program ended before its tests"
+    elif judge.timed_out:
+        cause, reason = "timeout", "the tests did not end in time"
+    elif os.WIFSIGNALED(judge.status):
+        cause, told = _of_signal(os.WTERMSIG(judge.status), judge, limits)
+        reason = f"the tests' process ended: {told}"
     if load != "passed":
         verdict = load if load not in ("gone", "") else cause or "runtime_error"
         why = reason or message or "the program's process ended while it was loaded"
@@ -179,7 +188,7 @@ def _read_lines(lines: bytes, count: int) -> tuple[str, str, int, dict[int, tupl
         match entry:
             case ["load", str(verdict), str(text)] if verdict in _LOAD_VERDICTS:
                 if verdict == "gone" and load:
-                    broke_off = text  # during the tests: those that follow are not reported
+                    broke_off = text  # during the tests: the next ones have no line
                 else:
                     load, message = verdict, text
             case ["count", str(number), str()] if number.isdecimal() and len(number) <= _MAX_COUNT_DIGITS:
@@ -189,23 +198,8 @@ def _read_lines(lines: bytes, count: int) -> tuple[str, str, int, dict[int, tupl
             case [int(index), str(verdict), str(text)] if verdict in _TEST_VERDICTS:
                 reported[index] = (verdict, text)
             case _:
-                break  # no line of the judge: tests can be made to run what a program returns
+                break  # no line of the judge: a program's return value may make tests write here
     return load, message, max(1, count), reported, broke_off
-
-
-def _why_it_ended(program: Execution, judge: Exit, limits: dict[str, Any]) -> tuple[str, str]:
-    """Return (verdict, message) when a process did not live to the end of the tests, else empty strings."""
-    if not program.is_killed_by_us:
-        verdict, message = of_execution(program, limits)
-        if verdict in ("ok", "compile_error"):
-            verdict, message = "runtime_error", "the program ended before its tests"
-        return verdict, message
-    if judge.timed_out:
-        return "timeout", "the tests did not end in time"
-    if os.WIFSIGNALED(judge.status):
-        verdict, message = _of_signal(os.WTERMSIG(judge.status), judge, limits)
-        return verdict, f"the tests' process ended: {message}"
-    return "", ""
 
 
 def result(
@@ -215,7 +209,7 @@ def result(
     executions: list[Execution],
     shown: Execution | None = None,
 ) -> dict[str, Any]:
-    """Return the record of one program as the trainer gets it."""
+    """Return the record of one program for the trainer; its keys are fields of ``Outcome``."""
     last = shown or executions[-1]
     status = last.exit.status
     signalled = os.WIFSIGNALED(status)
