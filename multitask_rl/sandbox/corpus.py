@@ -34,7 +34,7 @@ from multitask_rl.sandbox.base import (
     UnittestTask,
     Verdict,
 )
-from multitask_rl.sandbox.host_checks import HostWatch
+from multitask_rl.sandbox.host_checks import HostWatch, WatchedProgram
 from multitask_rl.sandbox.pool import NamespaceSandbox
 from multitask_rl.sandbox.worker import LEVELS
 
@@ -90,9 +90,7 @@ def load_manifest(path: Path) -> list[_Entry]:
             ):
                 source = file.read_bytes()
             program = Program(
-                source=source,
-                task=_task(raw["task"]),
-                limits=Limits(**{**defaults, **raw.get("limits", {})}),
+                source=source, task=_task(raw["task"]), limits=Limits(**{**defaults, **raw.get("limits", {})})
             )
             entries.append((raw, program))
         except DataError:
@@ -204,7 +202,7 @@ def _examine(
 ) -> CorpusFinding:
     """Run one program and compare the outcome with its entry in the manifest."""
     expect = raw["expect"]
-    watched = watch.begin(sandbox, expect.get("host_checks", []))
+    watched = WatchedProgram(watch, sandbox, expect.get("host_checks", []))
     started, restarts = time.monotonic(), sandbox.restarts
     outcome = sandbox.run(program)
     wall_s = time.monotonic() - started

@@ -20,7 +20,7 @@ from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
-__all__ = ["HostWatch"]
+__all__ = ["HostWatch", "WatchedProgram"]
 
 _CANARY = Path("/tmp/mtrl_canary")  # the programs of a corpus name this place
 _SECRET = "CANARY-7f3a91"
@@ -127,10 +127,6 @@ class HostWatch:
         for pid in sandbox.monitor_pids:
             self._known[pid] = descendants(pid)
 
-    def begin(self, sandbox: NamespaceSandbox, checks: Sequence[str]) -> _Watched:
-        """Note the state of the host before a program runs."""
-        return _Watched(self, sandbox, checks)
-
     def victim_is_alive(self) -> bool:
         """The process that a program might have killed still runs."""
         return self._victim.poll() is None
@@ -147,7 +143,7 @@ class HostWatch:
             time.sleep(0.02)  # a killed process takes a moment to leave
 
 
-class _Watched:
+class WatchedProgram:
     """The host before and during one program."""
 
     def __init__(self, watch: HostWatch, sandbox: NamespaceSandbox, checks: Sequence[str]) -> None:

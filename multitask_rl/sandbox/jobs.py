@@ -43,12 +43,20 @@ def to_job(program: Program) -> tuple[dict[str, Any], list[bytes]]:
         case AssertsTask() as task:
             asserts = tuple(task.asserts)
             header.update(kind="asserts", num_tests=len(asserts))
-            texts.append(_judge_task("asserts", task, task.setup, asserts))
+            texts.append(
+                _judge_task(
+                    "asserts", task.entry_point, task.exported, task.setup, asserts, task.allow_dunder
+                )
+            )
             if not task.setup.strip() and not task.allow_dunder:
                 header["literals"] = _literal_tests(task.entry_point, asserts)
         case UnittestTask() as task:
             header.update(kind="unittest", num_tests=count_test_methods(task.test_code))
-            texts.append(_judge_task("unittest", task, "", (task.test_code,)))
+            texts.append(
+                _judge_task(
+                    "unittest", task.entry_point, task.exported, "", (task.test_code,), task.allow_dunder
+                )
+            )
     return header, [t if isinstance(t, bytes) else t.encode("utf-8", "surrogatepass") for t in texts]
 
 
@@ -64,24 +72,19 @@ def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int) -> Outco
     return Outcome(**fields, stdout=stdout, stderr=stderr, worker=worker)
 
 
-def _judge_task(kind: str, task: AssertsTask | UnittestTask, setup: str, tests: tuple[str, ...]) -> bytes:
-    """Return what the judge reads."""
-    return _judge_text(kind, task.entry_point, task.exported, setup, tests, task.allow_dunder)
-
-
 @functools.lru_cache(maxsize=1024)
-def _judge_text(
-    kind: str, entry_point: str, exported: tuple[str, ...], setup: str, tests: tuple[str, ...], dunder: bool
+def _judge_task(
+    kind: str, entry: str, exported: tuple[str, ...], setup: str, tests: tuple[str, ...], allow_dunder: bool
 ) -> bytes:
-    """Build the judge's text; cached, because all answers to one prompt have the same tests."""
+    """Return what the judge reads; cached, because all answers to one prompt have the same tests."""
     task = {
         "kind": kind,
-        "entry_point": entry_point,
+        "entry_point": entry,
         "exports": exported,
         "modules": imported_modules([setup, *tests], exported),
         "setup": setup,
         "tests": tests,
-        "allow_dunder": dunder,
+        "allow_dunder": allow_dunder,
     }
     return json.dumps(task).encode()
 

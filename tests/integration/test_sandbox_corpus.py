@@ -16,7 +16,7 @@ import pytest
 
 from multitask_rl.cli import main as command_line
 from multitask_rl.sandbox.corpus import CorpusFinding, load_manifest, main, repeat_noise, run_corpus
-from multitask_rl.sandbox.host_checks import HostWatch
+from multitask_rl.sandbox.host_checks import HostWatch, WatchedProgram
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
@@ -120,7 +120,7 @@ def test_a_second_run_waits_until_the_first_has_taken_its_baits_away():
 
     second = threading.Thread(target=run_too)
     with HostWatch() as first, NamespaceSandbox(workers=1) as sandbox:
-        watched = first.begin(sandbox, ["canary_dir_unchanged", "victim_alive"])
+        watched = WatchedProgram(first, sandbox, ["canary_dir_unchanged", "victim_alive"])
         second.start()
         second.join(timeout=0.5)
         assert watched.problems() == []

@@ -1,14 +1,15 @@
-"""Length-prefixed messages on a stream socket given by its descriptor."""
+"""The conversation with a program's process: length-prefixed messages on a stream socket."""
 
 from __future__ import annotations
 
 import os
 import struct
 from collections.abc import Callable
+from typing import Any
 
 from .codec import MAX_MESSAGE, CodecError
 
-__all__ = ["CellChannel", "ChannelClosed"]
+__all__ = ["CellChannel", "ChannelClosed", "load_verdict"]
 
 _LENGTH = struct.Struct("<I")
 _READ_AHEAD = 4096
@@ -19,7 +20,7 @@ class ChannelClosed(Exception):
 
 
 class CellChannel:
-    """One end of a conversation. Reads with ``read``: descriptors sent along are dropped by the kernel.
+    """One end of a conversation. It reads with ``read``, so that the kernel drops descriptors in a message.
 
     Args:
         descriptor: the socket.
@@ -35,7 +36,7 @@ class CellChannel:
         """Send messages.
 
         Raises:
-            ChannelClosed: nobody reads any more.
+            ChannelClosed: the other side is gone.
         """
         data = memoryview(b"".join([part for p in payloads for part in (_LENGTH.pack(len(p)), p)]))
         try:
@@ -71,3 +72,15 @@ class CellChannel:
         data = b"".join(parts)
         self._ahead = data[count:]
         return data[:count]
+
+
+def load_verdict(report: Any) -> tuple[str, str] | None:
+    """Return verdict and message in a program's report on its loading; None if it is another message."""
+    match report:
+        case ["ready"]:
+            return "passed", ""
+        case ["compile", str(), str(name), str(message)]:
+            return "compile_error", f"{name}: {message}"
+        case ["load", str(base), str(name), str(message)]:
+            return "memory_limit" if base == "MemoryError" else "runtime_error", f"{name}: {message}"
+    return None

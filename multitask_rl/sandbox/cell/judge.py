@@ -18,7 +18,6 @@ import re
 import sys
 import types
 import unittest
-from collections.abc import Callable
 from typing import Any
 
 from .channel import CellChannel
@@ -62,9 +61,42 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
         names.update(peer.names([n for n in task["exports"] if n == entry_point or not hasattr(builtins, n)]))
         names[_SETTLE] = peer.settle
         if task["kind"] == "unittest":
-            _run_unittests(task["tests"][0], names, report)
-        else:
-            _run_statements(task, names, peer.settle, report)
+            names["__name__"] = "tests"  # a main guard at the end of the tests must not run them twice
+            exec(_compile(task["tests"][0], "<tests>"), names)
+            loader = unittest.TestLoader()
+            cases: list[unittest.TestCase] = []
+            for value in list(names.values()):
+                if (
+                    isinstance(value, type)
+                    and issubclass(value, unittest.TestCase)
+                    and value.__module__ == "tests"
+                ):
+                    cases.extend(loader.loadTestsFromTestCase(value))  # type: ignore[arg-type]
+            report("count", str(len(cases)))
+            for index, case in enumerate(cases):
+                result = _Result()
+                unittest.TestSuite([case]).run(result)
+                report(index, *result.outcome)
+            return
+        if task["setup"].strip():
+            try:
+                exec(_compile(task["setup"], "<setup>"), names)
+            except CandidateGone:
+                raise
+            except BaseException as error:  # noqa: BLE001 - statements of the data set
+                report("setup", "runtime_error", f"setup: {type(error).__name__}: {text_of(error)}")
+        for index, statement in enumerate(task["tests"]):
+            peer.settle()
+            try:
+                exec(_compile(statement, f"<test {index}>"), names)
+            except CandidateGone:
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever it raises, the test did not pass
+                is_wrong = isinstance(error, AssertionError) and not getattr(error, "from_candidate", False)
+                verdict = "failed" if is_wrong else "runtime_error"
+                report(index, verdict, f"{type(error).__name__}: {text_of(error)}")
+            else:
+                report(index, "passed")
     except CandidateGone as gone:
         report("load", "gone", str(gone))
     except Exception as error:  # noqa: BLE001 - nonsense from the program must not end the judge silently
@@ -95,30 +127,6 @@ def _compile(source: str, name: str) -> types.CodeType:
                     settled.append(settle_at(statement))
             setattr(node, part, settled)
     return compile(ast.fix_missing_locations(tree), name, "exec")
-
-
-def _run_statements(
-    task: dict[str, Any], names: dict[str, Any], settle: Callable[[], None], report: Callable[..., None]
-) -> None:
-    if task["setup"].strip():
-        try:
-            exec(_compile(task["setup"], "<setup>"), names)
-        except CandidateGone:
-            raise
-        except BaseException as error:  # noqa: BLE001 - statements of the data set
-            report("setup", "runtime_error", f"setup: {type(error).__name__}: {text_of(error)}")
-    for index, statement in enumerate(task["tests"]):
-        settle()
-        try:
-            exec(_compile(statement, f"<test {index}>"), names)
-        except CandidateGone:
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever it raises, the test did not pass
-            is_wrong = isinstance(error, AssertionError) and not getattr(error, "from_candidate", False)
-            verdict = "failed" if is_wrong else "runtime_error"
-            report(index, verdict, f"{type(error).__name__}: {text_of(error)}")
-        else:
-            report(index, "passed")
 
 
 class _Result(unittest.TestResult):
@@ -153,18 +161,3 @@ class _Result(unittest.TestResult):
     def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
         if err is not None:
             (self.addFailure if issubclass(err[0], AssertionError) else self.addError)(test, err)
-
-
-def _run_unittests(code: str, names: dict[str, Any], report: Callable[..., None]) -> None:
-    names["__name__"] = "tests"  # a main guard at the end of the tests must not run them twice
-    exec(_compile(code, "<tests>"), names)
-    loader = unittest.TestLoader()
-    cases: list[unittest.TestCase] = []
-    for value in list(names.values()):
-        if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests":
-            cases.extend(loader.loadTestsFromTestCase(value))  # type: ignore[arg-type]
-    report("count", str(len(cases)))
-    for index, case in enumerate(cases):
-        result = _Result()
-        unittest.TestSuite([case]).run(result)
-        report(index, *result.outcome)

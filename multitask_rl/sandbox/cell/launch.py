@@ -192,7 +192,7 @@ def confine() -> None:
     no file and start no process any more.
     """
     with contextlib.suppress(OSError):  # where namespaces are refused the filter alone bars the network
-        linux.unshare(linux.CLONE_NEWNET | (linux.CLONE_NEWUSER if os.geteuid() else 0))
+        linux.syscall(linux.NR_UNSHARE, linux.CLONE_NEWNET | (linux.CLONE_NEWUSER if os.geteuid() else 0))
     if (mine := outside_id(_MONITOR_OFFSET)) and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(mine, mine, mine)
@@ -208,11 +208,9 @@ def confine() -> None:
 
 
 def prefer_as_victim(pid: int, score: int) -> None:
-    """When the machine runs out of memory, let the kernel end this process before the trainer.
+    """Let the kernel end this process and its later children before the trainer when memory runs out.
 
-    Args:
-        pid: the process; those that it starts later inherit the score.
-        score: from 0 to 1000.
+    ``score`` is from 0 to 1000.
     """
     with contextlib.suppress(OSError):  # a container may hide the file; the score is a wish, not a fence
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
@@ -234,9 +232,7 @@ def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
         devices = [(os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC), name) for name in _DEVICES]
         hidden = [target for _, target in layout.hidden()]
         code = {path.name: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
-        cache = None
-        with contextlib.suppress(OSError):
-            cache = Path("/etc/ld.so.cache").read_bytes()
+        cache = Path("/etc/ld.so.cache").read_bytes() if os.path.exists("/etc/ld.so.cache") else None
     with _step("become the cell's user"):
         if Path("/proc/self/setgroups").read_text().strip() == "allow":
             os.setgroups([])
@@ -244,7 +240,50 @@ def _enter_namespaces(layout: Layout, control: socket.socket) -> _Command:
         os.setresuid(CELL_UID, CELL_UID, CELL_UID)
         linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
     with _step("build the cell's root"):
-        proc = _build_root(sources, devices, code, cache, hidden)
+        base = "/tmp"
+        linux.mount(b"none", b"/", None, linux.MS_REC | linux.MS_PRIVATE)
+        linux.mount(b"root", base.encode(), b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, b"size=2m,mode=0755")
+        for directory in ("tmp", "dev", "etc", "proc", "usr/bin", "opt", f"{_CODE}/{_PACKAGE}".strip("/")):
+            os.makedirs(f"{base}/{directory}", exist_ok=True)
+        for link in ("/lib", "/lib64"):
+            if os.path.islink(link):
+                os.symlink(os.readlink(link), base + link)
+        for name, text in code.items():
+            Path(f"{base}{_CODE}/{_PACKAGE}/{name}").write_bytes(text)
+        etc = Path(f"{base}/etc")
+        (etc / "passwd").write_text(f"sandbox:x:{CELL_UID}:{CELL_UID}:sandbox:{CELL_HOME}:/bin/false\n")
+        (etc / "group").write_text(f"sandbox:x:{CELL_UID}:\n")
+        (etc / "hosts").write_text("127.0.0.1 localhost\n")
+        if cache is not None:
+            (etc / "ld.so.cache").write_bytes(cache)
+        for descriptor, target in sources:
+            _bind(descriptor, base + target)
+            linux.set_mount_read_only((base + target).encode())
+        for target in hidden:
+            flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_RDONLY
+            linux.mount(b"none", (base + target).encode(), b"tmpfs", flags, b"size=4k,nr_inodes=2,mode=0555")
+        for descriptor, name in devices:
+            _bind(descriptor, f"{base}/dev/{name}")
+        os.symlink(CELL_HOME, f"{base}/dev/shm")
+        proc, place = -1, f"{base}/proc"
+        try:
+            flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+            linux.mount(b"proc", place.encode(), b"proc", flags)
+        except OSError:
+            pass  # it may not be mounted everywhere
+        else:
+            # without a path: the zygote alone reads there how long a program waited for a CPU
+            proc = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+            linux.umount(place.encode())
+        os.chdir(base)
+        linux.syscall(linux.NR_PIVOT_ROOT, b".", b".")
+        linux.umount(b".")
+        os.chdir("/")
+        # not recursive: the device nodes need a mount without nodev
+        linux.mount(
+            b"none", b"/", None,
+            linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV,
+        )  # fmt: skip
     socket.sethostname("sandbox")
     linux.set_no_new_privs()
     linux.keep_capabilities_over_exec([_CAP_SYS_CHROOT, _CAP_SYS_ADMIN])
@@ -341,61 +380,6 @@ def _take_null_and_copy(control: socket.socket) -> int:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     return os.dup(control.fileno())
-
-
-def _build_root(
-    sources: list[tuple[int, str]],
-    devices: list[tuple[int, str]],
-    code: dict[str, bytes],
-    cache: bytes | None,
-    hidden: list[str],
-) -> int:
-    """Mount the root, enter it, detach the old one; return a descriptor of the cell's /proc or -1."""
-    base = "/tmp"
-    linux.mount(b"none", b"/", None, linux.MS_REC | linux.MS_PRIVATE)
-    linux.mount(b"root", base.encode(), b"tmpfs", linux.MS_NOSUID | linux.MS_NODEV, b"size=2m,mode=0755")
-    for directory in ("tmp", "dev", "etc", "proc", "usr/bin", "opt", f"{_CODE}/{_PACKAGE}".strip("/")):
-        os.makedirs(f"{base}/{directory}", exist_ok=True)
-    for link in ("/lib", "/lib64"):
-        if os.path.islink(link):
-            os.symlink(os.readlink(link), base + link)
-    for name, text in code.items():
-        Path(f"{base}{_CODE}/{_PACKAGE}/{name}").write_bytes(text)
-    etc = Path(f"{base}/etc")
-    (etc / "passwd").write_text(f"sandbox:x:{CELL_UID}:{CELL_UID}:sandbox:{CELL_HOME}:/bin/false\n")
-    (etc / "group").write_text(f"sandbox:x:{CELL_UID}:\n")
-    (etc / "hosts").write_text("127.0.0.1 localhost\n")
-    if cache is not None:
-        (etc / "ld.so.cache").write_bytes(cache)
-    for descriptor, target in sources:
-        _bind(descriptor, base + target)
-        linux.set_mount_read_only((base + target).encode())
-    for target in hidden:
-        flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_RDONLY
-        linux.mount(b"none", (base + target).encode(), b"tmpfs", flags, b"size=4k,nr_inodes=2,mode=0555")
-    for descriptor, name in devices:
-        _bind(descriptor, f"{base}/dev/{name}")
-    os.symlink(CELL_HOME, f"{base}/dev/shm")
-    proc, place = -1, f"{base}/proc"
-    try:
-        flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-        linux.mount(b"proc", place.encode(), b"proc", flags)
-    except OSError:
-        pass  # it may not be mounted everywhere
-    else:
-        # without a path: the zygote alone reads there how long a program waited for a CPU
-        proc = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-        linux.umount(place.encode())
-    os.chdir(base)
-    linux.pivot_root(b".", b".")
-    linux.umount(b".")
-    os.chdir("/")
-    # not recursive: the device nodes need a mount without nodev
-    linux.mount(
-        b"none", b"/", None,
-        linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV,
-    )  # fmt: skip
-    return proc
 
 
 def _bind(descriptor: int, target: str) -> None:

@@ -29,8 +29,9 @@ _MNT_DETACH = 2
 
 NR_CHDIR, NR_SETPGID, NR_SETSID, NR_CAPSET, NR_STATFS, NR_PRCTL = 80, 109, 112, 126, 137, 157
 NR_CHROOT, NR_MOUNT, NR_PRLIMIT64 = 161, 165, 302
-_NR_MPROTECT, _NR_CLONE, _NR_PIVOT_ROOT, _NR_UMOUNT2, _NR_GETTID = 10, 56, 155, 166, 186
-_NR_UNSHARE, _NR_GET_ROBUST_LIST, _NR_MOUNT_SETATTR = 272, 274, 442
+NR_PIVOT_ROOT, NR_UNSHARE = 155, 272
+_NR_MPROTECT, _NR_CLONE, _NR_UMOUNT2, _NR_GETTID = 10, 56, 166, 186
+_NR_GET_ROBUST_LIST, _NR_MOUNT_SETATTR = 274, 442
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR_ALL = 2, 4
@@ -80,16 +81,6 @@ def mount(source: bytes, target: bytes, kind: bytes | None, flags: int, data: by
 def umount(target: bytes) -> None:
     """Detach the mount on ``target``."""
     syscall(_NR_UMOUNT2, target, _MNT_DETACH)
-
-
-def unshare(flags: int) -> None:
-    """Move this process into new namespaces."""
-    syscall(_NR_UNSHARE, flags)
-
-
-def pivot_root(new: bytes, old: bytes) -> None:
-    """Make ``new`` the root and put the old one on ``old``."""
-    syscall(_NR_PIVOT_ROOT, new, old)
 
 
 def set_mount_read_only(target: bytes) -> None:

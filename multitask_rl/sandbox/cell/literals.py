@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .channel import CellChannel, ChannelClosed
+from .channel import CellChannel, ChannelClosed, load_verdict
 from .codec import CodecError, Decoder, NeedsArraysError
 
 __all__ = ["NeedsJudgeError", "judge_literals"]
@@ -50,8 +50,11 @@ def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[An
     try:
         if is_sent:
             channel.send(*requests)
-        lines.append(_load_line(_receive(channel, decoder)))
-        if lines[0][1] != "passed":
+        loaded = load_verdict(_receive(channel, decoder))
+        if loaded is None:
+            raise CodecError("it does not speak the protocol")
+        lines.append(["load", loaded[0], loaded[1][:_MESSAGE_LIMIT]])
+        if loaded[0] != "passed":
             return lines
         for index, (_, operator, expected) in enumerate(tests):
             if not is_sent:
@@ -83,15 +86,3 @@ def _receive(channel: CellChannel, decoder: Decoder) -> Any:
     if len(data) > _MAX_ANSWER:
         raise NeedsJudgeError
     return decoder.loads(data)
-
-
-def _load_line(answer: Any) -> list[Any]:
-    match answer:
-        case ["ready"]:
-            return ["load", "passed", ""]
-        case ["compile", str(), str(name), str(message)]:
-            return ["load", "compile_error", f"{name}: {message}"[:_MESSAGE_LIMIT]]
-        case ["load", str(base), str(name), str(message)]:
-            verdict = "memory_limit" if base == "MemoryError" else "runtime_error"
-            return ["load", verdict, f"{name}: {message}"[:_MESSAGE_LIMIT]]
-    raise CodecError("it does not speak the protocol")

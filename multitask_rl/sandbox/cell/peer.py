@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from .channel import CellChannel, ChannelClosed
+from .channel import CellChannel, ChannelClosed, load_verdict
 from .codec import CodecError, Decoder, Encoder
 
 __all__ = ["MESSAGE_LIMIT", "CandidateGone", "OpaqueError", "Peer", "Remote", "text_of"]
@@ -58,16 +59,11 @@ class Peer:
         self._changes: list[tuple[Any, Any]] = []
 
     def await_load(self) -> tuple[str, str]:
-        """Return how loading the program went."""
-        match self._receive():
-            case ["ready"]:
-                return "passed", ""
-            case ["compile", str(base), str(name), str(message)]:
-                return "compile_error", f"{name or base}: {message}"
-            case ["load", str(base), str(name), str(message)]:
-                verdict = "memory_limit" if base == "MemoryError" else "runtime_error"
-                return verdict, f"{name or base}: {message}"
-        raise CandidateGone("it does not speak the protocol")
+        """Return verdict and message of the program's loading."""
+        loaded = load_verdict(self._receive())
+        if loaded is None:
+            raise CandidateGone("it does not speak the protocol")
+        return loaded
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """Return those of these names that the program defines."""
@@ -142,10 +138,9 @@ class Peer:
                     except CandidateGone:
                         raise
                     except Exception as error:  # noqa: BLE001 - the tests' function, the program's values
-                        base = next(
-                            b for b in type(error).__mro__ if getattr(builtins, b.__name__, None) is b
-                        )
-                        answer = ["raise", base.__name__, text_of(error)]
+                        kinds = type(error).__mro__
+                        kind = next(k for k in kinds if getattr(builtins, k.__name__, None) is k)
+                        answer = ["raise", kind.__name__, text_of(error)]
                     self._send(answer)
                 case _:
                     raise CandidateGone("it does not speak the protocol")
@@ -166,16 +161,14 @@ class Peer:
 
     def _exception(self, base: str, name: str, message: str) -> Exception:
         kind = self._exceptions.get(name) or getattr(builtins, base, None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            return RuntimeError(f"{name}: {message}")  # SystemExit and the like end nothing here
-        if issubclass(kind, _ENDS_OF_LOOPS):
-            return RuntimeError(f"{name}: {message}")  # as Python does for generators: all(map(f, x)) goes on
-        try:
-            error = kind(message)
-        except Exception:  # noqa: BLE001 - UnicodeDecodeError wants five arguments
-            return RuntimeError(f"{name}: {message}")
-        error.from_candidate = True  # type: ignore[attr-defined]
-        return error
+        # SystemExit and the like end nothing here; StopIteration must not end a loop of the tests, as in
+        # generators
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS_OF_LOOPS):
+            with contextlib.suppress(Exception):  # UnicodeDecodeError wants five arguments
+                error = kind(message)
+                error.from_candidate = True  # type: ignore[attr-defined]
+                return error
+        return RuntimeError(f"{name}: {message}")
 
     def _to_handle(self, value: Any) -> tuple[str, Any]:
         if isinstance(value, Remote):

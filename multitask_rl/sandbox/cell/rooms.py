@@ -35,10 +35,7 @@ class Room:
         self._answer = ctypes.create_string_buffer(120)
         self._ask = linux.prepare_call(linux.NR_STATFS, self._tmp, self._answer)
         self._mounts: dict[bytes, tuple[Any, ...]] = {}
-        self.calls = (
-            linux.prepare_call(linux.NR_CHROOT, path),
-            linux.prepare_call(linux.NR_CHDIR, _PLACE),
-        )
+        self.calls = (linux.prepare_call(linux.NR_CHROOT, path), linux.prepare_call(linux.NR_CHDIR, _PLACE))
         """System calls by which a process enters."""
 
     def renew(self, options: bytes) -> None:

@@ -146,8 +146,7 @@ def _allow_list(allowed: set[int], special: dict[int, list[Instruction]]) -> byt
 def program_filter(own_pid: int | None = None) -> bytes:
     """Return stage two: no new process, no mount, no other root, no further filter.
 
-    Args:
-        own_pid: without a pid namespace, the one process that signals and limits may name.
+    Without a pid namespace, signals and limits may name the process ``own_pid`` only.
     """
     blocks: dict[int, list[Instruction]] = {number: [_ret(_EPERM)] for number in _ZYGOTE_ONLY}
     is_thread = [

@@ -25,10 +25,9 @@ _LOAD_VERDICTS = frozenset({"passed", "compile_error", "memory_limit", "runtime_
 _TOKEN = re.compile(r"\S+")
 _MAX_NUMBER = 400
 _CPU_LIMIT_SHARE = 0.5
-"""A SIGKILL after this share of the CPU limit enforces that limit: the kernel samples ticks, but reports exactly,
-and on a busy virtual machine the two differ. Process 1 of a namespace cannot kill itself; the other source of
-a
-SIGKILL is the kernel when memory runs out."""
+"""A SIGKILL after this share of the CPU limit enforces that limit. The kernel enforces on sampled ticks and
+reports exactly; on a busy virtual machine the two differ. Process 1 of a namespace cannot kill itself: the
+other source of a SIGKILL is the kernel when memory runs out."""
 
 
 @dataclass(slots=True)
