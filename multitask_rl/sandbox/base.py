@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol, Self, runtime_checkable
@@ -267,29 +267,34 @@ class Outcome:
 class Sandbox(Protocol):
     """Runs untrusted programs. Each gives exactly one outcome. Safe to share between threads."""
 
-    def run(self, program: Program) -> Outcome:
-        """Run one program and wait for its outcome.
+    def submit(self, program: Program) -> Future[Outcome]:
+        """Queue one program; blocks while the queue is full. A cancelled program does not run.
 
         Raises:
             SandboxError: the sandbox is closed.
+            ValueError: this sandbox does not take such a task.
         """
         ...
 
-    def submit(self, program: Program) -> Future[Outcome]:
-        """Queue one program; blocks while the queue is full. A cancelled program does not run."""
+    def close(self) -> None:
+        """Kill running programs, cancel queued ones and end every process. Safe to call twice."""
         ...
+
+    def run(self, program: Program) -> Outcome:
+        """Run one program and wait for its outcome; raises as ``submit`` does."""
+        return self.submit(program).result()
 
     def map(self, programs: Iterable[Program]) -> list[Outcome]:
         """Run programs concurrently; outcomes in the order of the programs."""
-        ...
+        futures = [self.submit(program) for program in programs]
+        wait(futures)  # one wake-up instead of one per outcome
+        return [future.result() for future in futures]
 
-    def close(self) -> None:
-        """Kill running programs, cancel queued ones and end every process."""
-        ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _parse(source: str, where: str) -> ast.Module:

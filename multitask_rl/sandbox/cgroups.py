@@ -31,8 +31,7 @@ _REMOVAL_S = 2.0
 def delegated_cgroup(directory: str | None = None) -> tuple[Path | None, str]:
     """Return a cgroup in which cells can have limits, or None and what is missing.
 
-    Args:
-        directory: a cgroup v2 directory; None = the one this process is in.
+    ``directory`` is a cgroup v2 directory; None = the one of this process.
     """
     path = Path(directory) if directory is not None else None
     if path is None:
@@ -64,11 +63,7 @@ def delegated_cgroup(directory: str | None = None) -> tuple[Path | None, str]:
 
 
 class CellCgroup:
-    """The cgroup of one worker's cell; its limits grow with those of the programs.
-
-    Args:
-        parent: what ``delegated_cgroup`` returned.
-        worker: number of the worker.
+    """The cgroup of one worker's cell, below a delegated one; its limits grow with those of the programs.
 
     Raises:
         SandboxError: the directory cannot be made.

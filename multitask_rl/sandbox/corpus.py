@@ -131,11 +131,7 @@ def run_corpus(
 ) -> list[CorpusFinding]:
     """Run every program and return one finding each, in the order of ``entries``.
 
-    Args:
-        entries: what ``load_manifest`` returned.
-        level: isolation level; None = the strongest that works here.
-        workers: cells; a sequence stays on one.
-        seed: order of the run; None = as in the manifest.
+    A sequence stays on one of the ``workers`` cells. ``seed`` shuffles the order; None = as in the manifest.
 
     Raises:
         SandboxError: this machine cannot give the level.

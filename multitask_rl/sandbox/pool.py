@@ -10,14 +10,13 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Self
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.backlog import Backlog, QueuedProgram
-from multitask_rl.sandbox.base import Outcome, Program, Verdict
+from multitask_rl.sandbox.base import Outcome, Program, Sandbox, Verdict
 from multitask_rl.sandbox.cgroups import delegated_cgroup
 from multitask_rl.sandbox.worker import LEVELS, Worker, WorkerLostError, cell_config
 
@@ -29,11 +28,7 @@ _MAX_LOSSES = 2
 
 
 def acceptable_levels(level: str | None, minimum_level: str) -> list[str]:
-    """Return the levels that may be used, strongest first.
-
-    Args:
-        level: the one level to use; None = the strongest that works.
-        minimum_level: the weakest acceptable one when ``level`` is None.
+    """Return the levels that may be used, strongest first: ``level``, else all down to ``minimum_level``.
 
     Raises:
         SandboxError: an unknown level.
@@ -46,7 +41,7 @@ def acceptable_levels(level: str | None, minimum_level: str) -> list[str]:
     return [level] if level is not None else list(LEVELS[: LEVELS.index(minimum_level) + 1])
 
 
-class NamespaceSandbox:
+class NamespaceSandbox(Sandbox):
     """Runs programs in cells of this machine; safe to share between threads.
 
     Args:
@@ -126,18 +121,8 @@ class NamespaceSandbox:
         """How many monitors were replaced since the start."""
         return sum(max(0, worker.restarts) for worker in self._workers)
 
-    def run(self, program: Program) -> Outcome:
-        """Run one program and wait for its outcome.
-
-        Raises:
-            SandboxError: the sandbox is closed.
-        """
-        return self.submit(program).result()
-
     def submit(self, program: Program) -> Future[Outcome]:
-        """Queue one program; blocks while the queue is full.
-
-        ``cancel`` of the future works at any time: a waiting program does not run, a running one is killed.
+        """Queue one program; blocks while the queue is full. ``cancel`` of the future also kills a program.
 
         Raises:
             SandboxError: the sandbox is closed, or belongs to the process this one was forked from.
@@ -146,14 +131,8 @@ class NamespaceSandbox:
             raise SandboxError("this sandbox belongs to the parent process: open one after the fork")
         return self._backlog.put(program)
 
-    def map(self, programs: Iterable[Program]) -> list[Outcome]:
-        """Run programs concurrently; outcomes in the order of the programs."""
-        futures = [self.submit(program) for program in programs]
-        wait(futures)  # woken once, not by every outcome
-        return [future.result() for future in futures]
-
     def close(self) -> None:
-        """Kill running programs, cancel waiting ones, end every process. Safe to call twice."""
+        """Kill running programs, cancel queued ones and end every process. Safe to call twice."""
         if os.getpid() != self._owner:
             return
         for item in self._backlog.close():
@@ -163,12 +142,6 @@ class NamespaceSandbox:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=10)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _serve(worker: Worker, backlog: Backlog, started: queue.Queue[SandboxError | None]) -> None:

@@ -13,14 +13,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from multitask_rl.boundary.posting import open_request
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.base import Outcome, Program, ScriptTask, StdioTask, TestResult, Verdict
+from multitask_rl.sandbox.base import Outcome, Program, Sandbox, ScriptTask, StdioTask, TestResult, Verdict
 from multitask_rl.sandbox.cell.verdicts import same_text
 
 __all__ = ["HttpSandbox"]
@@ -30,7 +29,7 @@ _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _ANSWER_LIMIT = 64 << 20
 
 
-class HttpSandbox:
+class HttpSandbox(Sandbox):
     """Runs programs on a SandboxFusion-compatible server; safe to share between threads.
 
     Args:
@@ -78,15 +77,6 @@ class HttpSandbox:
             return ""
         return outcome.message or f"a trivial program ended as {outcome.verdict}"
 
-    def run(self, program: Program) -> Outcome:
-        """Run one program and wait for its outcome.
-
-        Raises:
-            SandboxError: the sandbox is closed.
-            ValueError: the task needs tests inside a process of the program.
-        """
-        return self.submit(program).result()
-
     def submit(self, program: Program) -> Future[Outcome]:
         """Queue one program; blocks while too many wait. A cancelled program does not run.
 
@@ -108,20 +98,10 @@ class HttpSandbox:
         future.add_done_callback(lambda _: self._room.release())
         return future
 
-    def map(self, programs: Iterable[Program]) -> list[Outcome]:
-        """Run programs concurrently; outcomes in the order of the programs."""
-        return [future.result() for future in [self.submit(program) for program in programs]]
-
     def close(self) -> None:
         """Cancel waiting programs; running ones end by themselves."""
         self._is_closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _run(self, program: Program) -> Outcome:
         task = program.task

@@ -52,9 +52,8 @@ class _Frame:
 def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
     """Return what a monitor needs to know of this machine.
 
-    Args:
-        packages: third-party packages that programs may import; one that is not installed is left out.
-        level: the isolation to build.
+    A monitor gets the directories of those ``packages`` that are installed; ``level`` is the isolation to
+    build.
     """
     found: dict[str, list[str]] = {}
     for name in packages:
@@ -76,11 +75,8 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
 class Worker:
     """A monitor process and the connection to it. One thread uses it; any may ``cancel`` and ``interrupt``.
 
-    Args:
-        index: its number in the sandbox.
-        config: what ``cell_config`` returned.
-        cgroup_parent: where the cell gets a cgroup of its own; None = it gets none.
-        cpu: the one that it and its programs run on; None = any.
+    ``config`` comes from ``cell_config``. The cell gets a cgroup below ``cgroup_parent``, if that is given. It
+    runs on the CPU ``cpu``; None = on any.
     """
 
     def __init__(

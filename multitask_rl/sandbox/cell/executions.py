@@ -130,13 +130,7 @@ class ZygoteProcess:
 
 
 class Zygotes:
-    """The zygotes of one cell.
-
-    Args:
-        layout: what the cell may see.
-        packages: names of the packages that get a zygote of their own.
-        level: the isolation to build.
-        trainer: may cancel.
+    """The zygotes of one cell, each with one of ``packages`` or none loaded.
 
     Raises:
         OSError: the cell cannot be built here.

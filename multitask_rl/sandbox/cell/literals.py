@@ -35,9 +35,7 @@ class _Opaque:
 def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[Any]]:
     """Return the lines that the judge would write: one on loading, then one per test.
 
-    Args:
-        channel: the program's process.
-        tests: each ``[request, operator, expected]``; the first and the last are encoded already.
+    A test is ``[request, operator, expected]``; request and expected value are encoded already.
 
     Raises:
         NeedsJudgeError: an answer is too large, or holds an array.

@@ -93,10 +93,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
 class CellMonitor:
     """Runs jobs one after the other.
 
-    Args:
-        zygotes: those of its cell.
-        trainer: the process that sends the jobs.
-        counts_idle: the zygotes know how long a program waits for a CPU, hence also how long it is idle.
+    ``counts_idle``: the zygotes know how long a program waits for a CPU, hence also how long it is idle.
     """
 
     def __init__(self, zygotes: Zygotes, trainer: TrainerConversation, *, counts_idle: bool) -> None:

@@ -96,11 +96,10 @@ class JobCancelled(Exception):
 
 
 class TrainerConversation:
-    """The conversation with one thread of the trainer.
+    """The monitor's end of the conversation with one thread of the trainer.
 
-    Args:
-        connection: jobs come and results go here, in the same order.
-        cancel_fd: identities of jobs to give up come here; the answer to such a job is ``cancelled``.
+    Jobs come on ``connection`` and results go there in the same order. Identities of jobs to give up come on
+    ``cancel_fd``; the answer to such a job is ``cancelled``.
     """
 
     def __init__(self, connection: socket.socket, cancel_fd: int) -> None:

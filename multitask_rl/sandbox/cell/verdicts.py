@@ -114,10 +114,7 @@ def _lines(data: bytes) -> Iterator[str]:
 def same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
     """Return whether two outputs are the same but for white space at line ends and at the end.
 
-    Args:
-        actual: what the program wrote.
-        expected: what it should have written.
-        tolerance: absolute and relative, for tokens that are both numbers; None = as text.
+    ``tolerance``: absolute and relative, for tokens that are both numbers; None = their text counts.
     """
     for mine, theirs in itertools.zip_longest(_lines(actual), _lines(expected)):
         if mine == theirs:
