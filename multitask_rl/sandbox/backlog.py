@@ -30,15 +30,12 @@ class ProgramFuture(Future[Outcome]):
     def __init__(self, stop: Callable[[ProgramFuture], None]) -> None:
         super().__init__()
         self._stop = stop
-        self._is_taken = False
-
-    def take(self) -> None:
-        """Note that a worker has the program."""
-        self._is_taken = True
+        self.is_taken = False
+        """A worker has or had the program."""
 
     def running(self) -> bool:
         """Return whether a worker has the program."""
-        return self._is_taken and not self.done()
+        return self.is_taken and not self.done()
 
     def cancel(self) -> bool:
         """Cancel the program wherever it is; False when it has ended."""
@@ -153,7 +150,7 @@ class Backlog:
                     hand.since = now
                 for item in found:
                     item.identity = next(self._identities)
-                    item.future.take()
+                    item.future.is_taken = True
                     hand.items[item.identity] = item
                 if found or hand.items:
                     return found

@@ -83,7 +83,7 @@ def report() -> list[tuple[str, bool, str]]:
         told = "works; strongest level that works is used"
         try:
             worker.start()
-            outcome = worker.run(Program(source=_PROBE), 0)
+            outcome = worker.run(Program(source=_PROBE))
             found = json.loads(outcome.stdout)
             found["root"] = "root" not in found["files"] and "home" not in found["files"]
         except (SandboxError, WorkerLostError) as error:

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
 class Worker:
     """A monitor process and the connection to it. One thread uses it; any may ``cancel`` and ``interrupt``.
 
-    ``config`` comes from ``cell_config``. The cell gets a cgroup below ``cgroup_parent``, if that is given. It
-    runs on the CPU ``cpu``; None = on any.
+    ``config`` comes from ``cell_config``. The cell gets a cgroup below ``cgroup_parent``, if that is given.
+    It runs on the CPU ``cpu``; None = on any.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Worker:
                 self._cgroup = CellCgroup(self._cgroup_parent, self.index)
                 self._cgroup.take([self.cell_pid, *descendants(self.cell_pid)])
             try:
-                outcome = self.run(_PROBE, 0)
+                outcome = self.run(_PROBE)
             except WorkerLostError as error:
                 raise SandboxError(f"the sandbox cell ended at once: {error}") from error
             if outcome.verdict is not Verdict.completed or outcome.stdout != b"42\n":
@@ -178,7 +178,7 @@ class Worker:
             os.close(cancelled)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
 
-    def run(self, program: Program, retries: int) -> Outcome:
+    def run(self, program: Program) -> Outcome:
         """Run one program and wait for its outcome, on a worker that has no other program.
 
         Raises:
@@ -189,7 +189,7 @@ class Worker:
         outcome = self.receive()[1]
         if outcome is None:
             raise WorkerLostError("the program was cancelled")
-        return replace(outcome, retries=retries)
+        return outcome
 
     def hand_over(self, identity: int, program: Program) -> None:
         """Take a program. ``send`` sends programs in the order of taking; answers keep that order.

@@ -10,12 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .launch import Layout, launch
 from .trainer import JobCancelled, TrainerConversation
 from .verdicts import Execution
 from .wire import EXIT, KILL, LIMITS, LONGEST_WAIT, OP_KILL, OP_SPAWN, OP_VARIANT, SPAWN, Exit, Mode
 
-__all__ = ["ZygoteProcess", "Zygotes", "collect", "memory"]
+__all__ = ["ZygoteProcess", "collect", "memory"]
 
 _GRACE_S = 5.0
 """How much later than a limit the zygote may report before the cell is given up."""
@@ -127,33 +126,6 @@ class ZygoteProcess:
         ended = Exit._make((*EXIT.unpack_from(data), data[EXIT.size :].decode("utf-8", "replace")))
         self._exits[ended.identity] = ended
         self._running.discard(ended.identity)
-
-
-class Zygotes:
-    """The zygotes of one cell, each with one of ``packages`` or none loaded.
-
-    Raises:
-        OSError: the cell cannot be built here.
-    """
-
-    def __init__(self, layout: Layout, packages: list[str], level: str, trainer: TrainerConversation) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.cell_pid = launch(layout, theirs, level)
-        theirs.close()
-        self._packages = packages
-        self._zygotes = {"": ZygoteProcess(ours, trainer)}
-
-    def find(self, text: bytes) -> ZygoteProcess:
-        """Return the zygote with the package that the text names; the first request makes it."""
-        name = next((name for name in self._packages if name.encode() in text), "")
-        if name not in self._zygotes:
-            self._zygotes[name] = self._zygotes[""].become(name)
-        return self._zygotes[name]
-
-    def end_all(self) -> None:
-        """Kill every execution of the cell."""
-        for zygote in self._zygotes.values():
-            zygote.end_all()
 
 
 def collect(ended: Exit, stdout: int, stderr: int, limits: dict[str, Any]) -> Execution:

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up paths, TCP ports, foreign signals and abstract sockets, without any privilege.
+"""Landlock: a process without privileges gives up paths, TCP ports, foreign signals and abstract sockets.
 
 Source: Linux ``Documentation/userspace-api/landlock.rst``; the version of the kernel decides what is handled.
 """
@@ -38,7 +38,7 @@ def restrict_to(readable: Iterable[str], devices: Iterable[str], listed: Iterabl
     Args:
         readable: files, and directories with all below.
         devices: files to read and write.
-        listed: directories of which, and below which, names can be listed and no more.
+        listed: directories in which, and below which, only names can be listed.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -52,24 +52,19 @@ def restrict_to(readable: Iterable[str], devices: Iterable[str], listed: Iterabl
     block = ctypes.create_string_buffer(attributes[:size], size)
     ruleset = syscall(_CREATE, block, size, 0)
     try:
-        for path in readable:
-            _allow(ruleset, path, _READ_FILE | _READ_DIR)
-        for path in listed:
-            _allow(ruleset, path, _READ_DIR)
-        for path in devices:
-            _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
+        wanted = [(path, _READ_FILE | _READ_DIR) for path in readable]
+        wanted += [(path, _READ_DIR) for path in listed]
+        wanted += [(path, _READ_FILE | _WRITE_FILE) for path in devices]
+        for path, allowed in wanted:
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                try:
+                    is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+                    allowed = allowed if is_directory else allowed & ~_READ_DIR
+                    rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, descriptor), 12)
+                    syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
+                finally:
+                    os.close(descriptor)
         syscall(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
-
-
-def _allow(ruleset: int, path: str, rights: int) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-                rights &= ~_READ_DIR
-            rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
-            syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
-        finally:
-            os.close(descriptor)

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from . import linux, verdicts
 from .channel import CellChannel
-from .executions import ZygoteProcess, Zygotes, collect, memory
-from .launch import Layout, confine, prefer_as_victim
+from .executions import ZygoteProcess, collect, memory
+from .launch import Layout, confine, launch, prefer_as_victim
 from .literals import NeedsJudgeError, judge_literals
 from .trainer import JobCancelled, TrainerConversation, pack_frame
 from .verdicts import Execution
@@ -70,14 +70,12 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
                     f"it needs {_DESCRIPTORS} open files and the limit is {hard}; raise it before the start "
                     f"with ulimit -n {_DESCRIPTORS} or more"
                 ) from error
-        layout = Layout(**config["layout"])
-        zygotes = Zygotes(layout, config["package_names"], config["level"], trainer)
+        monitor = CellMonitor(config, trainer)
         confine()
     except OSError as error:
         connection.sendall(pack_frame({"error": str(error)}))
         os._exit(1)
-    trainer.answer({"pid": os.getpid(), "cell": zygotes.cell_pid}, [], at_once=True)
-    monitor = CellMonitor(zygotes, trainer, counts_idle=config["level"] == "namespaces")
+    trainer.answer({"pid": os.getpid(), "cell": monitor.cell_pid}, [], at_once=True)
     try:
         while True:
             job, blobs = trainer.receive()
@@ -91,15 +89,22 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
 
 
 class CellMonitor:
-    """Runs jobs one after the other.
+    """Builds a cell and runs jobs there, one after the other.
 
-    ``counts_idle``: the zygotes know how long a program waits for a CPU, hence also how long it is idle.
+    Raises:
+        OSError: the cell cannot be built here.
     """
 
-    def __init__(self, zygotes: Zygotes, trainer: TrainerConversation, *, counts_idle: bool) -> None:
-        self._zygotes = zygotes
-        self._counts_idle = counts_idle
+    def __init__(self, config: dict[str, Any], trainer: TrainerConversation) -> None:
         self._trainer = trainer
+        # the zygotes know how long a program waits for a CPU, hence also how long it is idle
+        self._counts_idle = config["level"] == "namespaces"
+        self._packages: list[str] = config["package_names"]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.cell_pid = launch(Layout(**config["layout"]), theirs, config["level"])
+        theirs.close()
+        self._zygotes = {"": ZygoteProcess(ours, trainer)}
+        """By the package that is loaded."""
 
     def run(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """Run one job; return result and output. The result of a cancelled job is ``cancelled`` alone.
@@ -118,15 +123,23 @@ class CellMonitor:
                     case _:
                         return self._run_function(job, blobs)
             except JobCancelled:
-                self._zygotes.end_all()
+                for zygote in self._zygotes.values():
+                    zygote.end_all()
                 return {"cancelled": True}, []
         except (ConnectionError, EOFError, TimeoutError) as error:
             raise CellLostError(f"{type(error).__name__}: {error}") from error
 
+    def _find_zygote(self, text: bytes) -> ZygoteProcess:
+        """Return the zygote with the package that the text names; the first request makes it."""
+        name = next((name for name in self._packages if name.encode() in text), "")
+        if name not in self._zygotes:
+            self._zygotes[name] = self._zygotes[""].become(name)
+        return self._zygotes[name]
+
     def _run_script(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         source, stdin = blobs
         with memory(source) as code:
-            execution = self._execute(job["limits"], code, len(source), stdin, self._zygotes.find(source))
+            execution = self._execute(job["limits"], code, len(source), stdin, self._find_zygote(source))
         verdict, message = verdicts.of_execution(execution, job["limits"])
         if verdict == "ok":
             verdict = "completed"
@@ -135,7 +148,7 @@ class CellMonitor:
     def _run_stdio(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         source, *texts = blobs
         limits = job["limits"]
-        zygote = self._zygotes.find(source)
+        zygote = self._find_zygote(source)
         tests: list[list[Any]] = []
         executions: list[Execution] = []
         lost_s = 0.0
@@ -165,7 +178,7 @@ class CellMonitor:
 
     def _run_function(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         source, tests_text = blobs
-        zygote = self._zygotes.find(source + tests_text)
+        zygote = self._find_zygote(source + tests_text)
         with memory(source) as code:
             lines, judge_exit, execution = b"", _NO_JUDGE, None
             if job.get("literals"):

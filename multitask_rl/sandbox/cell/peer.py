@@ -209,21 +209,21 @@ class Remote:
         object.__setattr__(self, "_kind", kind)
 
     def __getattr__(self, name: str) -> Any:
-        return _peer(self).ask("attr", _number(self), name)
+        return _ask(self, "attr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _peer(self).ask("set", _number(self), name, value)
+        _ask(self, "set", name, value)
 
     def __instancecheck__(self, instance: Any) -> bool:
         if not isinstance(instance, Remote):
             return False
-        return _peer(self).ask("isinstance", _number(instance), _number(self)) is True
+        return _ask(instance, "isinstance", _number(self)) is True
 
     def __repr__(self) -> str:
-        return _exact(_peer(self).ask("operator", _number(self), "__repr__", []), str)
+        return _exact(_ask(self, "operator", "__repr__", []), str)
 
     def __str__(self) -> str:
-        return _exact(_peer(self).ask("operator", _number(self), "__str__", []), str)
+        return _exact(_ask(self, "operator", "__str__", []), str)
 
     def __hash__(self) -> int:
         return _number(self)
@@ -234,12 +234,12 @@ class RemoteCallable(Remote):
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the object where it is."""
-        return _peer(self).ask("call", _number(self), list(arguments), keywords)
+        return _ask(self, "call", list(arguments), keywords)
 
 
-def _peer(remote: Remote) -> Peer:
+def _ask(remote: Remote, operation: str, *arguments: Any) -> Any:
     peer: Peer = object.__getattribute__(remote, "_peer")
-    return peer
+    return peer.ask(operation, _number(remote), *arguments)
 
 
 def _number(remote: Remote) -> int:
@@ -263,7 +263,7 @@ class RemoteIterator(Remote):
     def _read(self) -> Iterator[Any]:
         batch, total = 8, 0
         while True:
-            items = _exact(_peer(self).ask("next", _number(self), batch), list)
+            items = _exact(_ask(self, "next", batch), list)
             yield from items
             total += len(items)
             if len(items) < batch:
@@ -307,7 +307,7 @@ def _forbid(name: str) -> Callable[..., Any]:
 def _forward(name: str) -> Callable[..., Any]:
     def ask(self: Remote, *arguments: Any) -> Any:
         try:
-            value = _peer(self).ask("operator", _number(self), name, list(arguments))
+            value = _ask(self, "operator", name, list(arguments))
         except AttributeError:
             return NotImplemented  # the class lacks it: Python tries the other side, then raises TypeError
         return _exact(value, bool) if name == "__contains__" else value
@@ -318,7 +318,7 @@ def _forward(name: str) -> Callable[..., Any]:
 def _has_bool(self: Remote) -> bool:
     for name, kind in (("__bool__", bool), ("__len__", int)):
         try:
-            return bool(_exact(_peer(self).ask("operator", _number(self), name, []), kind))
+            return bool(_exact(_ask(self, "operator", name, []), kind))
         except AttributeError:
             continue
     return True

@@ -29,47 +29,22 @@ class Room:
     """One root with a /tmp, used by one program at a time."""
 
     def __init__(self, path: bytes) -> None:
-        self._path = path
-        self._tmp = path + _PLACE
-        self._count = 0
-        self._answer = ctypes.create_string_buffer(120)
-        self._ask = linux.prepare_call(linux.NR_STATFS, self._tmp, self._answer)
-        self._mounts: dict[bytes, tuple[Any, ...]] = {}
+        self.path = path
+        self.tmp = path + _PLACE
+        self.num_programs = 0
+        """Since the room was built; 0 = it is not built."""
+        self.answer = ctypes.create_string_buffer(120)
+        self.ask = linux.prepare_call(linux.NR_STATFS, self.tmp, self.answer)
+        self.mounts: dict[bytes, tuple[Any, ...]] = {}
+        """Prepared mounts on /tmp, by their options."""
         self.calls = (linux.prepare_call(linux.NR_CHROOT, path), linux.prepare_call(linux.NR_CHDIR, _PLACE))
         """System calls by which a process enters."""
 
-    def renew(self, options: bytes) -> None:
-        """Give the room an empty /tmp with these mount options.
-
-        Raises:
-            OSError: the kernel refuses.
-        """
-        if not self._count:
-            linux.mount(b"/", self._path, None, linux.MS_BIND | linux.MS_REC)
-        self._count += 1
-        mount = self._mounts.get(options)
-        if mount is None:
-            if len(self._mounts) > _MOST_OPTIONS:
-                self._mounts.clear()
-            flags = linux.MS_NOSUID | linux.MS_NODEV
-            mount = linux.prepare_call(linux.NR_MOUNT, b"tmpfs", self._tmp, b"tmpfs", flags, options)
-            self._mounts[options] = mount
-        if linux.raw_syscall(*mount) == -1:
-            linux.raise_errno("mount")
-
-    def leave(self) -> None:
-        """Note the end of the program; its files do not outlive it."""
-        if self._count < _MOST_PROGRAMS and linux.raw_syscall(*self._ask) == 0:
-            blocks, free, _, files, free_files = _BLOCKS_AND_FILES.unpack_from(self._answer)
-            if blocks == free and files == free_files + 1:
-                return
-        self.clear()
-
-    def clear(self) -> None:
-        """Take the room down, with every file system in it."""
-        if self._count:
-            linux.umount(self._path)
-            self._count = 0
+    def take_down(self) -> None:
+        """Remove the room, with every file system in it."""
+        if self.num_programs:
+            linux.umount(self.path)
+            self.num_programs = 0
 
 
 class Rooms:
@@ -97,18 +72,33 @@ class Rooms:
             self._number += 1
             room = Room(path)
         try:
-            room.renew(options)
+            if not room.num_programs:
+                linux.mount(b"/", room.path, None, linux.MS_BIND | linux.MS_REC)
+            room.num_programs += 1
+            mount = room.mounts.get(options)
+            if mount is None:
+                if len(room.mounts) > _MOST_OPTIONS:
+                    room.mounts.clear()
+                flags = linux.MS_NOSUID | linux.MS_NODEV
+                mount = linux.prepare_call(linux.NR_MOUNT, b"tmpfs", room.tmp, b"tmpfs", flags, options)
+                room.mounts[options] = mount
+            if linux.raw_syscall(*mount) == -1:
+                linux.raise_errno("mount")
         except OSError:
             self.give_back(room)
             raise
         return room
 
     def give_back(self, room: Room) -> None:
-        """Note the end of the program in the room."""
-        room.leave()
+        """Note the end of the program in the room; its files do not outlive it."""
         self._free.append(room)
+        if room.num_programs < _MOST_PROGRAMS and linux.raw_syscall(*room.ask) == 0:
+            blocks, free, _, files, free_files = _BLOCKS_AND_FILES.unpack_from(room.answer)
+            if blocks == free and files == free_files + 1:
+                return
+        room.take_down()
 
     def clear(self) -> None:
         """Take down the rooms without a program."""
         for room in self._free:
-            room.clear()
+            room.take_down()
