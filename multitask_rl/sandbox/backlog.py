@@ -82,11 +82,9 @@ class _Hand:
 
 
 class Backlog:
-    """A bounded queue, and the hands of the workers that take from it.
+    """A queue of at most ``size`` waiting programs, and the hands of the workers that take from it.
 
-    Args:
-        size: how many programs may wait.
-        cancels: one function per worker that tells it to give up a program by its identity.
+    Each of ``cancels`` tells one worker to give up a program by its identity.
     """
 
     def __init__(self, size: int, cancels: Iterable[Callable[[int], None]]) -> None:

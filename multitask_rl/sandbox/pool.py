@@ -215,10 +215,7 @@ def _fail(
 
 
 class BubblewrapSandbox(NamespaceSandbox):
-    """The same sandbox with cells that bubblewrap builds.
-
-    Args:
-        workers, packages, queue_size: as for ``NamespaceSandbox``.
+    """The same sandbox with cells that bubblewrap builds; arguments as for ``NamespaceSandbox``.
 
     Raises:
         SandboxError: bubblewrap is not installed or may not make namespaces here.

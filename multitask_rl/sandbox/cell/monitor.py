@@ -44,10 +44,8 @@ class CellLostError(RuntimeError):
 def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     """Serve one trainer thread until it closes the connection.
 
-    Args:
-        connection_fd: for jobs and results.
-        cancel_fd: for identities of jobs to give up.
-        parent: process id of the trainer.
+    Jobs and results pass on ``connection_fd``, identities of jobs to give up on ``cancel_fd``; ``parent`` is
+    the process id of the trainer.
     """
     linux.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
@@ -177,61 +175,50 @@ class CellMonitor:
         return verdicts.result(verdict, message, tests, executions, shown), outputs
 
     def _run_function(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """Compare literal answers here; where that is not possible, let program and judge talk."""
         source, tests_text = blobs
-        zygote = self._find_zygote(source + tests_text)
-        with memory(source) as code:
-            lines, judge_exit, execution = b"", _NO_JUDGE, None
-            if job.get("literals"):
-                lines, execution = self._ask_literals(job, code, len(source), zygote)
-            if execution is None:
-                lines, judge_exit, execution = self._ask_judge(job, code, len(source), tests_text, zygote)
-        verdict, message, outcomes = verdicts.of_function(job, lines, judge_exit, execution)
-        outputs = [execution.stdout[:_KEPT_OUTPUT], execution.stderr[:_KEPT_OUTPUT]]
-        return verdicts.result(verdict, message, outcomes, [execution]), outputs
-
-    def _ask_judge(
-        self, job: dict[str, Any], code: int, source_bytes: int, tests_text: bytes, zygote: ZygoteProcess
-    ) -> tuple[bytes, Exit, Execution]:
-        """Let program and judge talk; return the judge's lines and both ends."""
         limits = job["limits"]
-        ours, theirs = socket.socketpair()
-        with memory(tests_text) as tests, memory() as results, memory() as stdout, memory() as stderr:
-            descriptors = [code, stdout, stderr, theirs.fileno()]
-            program = zygote.spawn(Mode.candidate, limits, source_bytes, descriptors)
-            given = [tests, ours.fileno(), results]
+        zygote = self._find_zygote(source + tests_text)
+        lines, judge_exit, execution = b"", _NO_JUDGE, None
+        if job.get("literals"):
+            ours, theirs = socket.socketpair()
+            with ours, memory(source) as code, memory() as stdout, memory() as stderr:
+                given = [code, stdout, stderr, theirs.fileno()]
+                program = zygote.spawn(Mode.candidate, limits, len(source), given)
+                theirs.close()
+                channel = CellChannel(ours.fileno(), self._trainer.reader(ours.fileno()))
+                try:
+                    told = judge_literals(channel, job["literals"])
+                except NeedsJudgeError:
+                    zygote.end(program, limits, stdout, stderr, is_gone=False)
+                else:
+                    is_gone = told[-1][:2] == ["load", "gone"]
+                    execution = zygote.end(program, limits, stdout, stderr, is_gone=is_gone)
+                    lines = b"".join(json.dumps(line).encode() + b"\n" for line in told)
+        if execution is None:
             judge_limits = {
                 **limits,
                 "wall_s": limits["wall_s"] + _JUDGE_EXTRA_S,
                 "cpu_s": limits["cpu_s"] + _JUDGE_EXTRA_S,
                 "mem_mb": max(limits["mem_mb"], _JUDGE_MEM_MB),
             }
-            judge = zygote.spawn(Mode.judge, judge_limits, len(tests_text), given, has_output=False)
-            ours.close()
-            theirs.close()
-            judge_exit = zygote.wait(judge, judge_limits["wall_s"])
-            lines = os.pread(results, verdicts.MAX_LINES, 0)
-            execution = zygote.end(program, limits, stdout, stderr, is_gone=b'"gone"' in lines)
-        return lines, judge_exit, execution
-
-    def _ask_literals(
-        self, job: dict[str, Any], code: int, source_bytes: int, zygote: ZygoteProcess
-    ) -> tuple[bytes, Execution | None]:
-        """Compare here; return lines as the judge's, and no execution when the judge is needed."""
-        limits = job["limits"]
-        ours, theirs = socket.socketpair()
-        with ours, memory() as stdout, memory() as stderr:
-            descriptors = [code, stdout, stderr, theirs.fileno()]
-            program = zygote.spawn(Mode.candidate, limits, source_bytes, descriptors)
-            theirs.close()
-            channel = CellChannel(ours.fileno(), self._trainer.reader(ours.fileno()))
-            try:
-                lines = judge_literals(channel, job["literals"])
-            except NeedsJudgeError:
-                zygote.end(program, limits, stdout, stderr, is_gone=False)
-                return b"", None
-            is_gone = lines[-1][:2] == ["load", "gone"]
-            execution = zygote.end(program, limits, stdout, stderr, is_gone=is_gone)
-        return b"".join(json.dumps(line).encode() + b"\n" for line in lines), execution
+            ours, theirs = socket.socketpair()
+            with (
+                memory(source) as code, memory(tests_text) as tests, memory() as results,
+                memory() as stdout, memory() as stderr,
+            ):  # fmt: skip
+                given = [code, stdout, stderr, theirs.fileno()]
+                program = zygote.spawn(Mode.candidate, limits, len(source), given)
+                given = [tests, ours.fileno(), results]
+                judge = zygote.spawn(Mode.judge, judge_limits, len(tests_text), given, has_output=False)
+                ours.close()
+                theirs.close()
+                judge_exit = zygote.wait(judge, judge_limits["wall_s"])
+                lines = os.pread(results, verdicts.MAX_LINES, 0)
+                execution = zygote.end(program, limits, stdout, stderr, is_gone=b'"gone"' in lines)
+        verdict, message, outcomes = verdicts.of_function(job, lines, judge_exit, execution)
+        outputs = [execution.stdout[:_KEPT_OUTPUT], execution.stderr[:_KEPT_OUTPUT]]
+        return verdicts.result(verdict, message, outcomes, [execution]), outputs
 
     def _execute(
         self, limits: dict[str, Any], code: int, source_bytes: int, stdin: bytes, zygote: ZygoteProcess

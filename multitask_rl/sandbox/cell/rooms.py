@@ -91,12 +91,13 @@ class Rooms:
 
     def give_back(self, room: Room) -> None:
         """Note the end of the program in the room; its files do not outlive it."""
-        self._free.append(room)
+        is_empty = False
         if room.num_programs < _MOST_PROGRAMS and linux.raw_syscall(*room.ask) == 0:
             blocks, free, _, files, free_files = _BLOCKS_AND_FILES.unpack_from(room.answer)
-            if blocks == free and files == free_files + 1:
-                return
-        room.take_down()
+            is_empty = blocks == free and files == free_files + 1
+        if not is_empty:
+            room.take_down()
+        self._free.append(room)
 
     def clear(self) -> None:
         """Take down the rooms without a program."""

@@ -147,7 +147,28 @@ def of_function(
     for ended in (judge, program.exit):
         if ended.failure:
             return "infrastructure_error", ended.failure, []
-    load, message, count, reported, broke_off = _read_lines(lines, job["num_tests"])
+    load, message, broke_off, count = "", "", "", job["num_tests"]
+    reported: dict[int, tuple[str, str]] = {}
+    for line in lines.splitlines():
+        try:
+            entry = json.loads(line) if len(line) <= _MAX_LINE else None
+        except (ValueError, RecursionError):
+            break  # the judge was killed in the middle of a line
+        match entry:
+            case ["load", str(verdict), str(text)] if verdict in _LOAD_VERDICTS:
+                if verdict == "gone" and load:
+                    broke_off = text  # during the tests: the next ones have no line
+                else:
+                    load, message = verdict, text
+            case ["count", str(number), str()] if number.isdecimal() and len(number) <= _MAX_COUNT_DIGITS:
+                count = int(number)
+            case ["setup", str(), str()]:
+                continue
+            case [int(index), str(verdict), str(text)] if verdict in _TEST_VERDICTS:
+                reported[index] = (verdict, text)
+            case _:
+                break  # no line of the judge: a program's return value may make tests write here
+    count = max(1, count)
     cause, reason = "", ""  # why a process did not live to the end of the tests
     if not program.is_killed_by_us:
         cause, reason = of_execution(program, limits)
@@ -170,32 +191,6 @@ def of_function(
         return "passed", "", tests
     verdict = cause if cause and any(test is missing for test in tests) else wrong[0][0]
     return verdict, wrong[0][1], tests
-
-
-def _read_lines(lines: bytes, count: int) -> tuple[str, str, int, dict[int, tuple[str, str]], str]:
-    """Return how loading went (verdict, message), the count of tests, their results, why they broke off."""
-    load, message, broke_off = "", "", ""
-    reported: dict[int, tuple[str, str]] = {}
-    for line in lines.splitlines():
-        try:
-            entry = json.loads(line) if len(line) <= _MAX_LINE else None
-        except (ValueError, RecursionError):
-            break  # the judge was killed in the middle of a line
-        match entry:
-            case ["load", str(verdict), str(text)] if verdict in _LOAD_VERDICTS:
-                if verdict == "gone" and load:
-                    broke_off = text  # during the tests: the next ones have no line
-                else:
-                    load, message = verdict, text
-            case ["count", str(number), str()] if number.isdecimal() and len(number) <= _MAX_COUNT_DIGITS:
-                count = int(number)
-            case ["setup", str(), str()]:
-                continue
-            case [int(index), str(verdict), str(text)] if verdict in _TEST_VERDICTS:
-                reported[index] = (verdict, text)
-            case _:
-                break  # no line of the judge: a program's return value may make tests write here
-    return load, message, max(1, count), reported, broke_off
 
 
 def result(

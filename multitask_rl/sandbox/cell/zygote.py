@@ -55,11 +55,8 @@ _PAGE_MB = resource.getpagesize() / (1 << 20)
 def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoReturn:
     """Serve the monitor on the socket ``control`` until it closes.
 
-    Args:
-        control: descriptor of the conversation.
-        proc: descriptor of the cell's /proc, or -1.
-        host: without namespaces, the readable paths of the host: ``readable``, ``listed``, ``devices``,
-            ``packages``.
+    ``proc`` is a descriptor of the cell's /proc, or -1. ``host``, without namespaces, has the readable paths
+    of the host: ``readable``, ``listed``, ``devices``, ``packages``.
     """
     linux.set_parent_death_signal(signal.SIGKILL)
     linux.set_no_new_privs()
@@ -199,7 +196,18 @@ class Zygote:
         if data[0] == OP_SPAWN:
             self._spawn(data, descriptors)
         elif data[0] == OP_VARIANT:
-            self._become_variant(data[1:].decode(), descriptors[0])
+            # a second zygote that has a package loaded, its own conversation and its own mounts
+            if self._rooms is not None:
+                self._rooms.clear()
+            if linux.clone(0 if self._is_flat else linux.CLONE_NEWNS) == 0:
+                for running in self._running.values():
+                    os.close(running.pidfd)
+                self._control.close()
+                variant = Zygote(descriptors[0], self._proc, self._warm_source, is_flat=self._is_flat)
+                linux.set_parent_death_signal(signal.SIGKILL)
+                gc.unfreeze()
+                variant.preload([data[1:].decode()])
+                variant.serve()
         else:
             _, identity = KILL.unpack(data)
             for running in self._running.values():
@@ -207,22 +215,6 @@ class Zygote:
                     self._kill(running)
         for descriptor in descriptors:
             os.close(descriptor)
-
-    def _become_variant(self, package: str, control: int) -> None:
-        """Fork a second zygote that has a package loaded, its own conversation and its own mounts."""
-        if self._rooms is not None:
-            self._rooms.clear()
-        if linux.clone(0 if self._is_flat else linux.CLONE_NEWNS):
-            return
-        for running in self._running.values():
-            os.close(running.pidfd)
-        self._control.close()
-        variant = Zygote(os.dup(control), self._proc, self._warm_source, is_flat=self._is_flat)
-        os.close(control)
-        linux.set_parent_death_signal(signal.SIGKILL)
-        gc.unfreeze()
-        variant.preload([package])
-        variant.serve()
 
     def _spawn(self, data: bytes, descriptors: tuple[int, ...]) -> None:
         _, identity, mode, has_stdin, has_output, source_bytes, wall_s = SPAWN.unpack_from(data)
