@@ -43,16 +43,8 @@ print(json.dumps({
 """
 
 _LAYERS = (
-    (
-        "processes",
-        "process namespace per program",
-        "seeing and signalling other processes, outliving the run",
-    ),
-    (
-        "private",
-        "private file system per program",
-        "leaving files for others (without it no file is written)",
-    ),
+    ("processes", "process namespace per program", "seeing or signalling others, outliving the run"),
+    ("private", "private file system per program", "leaving files for others (else no writing at all)"),
     ("root", "own root directory", "reading the files of this machine"),
     ("writes", "read-only system directories", "changing the interpreter for later programs"),
     ("sockets", "no sockets", "the network, local services, abstract sockets, kernel socket families"),

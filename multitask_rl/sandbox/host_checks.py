@@ -36,7 +36,7 @@ class HostWatch:
         SandboxError: another run has not ended within ten minutes.
     """
 
-    _victim: subprocess.Popen[bytes]
+    victim: subprocess.Popen[bytes]
     _thread: threading.Thread
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class HostWatch:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
                 self._bait(name, listener)
-            self._victim = subprocess.Popen(
+            self.victim = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"], env={}
             )
         except BaseException:
@@ -100,8 +100,8 @@ class HostWatch:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._victim.kill()
-        self._victim.wait()
+        self.victim.kill()
+        self.victim.wait()
         self._remove_baits()
 
     def _remove_baits(self) -> None:
@@ -126,10 +126,6 @@ class HostWatch:
         """Note the processes below a fresh sandbox: any other one is a leftover later."""
         for pid in sandbox.monitor_pids:
             self._known[pid] = descendants(pid)
-
-    def victim_is_alive(self) -> bool:
-        """The process that a program might have killed still runs."""
-        return self._victim.poll() is None
 
     def leftovers(self, sandbox: NamespaceSandbox) -> set[int]:
         """Return processes below the sandbox that are new and do not end within a second."""
@@ -181,7 +177,7 @@ class WatchedProgram:
     def _check(self, kind: str, argument: str) -> str:
         match kind:
             case "victim_alive":
-                return "" if self._watch.victim_is_alive() else "the victim is dead"
+                return "" if self._watch.victim.poll() is None else "the victim is dead"
             case "worker_alive":
                 return ""
             case "no_leftover_procs":

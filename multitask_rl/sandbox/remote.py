@@ -66,16 +66,12 @@ class HttpSandbox(Sandbox):
         self._executor = ThreadPoolExecutor(concurrency, thread_name_prefix="sandbox-http")
         self._room = threading.BoundedSemaphore(64 * concurrency)
         self._is_closed = threading.Event()
-        if check and (problem := self.health()):
-            self.close()
-            raise SandboxError(f"no working sandbox server at {self._url}: {problem}")
-
-    def health(self) -> str:
-        """Return what is wrong with the server; empty when it runs a trivial program."""
-        outcome = self._run(Program(source="print(6 * 7)"))
-        if outcome.verdict is Verdict.completed and outcome.stdout.strip() == b"42":
-            return ""
-        return outcome.message or f"a trivial program ended as {outcome.verdict}"
+        if check:
+            outcome = self._run(Program(source="print(6 * 7)"))
+            if outcome.verdict is not Verdict.completed or outcome.stdout.strip() != b"42":
+                self.close()
+                problem = outcome.message or f"a trivial program ended as {outcome.verdict}"
+                raise SandboxError(f"no working sandbox server at {self._url}: {problem}")
 
     def submit(self, program: Program) -> Future[Outcome]:
         """Queue one program; blocks while too many wait. A cancelled program does not run.

@@ -116,7 +116,7 @@ def test_a_second_run_waits_until_the_first_has_taken_its_baits_away():
     def run_too():
         with HostWatch() as watch:
             order.append("second")
-            assert watch.victim_is_alive()
+            assert watch.victim.poll() is None
 
     second = threading.Thread(target=run_too)
     with HostWatch() as first, NamespaceSandbox(workers=1) as sandbox:

@@ -27,23 +27,28 @@ _MUTABLE = (list, dict, set, bytearray, deque)
 
 def serve(descriptor: int, source: bytes) -> None:
     """Load ``source`` as a module, report how that went, then answer requests until the other side closes."""
-    server = _Server(CellChannel(descriptor))
+    channel = CellChannel(descriptor)
+    server = _Server(channel)
+    phase = "load"
     try:
         module = types.ModuleType("solution")
         module.__dict__.update(__file__="solution.py", __builtins__=builtins)
         sys.modules["solution"] = module
         server.names = module.__dict__
-        try:
-            code = compile(source, "solution.py", "exec", dont_inherit=True)
-        except BaseException as error:  # noqa: BLE001 - whatever stops the compiler is the program's
-            server.report_error("compile", error)
-            return
+        phase = "compile"
+        code = compile(source, "solution.py", "exec", dont_inherit=True)
+        phase = "load"
         exec(code, module.__dict__)  # the program itself; the cell is the fence
     except BaseException as error:  # noqa: BLE001 - the program may raise anything
-        server.report_error("load", error)
+        server.reply([phase, *_describe(error)])
         return
     server.reply(["ready"])
-    server.loop()
+    while True:
+        try:
+            request = channel.receive()
+        except ChannelClosed:
+            return
+        server.answer(*server.decoder.loads(request))
 
 
 class _Server:
@@ -52,7 +57,7 @@ class _Server:
         self.names: dict[str, Any] = {}
         self._objects: list[Any] = []
         self._encoder = Encoder(self._to_handle)
-        self._decoder = Decoder(self._from_handle)
+        self.decoder = Decoder(self._from_handle)
         self._operations: dict[str, Callable[..., Any]] = {
             "kinds": self._kinds,
             "call": self._call,
@@ -69,18 +74,7 @@ class _Server:
     def reply(self, message: list[Any]) -> None:
         self._channel.send(self._encoder.dumps(message).encode())
 
-    def report_error(self, phase: str, error: BaseException) -> None:
-        self.reply([phase, *_describe(error)])
-
-    def loop(self) -> None:
-        while True:
-            try:
-                operation, *arguments = self._decoder.loads(self._channel.receive())
-            except ChannelClosed:
-                return
-            self._answer(operation, arguments)
-
-    def _answer(self, operation: str, arguments: list[Any]) -> None:
+    def answer(self, operation: str, *arguments: Any) -> None:
         try:
             value, changed = self._operations[operation](*arguments), []
             if operation == "call":
@@ -144,12 +138,12 @@ class _Server:
             ["callback", number, self._encoder.encode(list(arguments)), self._encoder.encode(keywords)]
         )
         while True:
-            operation, *rest = self._decoder.loads(self._channel.receive())
+            operation, *rest = self.decoder.loads(self._channel.receive())
             if operation == "return":
                 return rest[0]
             if operation == "raise":
                 raise _exception(rest[0], rest[1])
-            self._answer(operation, rest)
+            self.answer(operation, *rest)
 
 
 class _Remote:
