@@ -21,14 +21,11 @@ from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.lora import add_adapters, load_adapters, merged_state_dict
 from multitask_rl.models.rope import context_length, scale_rope
-from multitask_rl.models.vocabulary import control_ids, control_names, fill_rows, fit_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Actor", "compile_blocks", "copy_weights", "evaluating", "load_actor", "read_weights"]
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+__all__ = ["Actor", "load_actor"]
 
 
 class Actor:
@@ -122,7 +119,7 @@ class Actor:
         Their embedding rows start as the mean of the known rows, which keeps the scale of the logits. This
         also holds for spare rows of the model, which were never trained.
         """
-        names = control_names(number)
+        names = _control_names(number)
         known = self.tokenizer.get_vocab()
         missing = [name for name in names if name not in known]
         if missing:
@@ -133,7 +130,10 @@ class Actor:
                 self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
             # a tokenizer may have had more tokens than the model rows; their new rows are random
             new = {*self.tokenizer.convert_tokens_to_ids(missing), *range(num_rows, len(self.tokenizer))}
-            fill_rows(self.model, sorted(new), num_known)
+            with torch.no_grad():
+                for layer in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
+                    if layer is not None:
+                        layer.weight[sorted(new)] = layer.weight[:num_known].mean(dim=0)
         if self.model.generation_config is not None:  # ``save`` writes it
             self.model.generation_config.suppress_tokens = list(self.control_token_ids)
         return [int(i) for i in self.tokenizer.convert_tokens_to_ids(names)]
@@ -158,7 +158,7 @@ class Actor:
 
         trust = self.config.trust_remote_code
         saved = control_ids(AutoTokenizer.from_pretrained(directory, trust_remote_code=trust))
-        own = dict(zip(control_names(len(saved)), self.add_control_tokens(len(saved)), strict=True))
+        own = dict(zip(_control_names(len(saved)), self.add_control_tokens(len(saved)), strict=True))
         if own != saved:
             raise CheckpointError(
                 f"the checkpoint belongs to another model: its control tokens are {saved}, here they would "
@@ -202,19 +202,17 @@ class Actor:
         """Return a frozen copy of the present weights; None with adapters, which need no copy."""
         if self.config.lora.rank > 0:
             return None
-        reference = copy.deepcopy(self.model)
-        reference.requires_grad_(False)
-        return reference.eval()
+        return copy.deepcopy(self.model).requires_grad_(False).eval()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights by name as an engine loads them: tied weights once, adapters merged."""
         if self.config.lora.rank > 0:
             return merged_state_dict(self.model)
-        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
-        state = self.model.state_dict()
+        state = dict(self.model.state_dict())
         if getattr(self.model.config, "tie_word_embeddings", False):
-            return {name: value for name, value in state.items() if name not in tied}
-        return dict(state)
+            for name in getattr(self.model, "_tied_weights_keys", None) or ():
+                state.pop(name, None)
+        return state
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer as an ordinary Hugging Face directory (safetensors)."""
@@ -234,6 +232,47 @@ class Actor:
         else:
             weights = fit_weights(self.model, read_weights(directory), at_least=self._own_rows)
             copy_weights(self.model, weights)
+
+
+def _control_names(number: int) -> list[str]:
+    return [f"<|reward_{i}|>" for i in range(number)]
+
+
+def control_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return name -> id of the control tokens that ``tokenizer`` has."""
+    known = tokenizer.get_vocab().items()
+    return {name: int(i) for name, i in known if re.fullmatch(r"<\|reward_\d+\|>", name)}
+
+
+def vocabulary_rows(model: PreTrainedModel) -> dict[str, int]:
+    """Return name -> number of rows of the weights with one row per token."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    own = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.shape[0] for name, p in named if id(p) in own}
+
+
+def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
+    """Return ``saved`` [V, ...] with ``number`` rows; new rows are the mean of the old, or 0 if ``blank``."""
+    missing = number - saved.shape[0]
+    if missing <= 0:
+        return saved[:number]
+    row = torch.zeros_like(saved[0]) if blank else saved.mean(dim=0)
+    return torch.cat([saved, row.expand(missing, *saved.shape[1:])])
+
+
+def fit_weights(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], *, at_least: int | None = None
+) -> dict[str, Tensor]:
+    """Return ``weights`` with the model's number of rows per token.
+
+    With ``at_least``, a weight with fewer rows or more than the model is of another vocabulary: unchanged.
+    """
+    fitted = dict(weights)
+    for name, number in vocabulary_rows(model).items():
+        if name in weights and (at_least is None or at_least <= weights[name].shape[0] <= number):
+            fitted[name] = fit_rows(weights[name], number)
+    return fitted
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
@@ -298,7 +337,9 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
             "(owner/name); check the path"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = _DTYPES.get(config.dtype) or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(config.dtype)
+    if dtype is None:
+        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)

@@ -100,11 +100,7 @@ class Grammars:
                 )
 
     def follow(self, grammars: Sequence[str]) -> GrammarRows | None:
-        """Return the masks of a batch that is sampled; None if no row has a grammar.
-
-        Args:
-            grammars: [B], '' for a row without a grammar.
-        """
+        """Return the masks of a batch that is sampled; '' = a row without grammar; None = no row has one."""
         matchers = {i: self._start(grammar) for i, grammar in enumerate(grammars) if grammar}
         return GrammarRows(matchers, self._executor, self.vocab_size) if matchers else None
 
@@ -142,22 +138,15 @@ class Grammars:
 
         Args and errors: see ``token_mask``. At most ``_CACHE_BYTES`` of masks exist at once.
         """
-        bytes_per_token = -(-self.vocab_size // 8)
+        keys = [(g, tuple(r)) for g, r in zip(grammars, responses, strict=True)]
+        longest = max((len(r) for r in responses), default=0)
+        size = max(1, 8 * _CACHE_BYTES // (self.vocab_size * max(1, longest)))
         result: list[Tensor] = []
-        waiting: list[_Key] = []
-        num_bytes = 0
-        for number, key in enumerate(zip(grammars, map(tuple, responses), strict=True), start=1):
-            waiting.append(key)
-            num_bytes += len(key[1]) * bytes_per_token
-            if num_bytes > _CACHE_BYTES or number == len(responses):
-                replays = self._replay([k for k in waiting if k[0]])
-                result += [
-                    torch.from_numpy(~replays[k].forced[replays[k].which])
-                    if k[0]
-                    else torch.ones(len(k[1]), dtype=torch.bool)
-                    for k in waiting
-                ]
-                waiting, num_bytes = [], 0
+        for start in range(0, len(keys), size):
+            replays = self._replay([key for key in keys[start : start + size] if key[0]])
+            for key in keys[start : start + size]:
+                forced = replays[key].forced[replays[key].which] if key[0] else np.zeros(len(key[1]), bool)
+                result.append(torch.from_numpy(~forced))
         return result
 
     def _start(self, grammar: str) -> Any:
@@ -185,14 +174,24 @@ class Grammars:
             # the library writes one mask more than there are tokens: what could come after the last
             starts = np.cumsum([0, *(len(ids) + 1 for _, ids in missing)]).tolist()
             words = np.zeros((starts.pop(), -(-self.vocab_size // 32)), dtype=np.int32)
-            work = [
-                (self._start(grammar), at, list(ids))
-                for at, (grammar, ids) in zip(starts, missing, strict=True)
-            ]
+            work = [(self._start(g), at, list(ids)) for at, (g, ids) in zip(starts, missing, strict=True)]
             fill(self._executor, work, words)
-            masks = words.view(np.uint8)
             for at, key in zip(starts, missing, strict=True):
-                found[key] = replay = _Replay.of(key, masks[at : at + len(key[1])])
+                grammar, ids = key
+                masks, tokens = words.view(np.uint8)[at : at + len(ids)], np.array(ids)
+                allowed = masks[np.arange(len(ids)), tokens // 8] >> (tokens % 8) & 1
+                if not allowed.all():
+                    place = int(np.argmin(allowed))
+                    raise TrainingError(
+                        f"a response does not follow its grammar {grammar}: token {ids[place]} at position "
+                        f"{place} is not allowed there; it was sampled without the grammar or with another "
+                        "tokenizer"
+                    )
+                numbers: dict[bytes, int] = {}
+                which = np.array([numbers.setdefault(mask.tobytes(), len(numbers)) for mask in masks])
+                packed = np.frombuffer(b"".join(numbers), dtype=np.uint8).reshape(len(numbers), -1).copy()
+                forced = np.unpackbits(packed, axis=1).sum(axis=1) == 1
+                found[key] = replay = _Replay(packed, which, forced)
                 self._cached_bytes += replay.packed.nbytes
                 if self._cached_bytes > _CACHE_BYTES:
                     self._replays.clear()
@@ -218,14 +217,11 @@ class GrammarRows:
         """
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        places: list[int] = []
-        matchers: list[tuple[Any, int]] = []
-        for place, row in enumerate(active.tolist()):
-            if row in self._matchers:
-                matchers.append((self._matchers[row], len(places)))
-                places.append(place)
+        rows = active.tolist()
+        places = [place for place, row in enumerate(rows) if row in self._matchers]
         if not places:
             return logits
+        matchers = [(self._matchers[rows[place]], number) for number, place in enumerate(places)]
         words = np.empty((len(places), self._width), dtype=np.int32)
         fill_next_token_bitmask_par(self._executor, matchers, words)
         packed = torch.from_numpy(words.view(np.uint8)).to(logits.device)
@@ -256,23 +252,6 @@ class _Replay:
     """[T] int64."""
     forced: np.ndarray
     """[U] bool: a single token is allowed."""
-
-    @classmethod
-    def of(cls, key: _Key, masks: np.ndarray) -> _Replay:
-        """Take the masks [T, >= V / 8] of a response."""
-        grammar, ids = key
-        tokens = np.array(ids)
-        allowed = masks[np.arange(len(ids)), tokens // 8] >> (tokens % 8) & 1
-        if not allowed.all():
-            place = int(np.argmin(allowed))
-            raise TrainingError(
-                f"a response does not follow its grammar {grammar}: token {ids[place]} at position {place} "
-                "is not allowed there; it was sampled without the grammar or with another tokenizer"
-            )
-        numbers: dict[bytes, int] = {}
-        which = np.array([numbers.setdefault(mask.tobytes(), len(numbers)) for mask in masks])
-        packed = np.frombuffer(b"".join(numbers), dtype=np.uint8).reshape(len(numbers), -1).copy()
-        return cls(packed, which, np.unpackbits(packed, axis=1).sum(axis=1) == 1)
 
 
 class _Pieces:

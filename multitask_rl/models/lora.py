@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from multitask_rl.config.run import LoraConfig
 from multitask_rl.errors import CheckpointError, MissingExtraError
 from multitask_rl.seeding import derive_seed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["add_adapters", "load_adapters", "merged_state_dict"]
 
@@ -27,8 +27,9 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
         raise MissingExtraError(
             "model.lora.rank > 0 needs the package peft; install it with: pip install 'multitask-rl[peft]'"
         ) from error
-    names = config.target_modules
-    targets = names if names == "all-linear" else [n.strip() for n in names.split(",")]
+    targets: Any = config.target_modules
+    if targets != "all-linear":
+        targets = [name.strip() for name in targets.split(",")]
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -36,8 +37,6 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    import torch
-
     # adapters start at random; they depend on the seed only
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
@@ -50,8 +49,6 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
     ``merge_adapter`` and ``unmerge_adapter`` would replace the base weights, which are the reference policy
     and in no checkpoint, by ``(w + d) - d``: rounding that grows with every step.
     """
-    import torch
-
     merged = {
         name.replace("base_model.model.", "").replace(".base_layer", ""): value.detach().clone()
         for name, value in model.state_dict().items()

@@ -21,15 +21,10 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
 
     Args:
         config: a model's configuration, changed in place.
-        scaling: ``type`` and ``factor`` > 1; further keys go into ``rope_parameters`` (``beta_fast``,
-            ``attention_factor``...). Types:
-
-            * ``linear``: positions divided by the factor (arXiv:2306.15595).
-            * ``ntk``: base multiplied by ``factor ** (d / (d - 2))``, d rotated dimensions: the fastest
-              frequency stays, the slowest is divided by the factor (arXiv:2309.00071, section 3.1).
-            * ``dynamic``: as ``ntk``, with the factor that the longest sequence so far needs: the output
-              depends on earlier inputs.
-            * ``yarn``: frequencies interpolated by wavelength, attention sharpened (arXiv:2309.00071).
+        scaling: ``factor`` > 1; ``type``: ``linear`` (positions divided by the factor, arXiv:2306.15595),
+            ``ntk`` (base multiplied by ``factor ** (d / (d - 2))``, d rotated dimensions), ``dynamic`` (as
+            ``ntk``, with the factor that the longest sequence so far needs) or ``yarn`` (all
+            arXiv:2309.00071); further keys go into ``rope_parameters``.
 
     Raises:
         ConfigError: unknown type, no factor above 1, or a model without (one kind of) rotary positions.

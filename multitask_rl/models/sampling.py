@@ -11,15 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "TokenMask",
-    "draw_uniforms",
-    "keep_allowed",
-    "keep_top",
-    "nearest_possible",
-    "sample_tokens",
-    "suppress",
-]
+__all__ = ["TokenMask", "draw_uniforms", "keep_allowed", "keep_top", "sample_tokens", "suppress"]
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
@@ -73,13 +65,9 @@ class TokenMask:
 
 
 def keep_allowed(logits: Tensor, packed: Tensor) -> Tensor:
-    """Set the logits of tokens that a grammar does not allow to -inf.
+    """Return ``logits`` [B, V] with -inf where ``packed`` [B, >= V / 8] (see ``TokenMask``) has no bit.
 
     Call it before temperature and filters: the nucleus is one of the allowed tokens.
-
-    Args:
-        logits: [B, V].
-        packed: [B, >= V / 8] uint8, see ``TokenMask``.
     """
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     refused = ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)[:, : logits.shape[-1]] == 0
@@ -87,14 +75,9 @@ def keep_allowed(logits: Tensor, packed: Tensor) -> Tensor:
 
 
 def suppress(logits: Tensor, ids: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """Return ``logits`` [B, V] with -inf for the tokens ``ids`` [S], which are never sampled.
+    """Return ``logits`` [B, V] with -inf for the tokens ``ids`` [S], in the rows ``chosen`` [B] bool or all.
 
     Call it before temperature and filters: the nucleus is one of the other tokens.
-
-    Args:
-        logits: [B, V].
-        ids: [S].
-        chosen: [B] bool, the rows concerned; None = all.
     """
     columns = logits[:, ids]
     rows = columns.new_ones(len(columns), dtype=torch.bool) if chosen is None else chosen
@@ -120,8 +103,7 @@ def keep_top(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None = Non
     with torch.no_grad():
         drop = torch.zeros_like(logits, dtype=torch.bool)
         if 0 < top_k < size:
-            smallest = logits.topk(top_k, dim=-1).values[..., -1:]
-            drop |= logits < smallest
+            drop |= logits < logits.topk(top_k, dim=-1).values[..., -1:]
         if top_p < 1.0:
             ordered, order = logits.masked_fill(drop, float("-inf")).sort(dim=-1, descending=True)
             mass = ordered.softmax(dim=-1).cumsum(dim=-1)
@@ -142,13 +124,13 @@ def sample_tokens(
     Args:
         logits: [B, V].
         uniforms: [B] in [0, 1).
-        temperature: > 0 samples; 0 takes the most likely token.
+        temperature: 0 takes the most likely token.
         top_k: see ``keep_top``.
         top_p: see ``keep_top``.
 
     Returns:
-        ``(tokens [B] int64, logprobs [B] float32)``; log-probabilities are those of the sampled distribution,
-        for temperature 0 those of temperature 1.
+        Tokens [B] int64 and their log-probabilities [B] float32 under the sampled distribution; for
+        temperature 0 under that of temperature 1.
     """
     logits = logits.float()
     if temperature == 0:

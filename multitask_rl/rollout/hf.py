@@ -199,7 +199,7 @@ class HFEngine(RolloutEngine):
         eos = self._eos.to(device)
         never = torch.tensor(first.suppressed_ids, device=device) if first.suppressed_ids else None
         watched = any(row.watch for row in rows)
-        stops = self._decode is not None and any(row.sampling.stop for row in rows)
+        stops = any(row.sampling.stop for row in rows)
         every = HAND_ON_EVERY if self._autocast else 1
 
         prompts = [row.prompt_ids for row in rows]
@@ -229,8 +229,14 @@ class HFEngine(RolloutEngine):
             if grammar is not None:
                 grammar.advance(active, tokens)
             ended = torch.isin(tokens, eos)
-            if stops:
-                ended |= self._hit_stop_string(rows, ids, active, step)
+            if self._decode is not None and stops:
+                for position, index in enumerate(active.tolist()):
+                    if stop := rows[index].sampling.stop:
+                        # a token holds at least one byte of text: this covers the longest stop string
+                        window = max(len(s.encode()) for s in stop) + 4
+                        tail = self._decode(ids[index, max(0, step + 1 - window) : step + 1].tolist())
+                        if any(s in tail for s in stop):
+                            ended[position] = True
             going = ~ended & (lengths[active] > step + 1)
             flagged = _flagged(rows, ids, active, going, step) if watched else []
             going[flagged] = False
@@ -251,18 +257,6 @@ class HFEngine(RolloutEngine):
             if not len(active):
                 break
             state.advance(tokens)
-
-    def _hit_stop_string(self, rows: list[_Row], ids: Tensor, active: Tensor, step: int) -> Tensor:
-        assert self._decode is not None
-        hit = torch.zeros(len(active), dtype=torch.bool, device=ids.device)
-        for position, index in enumerate(active.tolist()):
-            stop = rows[index].sampling.stop
-            if stop:
-                # a token holds at least one byte of text: this window covers the longest stop string
-                window = max(len(s.encode()) for s in stop) + 4
-                tail = self._decode(ids[index, max(0, step + 1 - window) : step + 1].tolist())
-                hit[position] = any(s in tail for s in stop)
-        return hit
 
 
 def _flagged(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.guard.base import Guard
-from multitask_rl.models.actor import Actor
-from multitask_rl.models.vocabulary import fit_rows, vocabulary_rows
+from multitask_rl.models.actor import Actor, fit_rows, vocabulary_rows
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.training.checkpoint import Checkpoint

@@ -17,8 +17,7 @@ from multitask_rl.boundary.redaction import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.guard.base import Guard
-from multitask_rl.models.actor import Actor, copy_weights, read_weights
-from multitask_rl.models.vocabulary import fit_weights
+from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
 from multitask_rl.plugins import class_id
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock

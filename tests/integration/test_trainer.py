@@ -21,7 +21,7 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.models.vocabulary import control_ids
+from multitask_rl.models.actor import control_ids
 from multitask_rl.records import Scored
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.flow import Stage
