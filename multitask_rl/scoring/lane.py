@@ -64,8 +64,8 @@ class Lane:
     # ------------------------------------------------------------------ called by the pool
 
     def start(self, runner: Runner) -> None:
-        """Start ``runner``, the lane's first; it may not be up yet."""
-        self._first = runner
+        """Start ``runner``; it may not be up yet."""
+        self._first = self._first or runner
         self.runners.append(runner)
         runner.start()
 
@@ -116,9 +116,7 @@ class Lane:
                 most = self.num_workers + min(SPARE_RUNNERS, stalled)
                 is_due = self._queue and not self._closed and now - self._waiting_since >= GROW_AFTER_S
                 if is_due and len(calls) == len(self.runners) < most:
-                    runner = self.make_runner()
-                    self.runners.append(runner)
-                    runner.start()
+                    self.start(self.make_runner())
                     self._waiting_since = now
             if self._queue:  # a place may have become free, a pause may have ended
                 self._condition.notify_all()

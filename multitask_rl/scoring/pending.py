@@ -24,26 +24,21 @@ class Pending(Protocol[T]):
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts; scoring starts where possible."""
-        ...
 
     def seal(self, order: Sequence[int] | None = None) -> None:
         """Declare that no more rollouts are added; ``order``: all indices as the step's batch has them."""
-        ...
 
     def is_done(self, index: int) -> bool:
         """Whether everything about a rollout is known."""
-        ...
 
     def known(self, index: int) -> Mapping[str, Any] | None:
         """Return the answers about a rollout by name, if all are there, without collecting them."""
-        ...
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
         """Wait until everything is known, or ``is_enough()``; return the task whose result came last.
 
         An empty string means that nothing had to be waited for.
         """
-        ...
 
     def results(self, indices: Sequence[int]) -> list[T]:
         """Return the results of ``indices``, which must be done; each index is collected once.
@@ -51,15 +46,12 @@ class Pending(Protocol[T]):
         Raises:
             RewardError: a task's error budget is spent.
         """
-        ...
 
     def spans(self, indices: Sequence[int]) -> dict[str, Span]:
         """Return per task the start of its first question and the end of its last answer, or now."""
-        ...
 
     def cancel(self, indices: Sequence[int]) -> None:
         """Cancel all calls that have not started; their results will not be collected."""
-        ...
 
 
 class Deferred(Generic[T]):

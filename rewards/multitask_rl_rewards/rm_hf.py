@@ -79,11 +79,11 @@ class RewardModel:
         if logits.shape[1] > 1:
             logits = logits.softmax(dim=1)
         cut = [self._classifier.is_cut(*exchange, self.config.template) for exchange in exchanges]
-        values = logits[:, self._index].tolist()
-        return [_result(value, is_cut=one) for value, one in zip(values, cut, strict=True)]
-
-
-def _result(value: float, *, is_cut: bool) -> Score | Failure:
-    if math.isfinite(value):
-        return Score(value=value, components={"truncated": float(is_cut)})
-    return Failure(kind=FailureKind.grader, message=f"the reward model returned {value}", source="rm_hf")
+        results: list[RewardResult] = []
+        for value, is_cut in zip(logits[:, self._index].tolist(), cut, strict=True):
+            if math.isfinite(value):
+                results.append(Score(value=value, components={"truncated": float(is_cut)}))
+            else:
+                message = f"the reward model returned {value}"
+                results.append(Failure(kind=FailureKind.grader, message=message, source="rm_hf"))
+        return results
