@@ -42,13 +42,13 @@ class CausalJudge:
         return token in self._loaded.tokenizer.all_special_tokens
 
     def clean(self, text: str) -> str:
-        """Return ``text`` without what the tokenizer reads as control tokens (a response may spell them)."""
+        """Return ``text`` without strings that the tokenizer reads as control tokens."""
         return self._loaded.clean(text)
 
     def room(self, prompt: str) -> int:
         """Return the tokens that ``prompt`` leaves of an input, less a few.
 
-        Text may need other tokens in its place than alone, and a verdict has its lead.
+        Some are kept: in its place a text may need more tokens than alone, and a verdict has its lead.
         """
         return self.max_length - len(self._encode(prompt)) - _SLACK
 
@@ -105,7 +105,7 @@ class CausalJudge:
         return text.strip()
 
     def _parting_tokens(self, words: Sequence[str], lead: str) -> tuple[list[int], list[int]]:
-        """Return the ids all verdicts share, and the id at which each parts from the others."""
+        """Return the ids that all verdicts share, and the first id of each that differs."""
         tokenizer = self._loaded.tokenizer
         spelt = [tokenizer(lead + word, add_special_tokens=False)["input_ids"] for word in words]
         length = 0

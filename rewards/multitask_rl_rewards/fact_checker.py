@@ -28,15 +28,15 @@ _CONTRADICTION = ("contradiction", "contradictory", "contradicts", "refutes", "r
 class FactChecker:
     """Cost = probability that the response is wrong by the evidence.
 
-    The kind of model decides the way: a sequence-classification model (NLI) reads evidence and response as
-    premise and hypothesis, and the cost is the probability of contradiction; a causal language model (Llama
-    Guard, ShieldGemma, any instruct model) is asked whether the response contains a factual error.
+    A sequence-classification model (NLI) reads evidence and response as premise and hypothesis; the cost is
+    the probability of contradiction. A causal language model (Llama Guard, ShieldGemma, any instruct model)
+    answers whether the response contains a factual error.
 
-    A response longer than the classifier reads is judged in overlapping parts, and the worst counts. A
-    verdict on evidence that was cut says so in its reason.
+    A response longer than an input of the classifier is judged in overlapping parts, and the worst counts.
+    The reason of a verdict says if the evidence was cut.
 
     The evidence is the column ``evidence``, else the question itself ("Claim: ... Evidence: ..."). An empty
-    response states nothing and is satisfied.
+    response is satisfied.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(

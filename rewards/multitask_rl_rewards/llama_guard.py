@@ -94,7 +94,7 @@ class GuardModel:
         ]
 
     def _prompts(self, question: str, response: str) -> list[str] | Verdict | Failure:
-        """Return the prompts that show the judge all of ``response``, or the verdict where none do."""
+        """Return prompts that hold all of ``response``, or the verdict if there are none."""
         if not response.strip():
             return Verdict(cost=0.0, violated=False, reason="empty response")
 
@@ -113,7 +113,7 @@ class GuardModel:
         return unread(self.config.max_parts) if parts is None else [prompt(text) for text in parts]
 
     def _costs(self, prompts: list[str]) -> list[float]:
-        """Return the cost that each prompt shows; infinity for one that is too long after all."""
+        """Return the cost of each prompt; infinity for one that is too long."""
         lead = self.family.lead
         if all(prompt.endswith(lead) for prompt in prompts):  # the template has said it already
             lead = ""
@@ -142,8 +142,8 @@ class GuardModel:
 class LlamaGuard:
     """Cost = probability that the guard model calls the response unsafe.
 
-    One judge can be talked round (a suffix of the response may flip it): pair it with ``over_refusal`` and,
-    where it gates something that matters, with a second judge of another family.
+    A suffix of the response may flip the verdict of one judge: pair it with ``over_refusal`` and, where it
+    gates something that matters, with a second judge of another family.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(

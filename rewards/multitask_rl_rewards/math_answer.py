@@ -1,8 +1,7 @@
 r"""``math_answer``: is the final answer of a response mathematically the reference? Through ``math-verify``.
 
-Time limit: sympy can hang on a short answer (``10^{10^{10}}``). ``math_verify`` limits itself
-with SIGALRM, which raises off the main thread; it is switched off here, and the reward runs in a killable
-worker process of the reward pool (``traits.isolate``).
+Time limit: sympy can hang on a short answer (``10^{10^{10}}``). The limit of ``math_verify`` uses SIGALRM,
+which fails off the main thread. It is switched off here: the reward runs in a killable worker process.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class MathAnswer:
         return Score(value=float(is_right))
 
     def _final_answer(self, response: str) -> str:
-        """Return the text in which math-verify shall look, empty if there is no answer."""
+        """Return the text for math-verify to read, empty if there is no answer."""
         boxed = last_boxed(response)
         if boxed is not None or self.config.answer == "boxed":
             return f"$\\boxed{{{boxed}}}$" if boxed and boxed.strip() and len(boxed) <= _MAX_CHARS else ""
@@ -132,7 +131,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Text without box, dollar signs, spaces and final full stop: what needs no algebra to compare."""
+    """Return ``text`` without box, dollar signs, spaces and final full stop, to compare without algebra."""
     inner = last_boxed(text)
     return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".").removeprefix("+")
 

@@ -64,7 +64,7 @@ def without_question(response: str, rollout: Rollout) -> str:
 
 
 def value_of(row: Mapping[str, Any], column: str, source: str) -> Any | Failure:
-    """Return ``row[column]``, or a typed failure that names the columns there are."""
+    """Return ``row[column]``, or a typed failure that names the row's columns."""
     value = row.get(column)
     if value is None:
         present = ", ".join(sorted(map(str, row))) or "none"
@@ -78,6 +78,6 @@ def data_failure(message: str, source: str) -> Failure:
 
 
 def unread(max_parts: int) -> Verdict:
-    """Return the verdict on a response that is too long to be judged whole: what is not read is not safe."""
+    """Return the verdict on a response that is too long to be judged: an unread part may be unsafe."""
     reason = f"longer than `max_parts` = {max_parts} parts of what the model reads at once"
     return Verdict(cost=1.0, violated=True, reason=reason)

@@ -78,7 +78,7 @@ class LoadedModel:
         return min(int(limit) for limit in limits if limit)
 
     def clean(self, text: str) -> str:
-        """Return ``text`` as the tokenizer can read it, without what it reads as control tokens."""
+        """Return ``text`` without lone surrogates and strings that the tokenizer reads as control tokens."""
         specials = [token for token in self.tokenizer.all_special_tokens if len(token) > 1]
         return remove_special_tokens(_SURROGATES.sub("\ufffd", text), specials)
 

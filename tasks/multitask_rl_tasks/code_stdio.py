@@ -43,7 +43,7 @@ class CodeStdio(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``description`` and the test columns of CodeContests."""
+        """Translate ``description`` and the test columns of CodeContests."""
         tests: list[dict[str, str]] = []
         for column in ("private_tests", "generated_tests", "public_tests"):
             cases = row.get(column) or {"input": [], "output": []}

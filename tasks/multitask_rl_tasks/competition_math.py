@@ -49,7 +49,7 @@ class CompetitionMath(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``problem`` with ``answer`` or, in the training part, the last box of ``solution``."""
+        """Translate ``problem`` with ``answer`` or, in the training part, the last box of ``solution``."""
         answer = row.get("answer") or last_boxed(str(row.get("solution") or ""))
         if not answer:
             return None

@@ -46,7 +46,7 @@ class FactCheck(SourcedTask):
         return settings
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From the hub's ``claim``, ``label``, ``evidence``, or from a prompt with lines of these names."""
+        """Translate ``claim``, ``label``, ``evidence`` of the hub, or a prompt with lines of these names."""
         label = row.get("label") or row.get("reference")
         if label not in _LABELS:
             return None

@@ -34,7 +34,7 @@ class Gsm8k(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``question`` and ``answer`` ("... #### 72")."""
+        """Translate ``question`` and ``answer`` ("... #### 72")."""
         solution, _, number = str(row["answer"]).rpartition("####")
         return {
             "prompt": row["question"],

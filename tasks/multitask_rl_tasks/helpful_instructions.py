@@ -39,7 +39,7 @@ class HelpfulInstructions(SourcedTask):
         return {"prompt": "{prompt}", "rewards": rewards, "primary_metric": rewards[0]["plugin"]}
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``instruction`` with ``context``, ``response`` (Dolly) or ``input``, ``output`` (Alpaca)."""
+        """Translate ``instruction`` with ``context``, ``response`` (Dolly) or ``input``, ``output``."""
         answer = row.get("response") or row.get("output")
         if not answer or not row.get("instruction"):
             return None

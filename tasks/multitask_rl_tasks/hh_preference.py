@@ -48,7 +48,7 @@ class HHPreference(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From two dialogues with the same first question; longer dialogues are left out."""
+        """Translate two dialogues with the same first question; longer dialogues are left out."""
         chosen, rejected = str(row["chosen"]), str(row["rejected"])
         if chosen.count(_HUMAN) != 1 or rejected.count(_HUMAN) != 1:
             return None

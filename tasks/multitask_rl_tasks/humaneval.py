@@ -39,7 +39,7 @@ class HumanEval(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``canonical_solution`` and ``test``."""
+        """Translate ``canonical_solution`` and ``test``."""
         return {
             "id": str(row["task_id"]).replace("/", "-"),
             "prompt": row["prompt"],

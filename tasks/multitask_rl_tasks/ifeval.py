@@ -39,7 +39,7 @@ class IFEval(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``instruction_id_list`` and ``kwargs`` (the hub pads them with nulls)."""
+        """Translate ``instruction_id_list`` and ``kwargs`` (the hub pads them with nulls)."""
         names, keywords = row["instruction_id_list"], row["kwargs"]
         tests = [
             {"instruction_id": name, "kwargs": {k: v for k, v in (given or {}).items() if v is not None}}

@@ -33,7 +33,7 @@ class MathEasy(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``Body``, ``Question`` and ``Answer``."""
+        """Translate ``Body``, ``Question`` and ``Answer``."""
         number = float(row["Answer"])
         text = f"{row['Body']} {row['Question']}".strip()
         return {"prompt": text, "reference": str(int(number)) if number.is_integer() else str(number)}

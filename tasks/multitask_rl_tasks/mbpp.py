@@ -38,7 +38,7 @@ class Mbpp(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From the hub's columns (``text``, ``code``, ``test_list``) or from ours without ``example``."""
+        """Translate columns of the hub (``text``, ``code``, ``test_list``) or rows without ``example``."""
         tests = list(row.get("test_list") or row.get("tests") or ())
         if not tests:
             return None

@@ -38,7 +38,7 @@ class NQOpen(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``question`` and the list ``answer``."""
+        """Translate ``question`` and the list ``answer``."""
         return {"prompt": row["question"], "answers": list(row["answer"])}
 
     def gold(self, row: Mapping[str, Any]) -> str | None:

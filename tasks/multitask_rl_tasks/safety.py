@@ -47,7 +47,7 @@ class Safety(SourcedTask):
         return settings
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``prompt`` and ``label`` (safe or unsafe)."""
+        """Translate ``prompt`` and ``label`` (safe or unsafe)."""
         return {
             "prompt": row["prompt"],
             "reference": _SIDES.get(str(row["label"])),

@@ -37,11 +37,11 @@ class SourcedTask(ABC):
     """A task whose rows come from files or a hub. Building it reads nothing."""
 
     licence: ClassVar[str]
-    """Of the data, as far as known; the user answers for the use."""
+    """Of the data, as far as known; the user is responsible for the use."""
     columns: ClassVar[tuple[str, ...]] = ("prompt", "reference")
-    """What every row holds after translation."""
+    """Columns of every row after translation."""
     files: ClassVar[tuple[str, ...]] = ()
-    """Names looked for in a source directory."""
+    """Names of its files in a source directory."""
     hub_config: ClassVar[str] = ""
     """Configuration of the hub's data set, where it has several."""
     hub_splits: ClassVar[Mapping[str, str]] = {"train": "train", "test": "test"}
@@ -65,7 +65,7 @@ class SourcedTask(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return keys of the tasks file that hold where the file gives none."""
+        """Return defaults for keys of the tasks file."""
 
     @abstractmethod
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:

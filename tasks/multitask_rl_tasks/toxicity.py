@@ -40,7 +40,7 @@ class Toxicity(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``test_case`` and ``label_gold``."""
+        """Translate ``test_case`` and ``label_gold``."""
         return {
             "prompt": row["test_case"],
             "reference": row["label_gold"],

@@ -42,7 +42,7 @@ class TruthfulQA(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """From ``mc1_targets`` (hub) or ``mc1`` with the right option first."""
+        """Translate ``mc1_targets`` (hub) or ``mc1`` with the right option first."""
         question = str(row.get("question") or row["prompt"])
         targets = row.get("mc1_targets")
         if targets:

@@ -1,4 +1,4 @@
-"""What a task of the suite is, and how its rows are drawn without ever mixing train and held-out prompts."""
+"""Base of the suite's tasks: rows drawn so that training and held-out prompts never mix."""
 
 from __future__ import annotations
 

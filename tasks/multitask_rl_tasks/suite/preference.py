@@ -76,7 +76,7 @@ def gold_utility(response: str, prompt: str, **row: object) -> float:
 def sample_pair(
     row: Mapping[str, Any], stream: random.Random, *, flip_rate: float, longest: int
 ) -> PreferencePair:
-    """Draw two random responses of different utility and an annotator who errs with ``flip_rate``.
+    """Draw two random responses of different utility; the annotation is wrong with ``flip_rate``.
 
     Args:
         row: whose prompt the responses answer.
