@@ -1,14 +1,17 @@
-"""multitask_rl: one shared actor, many tasks.
-
-Public names load on first use (PEP 562), so that importing the package imports nothing heavy.
-"""
+"""multitask_rl: one shared actor, many tasks."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from multitask_rl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from multitask_rl.api.adapters import HfModelAdapter, VLLMActorModel, vLLMAdapter
+    from multitask_rl.api.chunked_generator import ChunkedGenerator
+    from multitask_rl.api.rl_trainer import PPOTrainer, RLTrainer
+    from multitask_rl.api.role_updater import PPORoleUpdater
+    from multitask_rl.config.ppo import PPOConfig
     from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
     from multitask_rl.data import get_dataloader
     from multitask_rl.guard.safety_guard import SafetyGuard
@@ -19,36 +22,41 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChunkedGenerator",
     "DataFlow",
     "DynamicTaskWeightScheduler",
+    "HfModelAdapter",
+    "PPOConfig",
+    "PPORoleUpdater",
+    "PPOTrainer",
+    "RLTrainer",
     "SafetyGuard",
     "Stage",
     "Trainer",
+    "VLLMActorModel",
     "__version__",
     "get_actor_critic",
     "get_dataloader",
+    "vLLMAdapter",
 ]
 
-_HOME = {
-    "DataFlow": "multitask_rl.step.flow",
-    "DynamicTaskWeightScheduler": "multitask_rl.curriculum.scheduler",
-    "SafetyGuard": "multitask_rl.guard.safety_guard",
-    "Stage": "multitask_rl.step.flow",
-    "Trainer": "multitask_rl.trainer",
-    "get_actor_critic": "multitask_rl.training.critic",
-    "get_dataloader": "multitask_rl.data",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the public name ``name`` from the module it lives in."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """Return the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "ChunkedGenerator": "multitask_rl.api.chunked_generator",
+        "DataFlow": "multitask_rl.step.flow",
+        "DynamicTaskWeightScheduler": "multitask_rl.curriculum.scheduler",
+        "HfModelAdapter": "multitask_rl.api.adapters",
+        "PPOConfig": "multitask_rl.config.ppo",
+        "PPORoleUpdater": "multitask_rl.api.role_updater",
+        "PPOTrainer": "multitask_rl.api.rl_trainer",
+        "RLTrainer": "multitask_rl.api.rl_trainer",
+        "SafetyGuard": "multitask_rl.guard.safety_guard",
+        "Stage": "multitask_rl.step.flow",
+        "Trainer": "multitask_rl.trainer",
+        "VLLMActorModel": "multitask_rl.api.adapters",
+        "get_actor_critic": "multitask_rl.training.critic",
+        "get_dataloader": "multitask_rl.data",
+        "vLLMAdapter": "multitask_rl.api.adapters",
+    },
+)

@@ -22,7 +22,7 @@ PACKAGES = {
 }
 
 TIERS = [
-    {"errors"},
+    {"errors", "lazy"},
     {"seeding", "boundary", "attention", "sandbox.cell"},
     {"config.schema"},
     {"records"},
@@ -39,6 +39,7 @@ TIERS = [
     {"step", "testing"},
     {"run"},
     {"trainer"},
+    {"api", "utils", "trainer.ppo"},
     {"cli"},
 ]
 """Rooms, lowest first; a room covers what is below it unless a longer name does.

@@ -12,7 +12,7 @@ SAME_NAME = {
 """Class names that may stand twice, and why."""
 
 FOREIGN = {
-    "__init__": (1, "a module named in a table of our own: lazy loading"),
+    "api": (1, "a tokenizer"),
     "attention": (4, "transformers configurations; a mark on a torch tensor"),
     "cli": (
         3,
@@ -20,11 +20,13 @@ FOREIGN = {
     ),
     "config": (6, "fields of settings that a table or a list of keys names"),
     "curriculum": (2, "attributes that a user's policy lists in ``per_task``"),
-    "data": (7, "tokenizers, data sets and puzzles of other libraries; a user's task"),
+    "data": (10, "tokenizers, data sets and puzzles of other libraries; a user's task"),
+    "lazy": (1, "a public name in its module"),
     "guard": (1, "one field of a record, chosen by the name of a metric"),
-    "models": (12, "transformers models, configurations and tokenizers; peft layers"),
+    "models": (13, "transformers models, configurations and tokenizers; peft layers"),
     "plugins": (8, "a user's object"),
     "rollout": (16, "transformers models; objects inside vLLM"),
+    "run": (6, "a reward given as an object"),
     "sandbox": (21, "builtins, the interpreter, objects of a candidate program, limits by name"),
     "scoring": (22, "a user's plugin or a value it returned; objects of other reward libraries"),
     "testing": (2, "nodes of a syntax tree; finders of the interpreter"),

@@ -125,6 +125,9 @@ class RolloutConfig(Settings):
     """Longer prompts are left out (training) with a count; 0 = the model's limit less the response."""
     max_batch_tokens: Count = 65536
     """Prompt and response tokens generated at once at most (memory)."""
+    prefill_tokens: Count = 8192
+    """Prompt tokens of one forward pass of the engine ``hf``, over all rows: bounds the memory of long
+    prompts. vLLM has its own bound."""
     max_staleness: Natural = 0
     """Updates between sampling and learning at most: 0 = one after the other; 1 = the next rollout runs while
     rewards come in and the update is made; more = as many rollouts ahead, for slow rewards."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from multitask_rl.config.checks import is_data_path
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights
-from multitask_rl.data.readers import Rows, read_dataset_dict, read_file
+from multitask_rl.data.objects import rows_of
+from multitask_rl.data.readers import Rows
 from multitask_rl.data.rows import evaluation_rows, group_rows, load_rows, split_rows
 from multitask_rl.errors import ConfigError, DataError
 
@@ -80,7 +81,7 @@ class TaskDataLoader:
 
 
 def get_dataloader(
-    dataset_path: str | Path,
+    dataset_path: Any,
     task_weights: Mapping[str, float] | None = None,
     batch_size: int = 8,
     split: str = "train",
@@ -88,7 +89,8 @@ def get_dataloader(
     """Open a multi-task data set: rows with ``task``, ``prompt`` and what the task's rewards read.
 
     Args:
-        dataset_path: .jsonl, .jsonl.gz, .json, .parquet or a Hugging Face id.
+        dataset_path: .jsonl, .jsonl.gz, .json, .parquet or a Hugging Face id; or the rows themselves: a list
+            of mappings, a ``datasets.Dataset`` or ``DatasetDict``.
         task_weights: initial weight per task; a missing one is the mean of those given; all are normalised.
         batch_size: prompts of all tasks together per step.
         split: split to train on, where rows have a ``split`` column.
@@ -99,13 +101,12 @@ def get_dataloader(
     """
     if batch_size < 1:
         raise ConfigError(f"get_dataloader: batch_size must be >= 1, got {batch_size!r}")
-    path = str(dataset_path)
-    whole = {"": read_file(path)} if is_data_path(path) else read_dataset_dict(path, {})
-    splits = group_rows(whole)
+    splits = group_rows(rows_of(dataset_path, "get_dataloader"))
     if "" in splits:
         count = sum(len(rows) for rows in splits[""].values())
+        source = repr(str(dataset_path)) if isinstance(dataset_path, (str, Path)) else "the data set"
         raise DataError(
-            f"{count} rows of {path!r} have no 'task'; every row of a multi-task data set names its task "
+            f"{count} rows of {source} have no 'task'; every row of a multi-task data set names its task "
             f"(tasks found: {', '.join(t for t in splits if t) or 'none'})"
         )
     weights = fill_weights(list(splits), dict(task_weights or {}))

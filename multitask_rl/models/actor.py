@@ -25,7 +25,7 @@ from multitask_rl.models.rope import context_length, scale_rope
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Actor", "load_actor"]
+__all__ = ["Actor", "load_actor", "make_actor"]
 
 
 class Actor:
@@ -43,6 +43,8 @@ class Actor:
         self.config = config
         self.engine = ""
         """Rollout engine asked for in Python (``use_vllm``); empty = the run configuration's."""
+        self.engine_config: dict[str, Any] = {}
+        """The engine's own keys asked for in Python; they hold where the run configuration names none."""
         self.device_map: dict[str, str] = {}
         """Devices asked for in Python; they hold where the run configuration names none."""
         self.policy_version = 0
@@ -72,7 +74,8 @@ class Actor:
     def settle(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with the engine and the devices asked for in Python."""
         if self.engine:
-            config = replace(config, rollout=replace(config.rollout, engine=self.engine))
+            keys = config.rollout.engine_config or self.engine_config
+            config = replace(config, rollout=replace(config.rollout, engine=self.engine, engine_config=keys))
         return replace(config, device_map=config.device_map or self.device_map)
 
     @property
@@ -314,8 +317,16 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
-    """Load any causal language model of ``transformers`` with its tokenizer; ``seed`` is of new adapters.
+def load_actor(
+    config: ModelConfig, device: str = "", seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Actor:
+    """Load any causal language model of ``transformers``.
+
+    Args:
+        config: the model.
+        device: of the weights; empty = cuda if there is one, else cpu.
+        seed: of new adapters.
+        tokenizer: instead of the model's own.
 
     Raises:
         ConfigError: no name is given, or it names no causal language model with a tokenizer.
@@ -342,7 +353,7 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, **trust)
         architecture = AutoConfig.from_pretrained(name, **trust)
         if config.rope_scaling:
             scale_rope(architecture, config.rope_scaling)
@@ -368,7 +379,74 @@ def load_actor(config: ModelConfig, device: str = "", seed: int = 0) -> Actor:
             f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had "
             f"from the Hugging Face hub: {first}. Check the path, or download the model first."
         ) from error
-    model.to(device)
+    return _prepare(model.to(device), tokenizer, config, seed)
+
+
+def make_actor(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: ModelConfig | None = None,
+    seed: int = 0,
+) -> Actor:
+    """Return the actor of a model that is already loaded, on its device and in its dtype.
+
+    Args:
+        model: a causal language model of ``transformers``; wrapped by FSDP, DDP or ``torch.compile`` too. It
+            is trained in place; of a sharded one every process gets a whole copy (call it in all of them).
+        tokenizer: default: the one of ``model.name_or_path``.
+        config: adapters, gradient checkpointing, ... (not name, dtype and rope_scaling, which the model has).
+        seed: of new adapters.
+
+    Raises:
+        ConfigError: no causal language model, or no tokenizer.
+    """
+    from transformers import AutoTokenizer, PreTrainedModel
+
+    model = unwrap_model(model)
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise ConfigError(
+            f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got "
+            f"{type(model).__name__}"
+        )
+    config = replace(config or ModelConfig(), name_or_path=model.name_or_path)
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                config.name_or_path, trust_remote_code=config.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"no tokenizer comes with the model ({config.name_or_path!r}); give tokenizer=..."
+            ) from error
+    return _prepare(model, tokenizer, config, seed)
+
+
+def unwrap_model(model: Any) -> Any:
+    """Return the whole, plain module of a model that FSDP, DDP or ``torch.compile`` wraps.
+
+    The weights of a sharded model are gathered from all of its ranks, each of which gets a copy.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    model = getattr(model, "_orig_mod", model)  # torch.compile
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model.module
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return copy.deepcopy(model.module)
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return model
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    plain = type(model)(model.config).to(model.dtype)
+    plain.load_state_dict(whole)
+    plain.name_or_path = model.name_or_path
+    return plain.to(next(iter(whole.values())).device)
+
+
+def _prepare(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, seed: int
+) -> Actor:
     if config.lora.rank > 0:
         model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:

@@ -34,8 +34,16 @@ SMALLEST_STEP = 16
 """Least difference between the sizes that batches are filled up to."""
 
 
-def prefill(model: Any, ids: Tensor, cache: Any, *, mask: Tensor | None, positions: Tensor) -> Tensor:
-    """Compute prompts into ``cache`` in forwards of at most ``CHUNK_TOKENS``; return the next logits [U, V].
+def prefill(
+    model: Any,
+    ids: Tensor,
+    cache: Any,
+    *,
+    mask: Tensor | None,
+    positions: Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:
+    """Compute prompts into ``cache`` in forwards of at most ``chunk_tokens``; return the next logits [U, V].
 
     The result is that of one forward: a token sees the chunks before through the cache.
 
@@ -45,9 +53,10 @@ def prefill(model: Any, ids: Tensor, cache: Any, *, mask: Tensor | None, positio
         cache: empty, filled in place.
         mask: [U, P] with 0 on the padding; None without padding.
         positions: [U, P].
+        chunk_tokens: of one forward, over all rows; a single column is always computed.
     """
     rows, width = ids.shape
-    size = max(1, CHUNK_TOKENS // rows)
+    size = max(1, chunk_tokens // rows)
     logits = ids.new_empty(0)
     start = 0
     while start < width:
@@ -84,7 +93,9 @@ def _left_padded(
 class SharedDecoder:
     """Rows that continue shared prompts; call under ``use_attention([model], SHARED_PROMPT)``."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], filler: int) -> None:
+    def __init__(
+        self, model: Any, prompts: Sequence[Sequence[int]], filler: int, prefill_tokens: int = CHUNK_TOKENS
+    ) -> None:
         device = next(model.parameters()).device
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -107,7 +118,9 @@ class SharedDecoder:
                 slots[rows] = first + number * width + torch.arange(len(rows))
             ids, mask, positions = _left_padded(similar, filler, device)
             cache = DynamicCache(config=model.config)
-            last = prefill(model, ids, cache, mask=mask, positions=positions)
+            last = prefill(
+                model, ids, cache, mask=mask, positions=positions, chunk_tokens=prefill_tokens
+            )
             bias = None
             if mask is not None:
                 bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
@@ -155,7 +168,15 @@ def round_rows(rows: int) -> int:
 class PlainDecoder:
     """Left-padded rows over ``transformers``' own cache, or computed again at every token without one."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], filler: int, *, cached: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        filler: int,
+        prefill_tokens: int = CHUNK_TOKENS,
+        *,
+        cached: bool,
+    ) -> None:
         device = next(model.parameters()).device
         unique = list(dict.fromkeys(map(tuple, prompts)))
         numbers = {prompt: row for row, prompt in enumerate(unique)}
@@ -164,7 +185,14 @@ class PlainDecoder:
         self._ids, self._mask, self._positions = _left_padded(unique, filler, device)
         self._cache: Any = DynamicCache(config=model.config) if cached else None
         logits: Tensor = (
-            prefill(model, self._ids, self._cache, mask=self._mask, positions=self._positions)
+            prefill(
+                model,
+                self._ids,
+                self._cache,
+                mask=self._mask,
+                positions=self._positions,
+                chunk_tokens=prefill_tokens,
+            )
             if cached
             else model(input_ids=self._ids, use_cache=False).logits[:, -1]
         )

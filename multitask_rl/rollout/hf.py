@@ -25,6 +25,7 @@ from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
 from multitask_rl.rollout.decoder import (
+    CHUNK_TOKENS,
     PlainDecoder,
     SharedDecoder,
     TokenDecoder,
@@ -71,8 +72,11 @@ class HFEngine(RolloutEngine):
         max_batch_tokens: int = 65536,
         grammars: Callable[[], Grammars] | None = None,
         autocast: bool = False,
+        prefill_tokens: int = CHUNK_TOKENS,
+        use_cache: bool = True,
     ) -> None:
         self.model = model
+        self._prefill_tokens = prefill_tokens
         self._autocast = autocast
         self.policy_version = 0
         self.max_batch_tokens = max_batch_tokens
@@ -80,9 +84,9 @@ class HFEngine(RolloutEngine):
         self._pad = pad_token_id
         self._decode = decode
         self._grammars = grammars
-        self._shares_prompts: bool | None = None
+        self._shares_prompts: bool | None = None if use_cache else False
         """Whether the model can; None: not tried yet."""
-        self._cached = True
+        self._cached = use_cache
         """Keys and values are kept from token to token."""
         self._is_open = False
 
@@ -98,6 +102,7 @@ class HFEngine(RolloutEngine):
             max_batch_tokens=config.max_batch_tokens,
             grammars=lambda: actor.grammars,
             autocast=actor.config.autocast,
+            prefill_tokens=config.prefill_tokens,
         )
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
@@ -204,9 +209,9 @@ class HFEngine(RolloutEngine):
 
         prompts = [row.prompt_ids for row in rows]
         state: TokenDecoder = (
-            SharedDecoder(self.model, prompts, self._pad)
+            SharedDecoder(self.model, prompts, self._pad, self._prefill_tokens)
             if self._shares_prompts
-            else PlainDecoder(self.model, prompts, self._pad, cached=self._cached)
+            else PlainDecoder(self.model, prompts, self._pad, self._prefill_tokens, cached=self._cached)
         )
         grammar = None
         if any(row.sampling.grammar for row in rows):

@@ -130,10 +130,12 @@ def build_parts(
         suppress_control_tokens(tasks, actor)
         critic.build(actor, [n for n in plan.trained if tasks[n].algorithm.needs_critic])
         timeline = Timeline(store.timeline if track else None)
-        engine = engine_factory(plan).build(
-            actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
-        )
-        closing.callback(engine.close)
+        engine = plan.engine
+        if engine is None:
+            engine = engine_factory(plan).build(
+                actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
+            )
+            closing.callback(engine.close)
         runner = ModelRunner(actor, critic, config, store.reference(actor, tasks))
         learner, credit, engine = build_learner(
             plan, runner, {n: tasks[n].learner for n in plan.trained}, engine

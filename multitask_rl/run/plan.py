@@ -29,7 +29,7 @@ from multitask_rl.step.task_state import build_algorithms, run_sampling
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
 
-__all__ = ["RunPlan", "check_overlap", "plan_run", "scale_warning"]
+__all__ = ["RunPlan", "check_overlap", "load_specs", "load_task_rows", "plan_run", "scale_warning"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class RunPlan:
     rank_devices: list[tuple[str, str]]
     """Devices of the actor and of the critic in each learner rank; ("", "") = wherever they are."""
     engine_class: type[RolloutEngine]
+    engine: RolloutEngine | None = None
+    """Given from Python; None = to be built."""
     is_sharded: bool = False
     """Learner ranks hold parts of the weights, not copies."""
     tensor_ranks: int = 1
@@ -78,12 +80,15 @@ class RunPlan:
         return "\n".join(lines)
 
 
-def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> RunPlan:
+def plan_run(
+    config: RunConfig, dataloader: TaskDataLoader | None = None, engine: RolloutEngine | None = None
+) -> RunPlan:
     """Read and check everything that needs no model.
 
     Args:
         config: the run.
         dataloader: rows given in Python; tasks it lacks need a ``dataset`` in the tasks file.
+        engine: given in Python, instead of the one that the configuration names.
 
     Raises:
         ConfigError: tasks file, keys, devices, or an output directory that cannot be written.
@@ -100,7 +105,7 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     actor_devices = parse_devices(config.device_map.get("actor", "cpu"))
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
-    rows = _load_rows(specs, dataloader)
+    rows = load_task_rows(specs, dataloader)
     plan = RunPlan(
         config=config,
         specs=specs,
@@ -110,7 +115,10 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
         rank_devices=rank_devices,
         is_sharded=actor_devices.is_sharded,
         tensor_ranks=actor_devices.tensor,
-        engine_class=load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
+        engine_class=type(engine)
+        if engine is not None
+        else load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
+        engine=engine,
     )
     for name, spec in specs.items():
         _check_combination(spec, plan.algorithms[name])
@@ -128,12 +136,19 @@ def plan_run(config: RunConfig, dataloader: TaskDataLoader | None = None) -> Run
     warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
     if warning:
         logger.warning("%s", warning)
+    if engine is not None and (
+        config.executor == "ray" or (config.rollout_lag > 0 and engine.shares_weights)
+    ):
+        raise ConfigError(
+            "an engine given from Python samples in this process from its own weights: use executor=local, "
+            "and rollout.max_staleness=0 with an engine that shares the actor's weights"
+        )
     check_overlap(plan)
     _check_output_dir(plan.output_dir)
     return plan
 
 
-def _load_rows(
+def load_task_rows(
     specs: Mapping[str, TaskSpec], dataloader: TaskDataLoader | None
 ) -> dict[str, tuple[Sequence[Row], Sequence[Row]]]:
     """Return the rows to train on and those held out, by task, each of them checked."""

@@ -124,7 +124,10 @@ def is_out_of_memory(result: Result) -> bool:
 def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, source: str) -> RewardResult:
     number = _number(value)
     if number is None:
-        return _grader(f"returned {_show(value)}, not a number", source)
+        hint = "; if it takes all responses at once, call its parameter 'responses'"
+        return _grader(
+            f"returned {_show(value)}, not a number{hint if isinstance(value, (list, tuple)) else ''}", source
+        )
     if not math.isfinite(number):
         return _grader(f"returned {number!r}, not a finite number", source)
     if not traits.low <= number <= traits.high:

@@ -1,13 +1,15 @@
 """Rewards written as functions: of one response, of a batch, or async.
 
 The names of its parameters decide what a function gets; docs/write-a-reward.md has the table. A parameter
-``responses`` or ``rollouts`` makes it a batch function: every argument is a list, the result is a list.
+``responses`` or ``rollouts`` makes it a batch function: every argument is a list, the result is a list. So
+does a first parameter annotated ``list[str]``, or named like several texts (``texts``, ``completions``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,6 +30,11 @@ UNDECLARED = PluginTraits(deterministic=False)
 
 _BATCH = {"responses": "response", "rollouts": "rollout", "prompts": "prompt"}
 _SPECIAL = ("response", "rollout", "prompt")
+_PLURALS = {
+    *("generated_texts", "texts", "completions", "generations", "outputs", "predictions", "samples"),
+    "candidates",
+}
+"""Names of a first parameter that takes all responses; another name does if it is annotated as a list."""
 _FOREIGN_HINTS = {"completions": "trl:", "solution_str": "verl:"}
 
 
@@ -49,6 +56,14 @@ def with_traits(**traits: Any) -> Callable[[F], F]:
         return function
 
     return attach
+
+
+def _is_list(annotation: Any) -> bool:
+    """Return whether an annotation says list, tuple or another sequence of values, text excepted."""
+    if isinstance(annotation, str):  # from __future__ import annotations
+        return annotation.rpartition(".")[2].partition("[")[0] in ("list", "List", "Sequence", "Iterable")
+    kind = typing.get_origin(annotation) or annotation
+    return kind in (list, tuple, Sequence, Iterable)
 
 
 class EventLoop:
@@ -98,7 +113,8 @@ class FunctionPlugin:
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         names = self._names = [p.name for p in named]
         for name, prefix in _FOREIGN_HINTS.items():
-            if name in names:
+            # TRL calls with more keywords than completions: a function of them alone is no function of TRL's
+            if name in names and (len(parameters) > 1 or name != "completions"):
                 raise PluginError(
                     f"{what}: the parameter {name!r} belongs to another library's reward functions; write "
                     f"the plugin as '{prefix}{reference}' and it is used unchanged"
@@ -112,13 +128,14 @@ class FunctionPlugin:
         self.label = label
         self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
-        self.independent = "responses" not in names and "rollouts" not in names
+        takes_first = not {"response", "responses", "rollout", "rollouts"} & set(names)
+        all_at_once = takes_first and (names[0] in _PLURALS or _is_list(named[0].annotation))
+        self.independent = not (all_at_once or {"responses", "rollouts"} & set(names))
         """It is no batch function: it gets each response alone."""
         self.one_by_one = self.independent and not self.is_async
         """A call with many rollouts is only a loop."""
         self.text_only = not {"rollout", "rollouts"} & set(names)
         """It does not see token ids, so none are sent to it."""
-        takes_first = self.independent and not {"response", "rollout"} & set(names)
         self._response_name = names[0] if takes_first else ""
         self._positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
         self._required = [p.name for p in named if p.default is p.empty]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor, load_actor
+from multitask_rl.models.actor import Actor, load_actor, make_actor
 from multitask_rl.training.forward import response_hidden
 from multitask_rl.training.microbatch import MicroBatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 __all__ = ["Critic", "get_actor_critic", "rename_head"]
@@ -108,7 +108,8 @@ def _key(task: str) -> str:
 
 
 def get_actor_critic(
-    model_name: str,
+    model_name: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     use_vllm: bool = False,
     device_map: Mapping[str, str] | None = None,
@@ -119,7 +120,8 @@ def get_actor_critic(
     """Return the shared actor and the critic; the trainer adds a head per task that needs one.
 
     Args:
-        model_name: directory or Hugging Face id of a causal language model.
+        model_name: directory or Hugging Face id of a causal language model, or a model that is loaded.
+        tokenizer: default: the model's own.
         use_vllm: sample with the vLLM engine instead of the Hugging Face one.
         device_map: ``{"actor": "cuda:0", "critic": "cuda:1"}``; default: cuda if there is one, else cpu.
         critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (on a copy's).
@@ -130,11 +132,16 @@ def get_actor_critic(
         ConfigError: the model or a device does not exist, roles overlap, or a key is unknown.
     """
     devices = resolve_devices(dict(device_map or {}))
+    name = model_name if isinstance(model_name, str) else ""
     try:
-        config = ModelConfig(name_or_path=model_name, **model_config)
+        config = ModelConfig(name_or_path=name, **model_config)
     except TypeError as error:
         raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
-    actor = load_actor(config, devices.get("actor", ""), seed)
+    if isinstance(model_name, str):
+        actor = load_actor(config, devices.get("actor", ""), seed, tokenizer)
+    else:
+        actor = make_actor(model_name, tokenizer, config, seed)
+        actor.model.to(devices.get("actor", actor.device))
     actor.engine = "vllm" if use_vllm else ""
     actor.device_map = dict(device_map or {})
     trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk

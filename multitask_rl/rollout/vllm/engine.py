@@ -65,6 +65,7 @@ class VLLMEngine(RolloutEngine):
         config: keys of ``Config`` (``rollout.engine_config``).
         seed: of the engine; samples have those of the requests.
         eos_token_ids: end tokens beside those in the directory's configuration.
+        llm: an ``LLM`` that is already running, instead of one started on ``model_dir``.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -83,6 +84,7 @@ class VLLMEngine(RolloutEngine):
         config: Mapping[str, Any],
         seed: int,
         eos_token_ids: Sequence[int] = (),
+        llm: Any = None,
     ) -> None:
         if find_spec("vllm") is None:
             raise MissingExtraError(
@@ -98,10 +100,10 @@ class VLLMEngine(RolloutEngine):
         """Prompt tokens of the last call, counted once per sample."""
         self.num_cached_tokens = 0
         """Those whose keys and values came from vLLM's prefix cache."""
-        self._llm: Any = start_vllm(str(model_dir), self.config, seed)
+        self._llm: Any = llm or start_vllm(str(model_dir), self.config, seed)
         self._shapes: dict[str, torch.Size] = {}
         """By name of a saved weight; empty for a model from a hub."""
-        for path in Path(model_dir).glob("*.safetensors"):
+        for path in () if llm else Path(model_dir).glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     self._shapes[name] = torch.Size(file.get_slice(name).get_shape())

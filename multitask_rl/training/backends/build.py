@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.errors import TrainingError
+from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.training.backend import TrainingBackend
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.replica import serve
+from multitask_rl.training.backends.torchrun import TorchrunRank, torchrun_size
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.runner import ModelRunner
 
@@ -50,6 +51,14 @@ def build_backend(
     on_gpu = devices[0][0].startswith("cuda")
     threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
     launch: Launch = LocalRank
+    if started := torchrun_size():
+        if started != len(devices) or config.executor != "local":
+            raise ConfigError(
+                f"torchrun started {started} processes, and device_map.actor names {len(devices)} devices "
+                f"with executor={config.executor}; make the two numbers equal (executor=local), or start "
+                "without torchrun"
+            )
+        launch = TorchrunRank
     host = "127.0.0.1"
     with contextlib.ExitStack() as undo:
         if config.executor == "ray":

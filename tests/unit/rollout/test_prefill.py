@@ -98,10 +98,11 @@ def test_the_mask_of_a_forward_is_bounded_and_changes_nothing(
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_the_engine_samples_the_same_however_its_prompts_are_cut(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+def test_the_engine_samples_the_same_however_its_prompts_are_cut(model: Any) -> None:
+    engine, cutting, without_cache = (
+        HFEngine(model, eos_token_ids=[1], pad_token_id=0, **further)
+        for further in ({}, {"prefill_tokens": 16}, {"use_cache": False})
+    )
     requests = [
         GenerationRequest(
             prompt_ids=[2 + (i * k) % 38 for i in range(length)],
@@ -111,8 +112,8 @@ def test_the_engine_samples_the_same_however_its_prompts_are_cut(
         for k, length in ((3, 70), (5, 64), (7, 9))
     ]
     whole = engine.generate(requests)
-    monkeypatch.setattr(module, "CHUNK_TOKENS", 16)
-    cut = engine.generate(requests)
-    for a, b in zip((g for r in whole for g in r), (g for r in cut for g in r), strict=True):
-        assert a.response_ids == b.response_ids
-        assert b.rollout_logprobs == pytest.approx(a.rollout_logprobs, abs=1e-4)
+    for other in (cutting, without_cache):
+        found = other.generate(requests)
+        for a, b in zip((g for r in whole for g in r), (g for r in found for g in r), strict=True):
+            assert a.response_ids == b.response_ids
+            assert b.rollout_logprobs == pytest.approx(a.rollout_logprobs, abs=1e-4)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +23,10 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.guard.base import Guard
-from multitask_rl.models.actor import Actor, load_actor
+from multitask_rl.lazy import lazy_names
+from multitask_rl.models.actor import Actor, load_actor, make_actor
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
-from multitask_rl.rollout.base import push_weights
+from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.assembly import (
     RunParts,
     bind_controllers,
@@ -35,6 +37,7 @@ from multitask_rl.run.assembly import (
     describe_overlap,
 )
 from multitask_rl.run.interrupts import check_interrupt, finishing
+from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import check_overlap, initial_weights, plan_run
 from multitask_rl.run.profiling import memory_numbers
 from multitask_rl.run.state import RunProgress
@@ -42,26 +45,43 @@ from multitask_rl.step.experience import Experience
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.step.task_state import build_task_states
+from multitask_rl.training.backends.torchrun import serve_torchrun_rank, torchrun_size
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from multitask_rl.data import TaskDataLoader
 
 __all__ = ["Trainer"]
 
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {"PPOTrainer": "multitask_rl.api.rl_trainer", "SafetyGuard": "multitask_rl.guard.safety_guard"},
+)
+
 logger = logging.getLogger(__name__)
+
+MAX_STEPS_VARIABLE = "MULTITASK_RL_MAX_STEPS"
+"""Environment variable: most steps of a run, to try a script out without changing it."""
 
 
 class Trainer:
     """Trains one shared actor on the tasks of a tasks file.
 
     Args:
-        actor: the shared actor (``get_actor_critic``); None loads the one of ``config.model``, last.
+        actor: the shared actor (``get_actor_critic``), or a loaded model of ``transformers``; None loads the
+            one of ``config.model``, last.
         critic: its critic; None makes heads on the actor's trunk where a task needs them.
-        dataloader: rows by task (``get_dataloader``); None reads the data sets named in the tasks file.
-        config_path: the tasks file.
+        dataloader: rows by task (``get_dataloader``), or what that takes; None reads the data sets that the
+            tasks name.
+        config_path: the tasks file, or the tasks as a mapping, in which rewards, constraints and data sets
+            may be objects; None = ``config.tasks_file`` and ``config.tasks``.
         config: the run's configuration; default: ``RunConfig()``.
+        tokenizer: of a model without an ``Actor``; default: the model's own.
+        engine: a rollout engine that is already running; default: the one of ``config.rollout``. It is not
+            closed when the run ends.
 
     Raises:
         ConfigError, PluginError, DataError: whatever can be refused before training starts is refused here.
@@ -69,23 +89,33 @@ class Trainer:
 
     def __init__(
         self,
-        actor: Actor | None = None,
+        actor: Actor | PreTrainedModel | None = None,
         critic: Critic | None = None,
-        dataloader: TaskDataLoader | None = None,
-        config_path: str | Path | None = None,
+        dataloader: TaskDataLoader | Any = None,
+        config_path: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         config: RunConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        engine: RolloutEngine | None = None,
     ) -> None:
         config = config or RunConfig()
-        if config_path is not None:
-            config = replace(config, tasks_file=str(config_path))
-        if dataloader is not None:
+        if actor is not None and not isinstance(actor, Actor):
+            actor = make_actor(actor, tokenizer, config.model, config.seed)
+        serve_torchrun_rank()
+        config, dataloader = name_objects(config, config_path, dataloader)
+        if (most := int(os.environ.get(MAX_STEPS_VARIABLE) or config.max_steps)) < config.max_steps:
+            logger.warning("max_steps=%d is cut to %s=%d", config.max_steps, MAX_STEPS_VARIABLE, most)
+            config = replace(config, max_steps=most)
+        if (size := torchrun_size()) and "actor" not in config.device_map:
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            config = replace(config, device_map={**config.device_map, "actor": f"{kind}:0-{size - 1}"})
+        if dataloader is not None and dataloader.batch_size:
             config = replace(config, batch=replace(config.batch, prompts_per_step=dataloader.batch_size))
         if actor is not None:
             config = actor.settle(config)
         elif config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self.plan = plan = plan_run(config, dataloader)
+        self.plan = plan = plan_run(config, dataloader, engine)
         weights: Mapping[str, float] = initial_weights(plan.specs, plan.trained)
         if dataloader is not None and dataloader.given_weights:
             weights = dataloader.weights
@@ -99,7 +129,9 @@ class Trainer:
         self._is_closed = False
         with self._closing_on_error():
             self.scorer.start()
-            self.actor = actor or load_actor(config.model, plan.devices.get("actor", ""), config.seed)
+            self.actor = actor or load_actor(
+                config.model, plan.devices.get("actor", ""), config.seed, tokenizer
+            )
             device = plan.devices.get("critic", str(self.actor.device))
             self.critic = critic or Critic(trunk=config.critic.trunk, device=device)
             self.tasks = build_task_states(plan.specs, plan.algorithms, plan.rows, config, self.actor)

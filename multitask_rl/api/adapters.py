@@ -1,0 +1,166 @@
+"""Models and engines of one's own as actor and rollout engine."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor, load_actor, make_actor
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.base import Generation, GenerationRequest, push_weights
+from multitask_rl.rollout.vllm.engine import VLLMEngine
+from multitask_rl.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["HfModelAdapter", "VLLMActorModel", "vLLMAdapter"]
+
+
+class HfModelAdapter(Actor):
+    """A model that is already loaded as the shared actor: ``Trainer(actor=HfModelAdapter(model))``.
+
+    Args:
+        model: a causal language model of ``transformers``; wrapped by FSDP, DDP or ``torch.compile`` too. It
+            is trained in place, unless it was sharded: then a whole copy is.
+        tokenizer: default: the one that comes with the model.
+        model_config: further keys of ``ModelConfig`` (``gradient_checkpointing``, ``autocast``, ...).
+
+    Raises:
+        ConfigError: no causal language model, no tokenizer, or an unknown key.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **model_config: Any,
+    ) -> None:
+        config = build_dataclass(ModelConfig, model_config, Where(path=("HfModelAdapter",)))
+        made = make_actor(model, tokenizer, config)
+        super().__init__(made.model, made.tokenizer, made.config)
+
+
+class VLLMActorModel(Actor):
+    """An actor that vLLM samples: ``Trainer(actor=VLLMActorModel(name, tensor_parallel_size=2))``.
+
+    The model is loaded for training; the engine starts with the run, or with the first ``generate``.
+
+    Args:
+        model_name: directory or Hugging Face id.
+        tensor_parallel_size: devices that one copy of the engine is split over.
+        max_num_seqs: sequences decoded at once.
+        engine_config: further keys of ``rollout.engine_config``.
+        device: of the weights that are trained; default: cuda if there is one, else cpu.
+        model_config: further keys of ``ModelConfig``.
+
+    Raises:
+        ConfigError: the model is not there, or an unknown key.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        tensor_parallel_size: int = 1,
+        max_num_seqs: int = 256,
+        engine_config: Mapping[str, Any] | None = None,
+        device: str = "",
+        **model_config: Any,
+    ) -> None:
+        given = {"name_or_path": model_name, **model_config}
+        made = load_actor(build_dataclass(ModelConfig, given, Where(path=("VLLMActorModel",))), device)
+        super().__init__(made.model, made.tokenizer, made.config)
+        own = {"tensor_parallel_size": tensor_parallel_size, "max_num_seqs": max_num_seqs}
+        self.engine = "vllm"
+        self.engine_config = {**own, **(engine_config or {})}
+        build_dataclass(VLLMEngine.Config, self.engine_config, Where(path=("VLLMActorModel",)))
+        self._own_engine: VLLMEngine | None = None
+        self._closing = contextlib.ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The engine does not travel."""
+        return {**super().__getstate__(), "_own_engine": None, "_closing": contextlib.ExitStack()}
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        num_samples: int = 1,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+    ) -> list[list[Generation]]:
+        """Return ``num_samples`` generations per prompt, sampled by vLLM with the weights as they are.
+
+        Raises:
+            MissingExtraError, ConfigError, EngineError: vLLM is not installed, cannot start, or cannot go on.
+        """
+        if self._own_engine is None:
+            directory = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="multitask-rl-"))
+            config = RolloutConfig(engine="vllm", engine_config=dict(self.engine_config))
+            self._own_engine = VLLMEngine.build(self, config, seed=seed, output_dir=Path(directory))
+            self._closing.callback(self._own_engine.close)
+        elif self._own_engine.policy_version != self.policy_version:
+            push_weights(self._own_engine, self)
+        requests = [
+            GenerationRequest(
+                prompt_ids=self.tokenizer(p)["input_ids"] if isinstance(p, str) else list(p),
+                sampling=sampling or SamplingParams(),
+                seeds=[derive_seed(seed, index, sample) for sample in range(num_samples)],
+            )
+            for index, p in enumerate(prompts)
+        ]
+        return self._own_engine.generate(requests)
+
+    def close(self) -> None:
+        """Stop the engine that ``generate`` started. Idempotent."""
+        self._own_engine = None
+        self._closing.close()
+
+
+class vLLMAdapter(VLLMEngine):
+    """A vLLM engine that is already running as the rollout engine: ``Trainer(..., engine=vLLMAdapter(llm))``.
+
+    It takes the actor's weights before it samples, and stays open when the run ends.
+
+    Args:
+        llm: a ``vllm.LLM`` of the actor's architecture, made as ``LLM(..., **vLLMAdapter.ARGUMENTS)``.
+        eos_token_ids: end tokens besides those of the engine's own model configuration.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        ConfigError: ``llm`` was made without ``ARGUMENTS``.
+    """
+
+    ARGUMENTS: Mapping[str, Any] = {
+        "worker_extension_cls": "multitask_rl.rollout.vllm.worker.WeightReceiver",
+        "logprobs_mode": "processed_logprobs",
+    }
+    """What a rollout engine needs of an ``LLM``: a way in for new weights, and the log-probabilities of the
+    distribution that was sampled."""
+
+    def __init__(self, llm: Any, *, eos_token_ids: Sequence[int] = ()) -> None:
+        engine = llm.llm_engine
+        has = {
+            "worker_extension_cls": engine.vllm_config.parallel_config.worker_extension_cls,
+            "logprobs_mode": engine.model_config.logprobs_mode,
+        }
+        for name, wanted in self.ARGUMENTS.items():
+            if has[name] != wanted:
+                raise ConfigError(
+                    f"vLLMAdapter: the engine was made with {name}={has[name]!r}, and sampling for training "
+                    f"needs {wanted!r}; make it as LLM(model, ..., **vLLMAdapter.ARGUMENTS)"
+                )
+        own = {"tensor_parallel_size": engine.vllm_config.parallel_config.tensor_parallel_size}
+        super().__init__("", config=own, seed=0, eos_token_ids=eos_token_ids, llm=llm)
+
+    def close(self) -> None:
+        """Let the engine go; it stays open, for the caller made it."""
+        self._loader.close()

@@ -1,0 +1,163 @@
+"""Objects given from Python where a tasks file has names: reward functions, data sets, whole task mappings.
+
+A callable becomes a reference that worker processes, Ray actors and a resumed run can load; rows become a
+``TaskDataLoader``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.tasks_file import SHORT_FORMS, fill_weights
+from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
+from multitask_rl.errors import ConfigError, PluginError, path_errors
+
+__all__ = ["name_objects", "plugin_reference"]
+
+_LOADER = '''"""Written by multitask_rl: {name!r} was given from Python as an object."""
+
+import pickle
+from pathlib import Path
+
+{name} = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+'''
+
+
+def name_objects(
+    config: RunConfig, tasks: str | Path | Mapping[str, Any] | Sequence[Any] | None, data: Any
+) -> tuple[RunConfig, TaskDataLoader | None]:
+    """Return the run with names in place of objects, and the rows that were given as objects.
+
+    Args:
+        config: the run; ``tasks`` in it may hold objects.
+        tasks: a tasks file, or tasks as ``plain_tasks`` takes them; None = those of ``config``.
+        data: a ``TaskDataLoader``, or what ``get_dataloader`` takes; None = the tasks name their data.
+
+    Raises:
+        ConfigError, DataError, PluginError: see ``plain_tasks``.
+    """
+    if isinstance(tasks, (str, Path)):
+        config = replace(config, tasks_file=str(tasks))
+    elif tasks is not None:
+        config = replace(config, tasks_file="", tasks=_by_name(tasks))
+    loader = data if data is None or isinstance(data, TaskDataLoader) else get_dataloader(data)
+    if config.tasks:
+        plain, given = plain_tasks(config.tasks, Path(config.output_dir) / "plugins")
+        config = replace(config, tasks=plain)
+        if given is not None and loader is not None:
+            loader = replace(loader, splits={**loader.splits, **given.splits})
+        else:
+            loader = loader or given
+    return config, loader
+
+
+def _by_name(tasks: Any) -> dict[str, Any]:
+    """Return tasks as a mapping, from the forms that a tasks file has."""
+    if isinstance(tasks, Mapping) and set(tasks) == {"tasks"}:
+        tasks = tasks["tasks"]
+    if isinstance(tasks, Sequence) and not isinstance(tasks, str):
+        unnamed = [i for i, t in enumerate(tasks) if not (isinstance(t, Mapping) and "name" in t)]
+        if unnamed:
+            raise ConfigError(f"tasks[{unnamed[0]}]: every task of a list is a mapping with a 'name'")
+        tasks = {task["name"]: {k: v for k, v in task.items() if k != "name"} for task in tasks}
+    if not isinstance(tasks, Mapping):
+        raise ConfigError(f"tasks: expected a mapping name -> task or a list of tasks, got {tasks!r}")
+    return dict(tasks)
+
+
+def plain_tasks(tasks: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any], TaskDataLoader | None]:
+    """Return ``tasks`` as a tasks file would hold them, and the rows that were given as objects.
+
+    Args:
+        tasks: name -> task. A reward
+            or constraint may be a function, a class or an instance; ``dataset`` and ``eval_dataset`` may be a
+            list of rows, a ``datasets.Dataset`` or, for ``dataset``, a ``datasets.DatasetDict``.
+        directory: where objects that cannot be imported are kept (see ``plugin_reference``).
+
+    Raises:
+        ConfigError: a task is no mapping, or held-out rows stand alone.
+        DataError: a data set of another type, or without rows.
+        PluginError: a plugin that cannot be pickled.
+    """
+    plain: dict[str, Any] = {}
+    splits: dict[str, dict[str, Any]] = {}
+    for name, given in tasks.items():
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"tasks.{name}: expected a mapping of the task's keys, got {given!r}")
+        task = dict(given)
+        for model_key, (_, list_key) in SHORT_FORMS.items():
+            if model_key in task:
+                task[model_key] = _plain_plugin(task[model_key], directory)
+            if isinstance(task.get(list_key), (list, tuple)):
+                task[list_key] = [_plain_plugin(item, directory) for item in task[list_key]]
+            elif callable(task.get(list_key)):
+                task[list_key] = [_plain_plugin(task[list_key], directory)]
+        if not isinstance(task.get("dataset", ""), (str, Path)):
+            splits[name] = rows_of(task.pop("dataset"), f"tasks.{name}.dataset")
+        if not isinstance(task.get("eval_dataset", ""), (str, Path)):
+            held_out = rows_of(task.pop("eval_dataset"), f"tasks.{name}.eval_dataset")
+            if name not in splits:
+                raise ConfigError(
+                    f"tasks.{name}.eval_dataset: rows as an object need a 'dataset' of rows too"
+                )
+            splits[name]["validation"] = [row for rows in held_out.values() for row in rows]
+            task["eval_split"] = "validation"
+        plain[name] = {key: str(v) if isinstance(v, Path) else v for key, v in task.items()}
+    if not splits:
+        return plain, None
+    return plain, TaskDataLoader(splits=splits, weights=fill_weights(list(splits), {}), batch_size=0)
+
+
+def _plain_plugin(item: Any, directory: Path) -> Any:
+    """Return an entry of ``rewards`` or ``constraints`` with a name in place of an object."""
+    if isinstance(item, Mapping):
+        plugin = item.get("plugin", "")
+        return item if isinstance(plugin, str) else {**item, "plugin": plugin_reference(plugin, directory)}
+    return item if isinstance(item, str) else plugin_reference(item, directory)
+
+
+def plugin_reference(value: Any, directory: Path) -> str:
+    """Return how a tasks file names ``value``: a reward or constraint function, class or instance.
+
+    What an imported module holds is named ``module:name``. What was defined in a script, a notebook or a
+    function is pickled by value (``cloudpickle``) into ``directory``, beside a file that loads it, so that
+    worker processes, Ray actors and later commands on the run find it.
+
+    Raises:
+        PluginError: ``value`` has no method of a plugin and cannot be called, or cannot be pickled.
+    """
+    if not (callable(value) or hasattr(value, "score") or hasattr(value, "judge")):
+        raise PluginError(
+            f"a reward or constraint is a name, a function, a class or an object with 'score' or 'judge', "
+            f"got {value!r}"
+        )
+    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    found: Any = sys.modules.get(module) if module != "__main__" else None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is value:
+        return f"{module}:{name}"
+    label = (getattr(value, "__name__", "") or type(value).__name__).strip("<>")
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as error:
+        raise PluginError(
+            f"{label!r} cannot be sent to a worker process: pickling it failed with {type(error).__name__}: "
+            f"{error}. Define it in a module of its own, or build what it holds inside it"
+        ) from error
+    # named by content: a resumed run with another function does not change what the run used before
+    digest = hashlib.blake2b(content, digest_size=4).hexdigest()
+    with path_errors("output_dir", directory, "another with output_dir=PATH"):
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"{label}_{digest}.py"
+        file.with_suffix(".pkl").write_bytes(content)
+        file.write_text(_LOADER.format(name=label), encoding="utf-8")
+    return f"{file.resolve()}:{label}"

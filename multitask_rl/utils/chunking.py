@@ -1,0 +1,5 @@
+"""Generation after long prompts."""
+
+from multitask_rl.api.chunked_generator import ChunkedGenerator
+
+__all__ = ["ChunkedGenerator"]
