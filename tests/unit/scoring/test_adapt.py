@@ -209,6 +209,17 @@ def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: 
     assert str(caught.value) == message.format(file=file)
 
 
+@pytest.mark.parametrize(
+    "signature",
+    ["generated_texts", "completions", "texts, reference", "answers: list[str]", "x: 'Sequence[str]'"],
+)
+def test_a_batch_function_may_call_its_responses_as_it_likes(tmp_path: Path, signature: str) -> None:
+    first = signature.replace(":", ",").partition(",")[0]
+    file = write(tmp_path, f"def f({signature}):\n    return [float(len(t)) for t in {first}]\n")
+    reward = resolve_reward(RewardSpec(plugin=f"{file}:f"), "here")
+    assert reward.score([rollout("a"), rollout("bcd")]) == [1.0, 3.0]
+
+
 def test_missing_file_and_module_are_said() -> None:
     with pytest.raises(PluginError, match=r"^here: the plugin file '.*nowhere\.py' does not exist"):
         resolve_reward(RewardSpec(plugin="trl:nowhere.py:f"), "here")
