@@ -39,7 +39,8 @@ TIERS = [
     {"step", "testing"},
     {"run"},
     {"trainer"},
-    {"api", "utils", "trainer.ppo"},
+    {"api"},
+    {"utils"},
     {"cli"},
 ]
 """Rooms, lowest first; a room covers what is below it unless a longer name does.
@@ -179,7 +180,7 @@ def test_there_are_no_cycles() -> None:
 
 def test_the_trainer_is_known_to_the_front_doors_alone() -> None:
     known = {m for m, path in modules("multitask_rl") if "multitask_rl.trainer" in imports(path)}
-    assert {m for m in known if m and not m.startswith("cli.")} == set()
+    assert {m for m in known if m and not m.startswith(("cli.", "api."))} == set()
 
 
 def _assigned(node: ast.AST) -> Iterator[str]:

@@ -118,9 +118,7 @@ class SharedDecoder:
                 slots[rows] = first + number * width + torch.arange(len(rows))
             ids, mask, positions = _left_padded(similar, filler, device)
             cache = DynamicCache(config=model.config)
-            last = prefill(
-                model, ids, cache, mask=mask, positions=positions, chunk_tokens=prefill_tokens
-            )
+            last = prefill(model, ids, cache, mask=mask, positions=positions, chunk_tokens=prefill_tokens)
             bias = None
             if mask is not None:
                 bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))

@@ -124,7 +124,7 @@ def is_out_of_memory(result: Result) -> bool:
 def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, source: str) -> RewardResult:
     number = _number(value)
     if number is None:
-        hint = "; if it takes all responses at once, call its parameter 'responses'"
+        hint = "; a batch function names its parameter 'responses'"
         return _grader(
             f"returned {_show(value)}, not a number{hint if isinstance(value, (list, tuple)) else ''}", source
         )

@@ -13,8 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers import LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from model_builders import VOCABULARY, build_tokenizer
 

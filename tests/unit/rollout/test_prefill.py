@@ -44,14 +44,13 @@ def _prompts(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor | None, tor
 @pytest.mark.parametrize("lengths", [[97], [17, 80, 41]])
 @pytest.mark.parametrize("chunk_tokens", [1, 30, 10_000])
 def test_chunks_give_the_keys_values_and_logits_of_one_forward(
-    model: Any, lengths: list[int], chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+    model: Any, lengths: list[int], chunk_tokens: int
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_TOKENS", chunk_tokens)
     ids, mask, positions = _prompts(lengths)
     whole, pieces = DynamicCache(config=model.config), DynamicCache(config=model.config)
     arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
     expected = model(input_ids=ids, past_key_values=whole, **arguments).logits[:, -1]
-    found = prefill(model, ids, pieces, mask=mask, positions=positions)
+    found = prefill(model, ids, pieces, mask=mask, positions=positions, chunk_tokens=chunk_tokens)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     seen = torch.ones_like(ids) if mask is None else mask
     for one, other in zip(whole.layers, pieces.layers, strict=True):
@@ -63,14 +62,14 @@ def test_chunks_give_the_keys_values_and_logits_of_one_forward(
 
 
 @torch.no_grad()
-def test_no_forward_is_larger_than_the_chunk(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_TOKENS", 33)
+def test_no_forward_is_larger_than_the_chunk(model: Any) -> None:
     ids, mask, positions = _prompts([50, 90])
     seen: list[int] = []
     hook = model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: seen.append(inputs[0].numel())
     )
-    prefill(model, ids, DynamicCache(config=model.config), mask=mask, positions=positions)
+    cache = DynamicCache(config=model.config)
+    prefill(model, ids, cache, mask=mask, positions=positions, chunk_tokens=33)
     hook.remove()
     assert max(seen) == 32
     assert sum(seen) == 180
@@ -81,8 +80,7 @@ def test_the_mask_of_a_forward_is_bounded_and_changes_nothing(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, mask, positions = _prompts([50, 90])
-    monkeypatch.setattr(module, "CHUNK_TOKENS", 60)
-    given = {"mask": mask, "positions": positions}
+    given = {"mask": mask, "positions": positions, "chunk_tokens": 60}
     expected = prefill(model, ids, DynamicCache(config=model.config), **given)
     columns: list[int] = []
     hook = model.get_input_embeddings().register_forward_hook(

@@ -125,7 +125,7 @@ def test_config_fills_parameters_of_a_function(tmp_path: Path) -> None:
         ("{'acc': 1}", "returned a mapping without 'score': keys ['acc']"),
         ("float('inf')", "returned inf, not a finite number"),
         ("'0.5'", "returned '0.5', not a number"),
-        ("[0.5]", "returned [0.5], not a number"),
+        ("[0.5]", "returned [0.5], not a number; a batch function names its parameter 'responses'"),
         ("1j", "returned 1j, not a number"),
     ],
 )
@@ -211,13 +211,13 @@ def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: 
 
 @pytest.mark.parametrize(
     "signature",
-    ["generated_texts", "completions", "texts, reference", "answers: list[str]", "x: 'Sequence[str]'"],
+    ["generated_texts", "completions", "texts, reference=None", "answers: list[str]", "x: 'Sequence[str]'"],
 )
 def test_a_batch_function_may_call_its_responses_as_it_likes(tmp_path: Path, signature: str) -> None:
     first = signature.replace(":", ",").partition(",")[0]
     file = write(tmp_path, f"def f({signature}):\n    return [float(len(t)) for t in {first}]\n")
     reward = resolve_reward(RewardSpec(plugin=f"{file}:f"), "here")
-    assert reward.score([rollout("a"), rollout("bcd")]) == [1.0, 3.0]
+    assert reward.score([make_rollout("a"), make_rollout("bcd")]) == [1.0, 3.0]
 
 
 def test_missing_file_and_module_are_said() -> None:
