@@ -31,7 +31,7 @@ FOREIGN = {
     "scoring": (22, "a user's plugin or a value it returned; objects of other reward libraries"),
     "testing": (2, "nodes of a syntax tree; finders of the interpreter"),
     "tracking": (2, "numbers of other libraries"),
-    "training": (17, "transformers models and configurations, torch modules and names"),
+    "training": (12, "transformers models and configurations, torch modules and names"),
 }
 """Room -> ``getattr`` and ``hasattr`` in it at most, and whose objects they read."""
 

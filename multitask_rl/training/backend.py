@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,19 +92,18 @@ class TokenMeans:
     """Collects per-token numbers of micro-batches; returns their means (and the maximum of ``mismatch``)."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, dict[str, float]] = {}
-        self._counts: dict[str, dict[str, int]] = {}
+        self._sums: dict[tuple[str, str], float] = defaultdict(float)
+        self._counts: dict[tuple[str, str], int] = defaultdict(int)
         self._mismatch_max: dict[str, float] = {}
         self._padding = 0.0
         self._cells = 0
 
     def add(self, task: str, metrics: Mapping[str, Tensor]) -> None:
         """Add the [N] tensors of one micro-batch."""
-        sums, counts = self._sums.setdefault(task, {}), self._counts.setdefault(task, {})
         for name, value in metrics.items():
             if value.numel():
-                sums[name] = sums.get(name, 0.0) + float(value.sum())
-                counts[name] = counts.get(name, 0) + value.numel()
+                self._sums[task, name] += float(value.sum())
+                self._counts[task, name] += value.numel()
                 if name == "mismatch":
                     self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), float(value.max()))
 
@@ -114,11 +114,9 @@ class TokenMeans:
 
     def merge(self, other: TokenMeans) -> None:
         """Add the numbers of ``other``."""
-        for task, theirs in other._sums.items():
-            sums, counts = self._sums.setdefault(task, {}), self._counts.setdefault(task, {})
-            for name, total in theirs.items():
-                sums[name] = sums.get(name, 0.0) + total
-                counts[name] = counts.get(name, 0) + other._counts[task][name]
+        for key, total in other._sums.items():
+            self._sums[key] += total
+            self._counts[key] += other._counts[key]
         for task, value in other._mismatch_max.items():
             self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), value)
         self._padding += other._padding
@@ -131,13 +129,12 @@ class TokenMeans:
 
     def by_task(self) -> dict[str, dict[str, float]]:
         """Return the means."""
-        result = {
-            task: {name: total / self._counts[task][name] for name, total in sums.items()}
-            for task, sums in self._sums.items()
-        }
+        result: dict[str, dict[str, float]] = defaultdict(dict)
+        for (task, name), total in self._sums.items():
+            result[task][name] = total / self._counts[task, name]
         for task, value in self._mismatch_max.items():
             result[task]["mismatch_max"] = value
-        return result
+        return dict(result)
 
 
 @dataclass(kw_only=True, slots=True)

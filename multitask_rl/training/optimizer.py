@@ -66,13 +66,13 @@ class ActorCriticOptimizer:
         critic_config: CriticConfig,
     ) -> None:
         self._rates = [config.learning_rate, critic_config.learning_rate or 10.0 * config.learning_rate]
-        self._groups = [actor, critic]
+        self.parameters = (actor, critic)
         self._max_grad_norm = config.max_grad_norm
-        self._masters = Masters(p for group in self._groups for p in group)
+        self._masters = Masters(p for group in self.parameters for p in group)
         self._adamw = torch.optim.AdamW(
             [
                 {"params": [p for p in group if p not in self._masters], "lr": rate}
-                for group, rate in zip(self._groups, self._rates, strict=True)
+                for group, rate in zip(self.parameters, self._rates, strict=True)
             ],
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
@@ -88,12 +88,6 @@ class ActorCriticOptimizer:
         self.num_loads += bool(self._adamw.state)
 
     @property
-    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Of the actor and of the critic."""
-        actor, critic = self._groups
-        return actor, critic
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of the moments and masters."""
         states = [v for s in self._adamw.state.values() for v in s.values() if isinstance(v, Tensor)]
@@ -101,7 +95,7 @@ class ActorCriticOptimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for group in self._groups:
+        for group in self.parameters:
             for parameter in group:
                 parameter.grad = None
 
@@ -116,7 +110,7 @@ class ActorCriticOptimizer:
             TrainingError: another process has ended.
         """
         if self._sharing is None:
-            found = [[p.grad for p in group if p.grad is not None] for group in self._groups]
+            found = [[p.grad for p in group if p.grad is not None] for group in self.parameters]
             norms = [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
         else:
             self._sharing.sum_gradients()
@@ -124,7 +118,7 @@ class ActorCriticOptimizer:
         if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
             return None
-        moved = [self._masters.take_gradients(group) for group in self._groups]
+        moved = [self._masters.take_gradients(group) for group in self.parameters]
         for params, norm in zip(moved, norms, strict=True):
             if norm is not None and self._max_grad_norm > 0:
                 total = torch.tensor(norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,14 +84,9 @@ class Passes:
 class ModelRunner:
     """Actor, critic and reference behind the few calls that losses need.
 
-    Args:
-        actor: of the run.
-        critic: of the run.
-        config: the run.
-        reference: model that the KL is measured to; None = the actor without its adapters.
-        passes: how micro-batches go through the models; default: in this process.
-        shares_prompts: whether the actor can compute a group's prompt once; None = tried on first use.
-        is_whole: all of the actor's weights are here now, so that the layout can be tried.
+    ``reference`` is the model that the KL is measured to; None = the actor without its adapters.
+    ``shares_prompts``: whether the actor can compute a group's prompt once; None = tried on first use.
+    ``is_whole``: all of the actor's weights are here now, so that the layout can be tried.
 
     Raises:
         ConfigError: the model cannot do the configured ``batch.layout``.
@@ -184,11 +179,6 @@ class ModelRunner:
         offload = self._config.model.activation_offload and torch.is_grad_enabled()
         with self._autocast(), ActivationOffload(self.actor.model) if offload else contextlib.nullcontext():
             return self._forward(self.actor.model, batch, samples, **wants)
-
-    def batches(self, samples: Sequence[TrainSample]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of ``samples`` on the actor's device."""
-        for batch in self.cut(samples):
-            yield batch.to(self.actor.device)
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:

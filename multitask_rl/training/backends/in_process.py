@@ -48,7 +48,7 @@ class InProcess(TrainingBackend):
         old: list[Tensor] = [torch.empty(0)] * len(samples)
         values: list[Tensor] | None = [torch.empty(0)] * len(samples) if want_values else None
         with runner.together():
-            for batch in runner.batches(samples):
+            for batch in (cut.to(runner.actor.device) for cut in runner.cut(samples)):
                 out = runner.forward(batch, samples, want_hidden=want_values and runner.shares_trunk)
                 scatter(old, batch, out.logprobs)
                 if values is not None and batch.indices:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Ranks", "Traffic", "host_store", "join_store"]
 
-_STORE: Any = getattr(torch.distributed, "TCPStore")  # noqa: B009 - unknown to type checkers
+_DISTRIBUTED: Any = torch.distributed  # type checkers do not know all of its names
 _MEET_WITHIN = timedelta(minutes=3)
 """Limit of the ranks' start."""
 _NUMBERS = itertools.count()
@@ -115,8 +115,7 @@ class Ranks:
             group._set_group_name(name)
             group._register_backend(torch.device(self.device.type), kind, self._data)
             group._set_default_backend(kind)
-            register: Any = getattr(c10d, "_register_process_group")  # noqa: B009 - unknown to type checkers
-            register(name, group)
+            _DISTRIBUTED.distributed_c10d._register_process_group(name, group)
             places = torch.arange(self.peer_index, self.size, self.peers)
             self._mesh = DeviceMesh(self.device.type, places, _init_backend=False, _rank=self.rank)
             self._mesh._dim_group_names = [name]
@@ -212,11 +211,11 @@ def host_store(host: str) -> tuple[Any, int]:
         listening.bind((host, 0))
         port = int(listening.getsockname()[1])
         fd = listening.detach()
-    return _STORE(
+    return _DISTRIBUTED.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_MEET_WITHIN, master_listen_fd=fd
     ), port
 
 
 def join_store(host: str, port: int) -> Any:
     """Return the store of rank 0, from another rank."""
-    return _STORE(host, port, is_master=False, timeout=_MEET_WITHIN)
+    return _DISTRIBUTED.TCPStore(host, port, is_master=False, timeout=_MEET_WITHIN)

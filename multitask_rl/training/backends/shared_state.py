@@ -9,6 +9,7 @@ Source: Rajbhandari et al., "ZeRO" (arXiv:1910.02054), sec. 5.1.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,22 +34,19 @@ class SharedState:
         self, ranks: Ranks, actor: Sequence[nn.Parameter], critic: Sequence[nn.Parameter] = ()
     ) -> None:
         self._ranks = ranks
+        self._groups = (actor, critic)
         self.parameters = [*actor, *critic]
         self.numbered = {str(number): p for number, p in enumerate(self.parameters)}
         """The name of a parameter between ranks is its number."""
         self.names = {id(p): name for name, p in self.numbered.items()}
-        self._share = [1.0] * len(actor) + [1.0 / ranks.peers] * len(critic)
-        self._groups = [range(len(actor)), range(len(actor), len(self.parameters))]
-        self._owner = [0] * len(self.parameters)
-        for rank, share in enumerate(share_out([p.numel() for p in self.parameters], ranks.size)):
-            for number in share:
-                self._owner[number] = rank
-        self._moving: list[int] = []
+        self._share = dict.fromkeys(actor, 1.0) | dict.fromkeys(critic, 1.0 / ranks.peers)
+        shares = share_out([p.numel() for p in self.parameters], ranks.size)
+        self._owner = {self.parameters[i]: rank for rank, share in enumerate(shares) for i in share}
+        self._moving: list[nn.Parameter] = []
 
     def is_own(self, parameter: nn.Parameter) -> bool:
         """See ``StateSharing``."""
-        number = self.names.get(id(parameter))
-        return number is not None and self._owner[int(number)] == self._ranks.rank
+        return self._owner.get(parameter) == self._ranks.rank
 
     def sum_gradients(self) -> None:
         """See ``StateSharing``."""
@@ -59,20 +57,19 @@ class SharedState:
         present = present.to(ranks.device)
         ranks.sum(present)
         began = time.monotonic()
-        self._moving = [number for number, n in enumerate(present.tolist()) if n]
+        self._moving = [p for p, n in zip(self.parameters, present.tolist(), strict=False) if n]
         for owner, bucket in self._buckets():
             pieces = []
-            for number in bucket:
-                parameter, share = self.parameters[number], self._share[number]
+            for parameter in bucket:
                 if parameter.grad is None:
                     pieces.append(torch.zeros(parameter.numel(), device=ranks.device))
                     continue
                 grad = parameter.grad.detach().reshape(-1).to(device=ranks.device, dtype=torch.float32)
+                share = self._share[parameter]
                 pieces.append(grad if share == 1.0 else grad * share)
             flat = torch.cat(pieces)
             ranks.sum(flat, at=owner)
-            for number, part in zip(bucket, self._split(flat, bucket), strict=True):
-                parameter = self.parameters[number]
+            for parameter, part in _parts(flat, bucket):
                 if owner != ranks.rank:
                     parameter.grad = None
                     continue
@@ -86,13 +83,12 @@ class SharedState:
         """See ``StateSharing``."""
         squares = torch.zeros(len(self._groups), dtype=torch.float64, device=self._ranks.device)
         for place, group in enumerate(self._groups):
-            own = [g for i in group if (g := self.parameters[i].grad) is not None]
+            own = [p.grad for p in group if p.grad is not None]
             if own:
                 squares[place] = nn.utils.get_total_norm(own, foreach=True).double() ** 2
         self._ranks.sum(squares)
-        moving = set(self._moving)
         return [
-            None if moving.isdisjoint(group) else float(norm)
+            None if set(group).isdisjoint(self._moving) else float(norm)
             for norm, group in zip(squares.sqrt().tolist(), self._groups, strict=True)
         ]
 
@@ -102,43 +98,41 @@ class SharedState:
         ranks = self._ranks
         began = time.monotonic()
         for owner, bucket in self._buckets():
-            chosen = [self.parameters[number] for number in bucket]
             if owner == ranks.rank:
-                flat = torch.cat([p.reshape(-1).to(ranks.device) for p in chosen])
+                flat = torch.cat([p.reshape(-1).to(ranks.device) for p in bucket])
                 ranks.traffic.num_bytes += flat.numel() * flat.element_size()
             else:
-                size = sum(p.numel() for p in chosen)
-                flat = torch.empty(size, dtype=chosen[0].dtype, device=ranks.device)
+                size = sum(p.numel() for p in bucket)
+                flat = torch.empty(size, dtype=bucket[0].dtype, device=ranks.device)
             ranks.broadcast([flat], root=owner)
             if owner != ranks.rank:
-                for parameter, part in zip(chosen, self._split(flat, bucket), strict=True):
+                for parameter, part in _parts(flat, bucket):
                     parameter.copy_(part)
         ranks.traffic.seconds += time.monotonic() - began
 
     def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
         """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
-        return [(self._owner[int(name.partition("|")[0])], value)]
+        return [(self._owner[self.numbered[name.partition("|")[0]]], value)]
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""
         return parts[0]
 
-    def _split(self, flat: Tensor, bucket: Sequence[int]) -> list[Tensor]:
-        chosen = [self.parameters[number] for number in bucket]
-        parts = torch.split(flat, [p.numel() for p in chosen])
-        return [part.view(p.shape) for part, p in zip(parts, chosen, strict=True)]
-
-    def _buckets(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield owner and numbers of parameters that move, of one type and bounded size together."""
-        waiting: dict[tuple[int, torch.dtype], list[int]] = {}
-        cells: dict[tuple[int, torch.dtype], int] = {}
-        for number in self._moving:
-            parameter = self.parameters[number]
-            key = (self._owner[number], parameter.dtype)
+    def _buckets(self) -> Iterator[tuple[int, list[nn.Parameter]]]:
+        """Yield owner and parameters that move, of one type and bounded size together."""
+        waiting: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        cells: Counter[tuple[int, torch.dtype]] = Counter()
+        for parameter in self._moving:
+            key = (self._owner[parameter], parameter.dtype)
             if key in waiting and cells[key] + parameter.numel() > BUCKET_CELLS:
                 yield key[0], waiting.pop(key)
                 cells[key] = 0
-            waiting.setdefault(key, []).append(number)
-            cells[key] = cells.get(key, 0) + parameter.numel()
+            waiting.setdefault(key, []).append(parameter)
+            cells[key] += parameter.numel()
         for (owner, _), bucket in waiting.items():
             yield owner, bucket
+
+
+def _parts(flat: Tensor, bucket: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+        yield parameter, part.view(parameter.shape)

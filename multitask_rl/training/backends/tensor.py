@@ -67,7 +67,7 @@ def plan_layers(model: Any) -> dict[str, str]:
         module = base.get_submodule(name)
         if style not in (*_OUT, *_IN, _PARTIAL):
             problem = problem or f"{name} is cut as {style!r}"
-        elif style != _PARTIAL and type(getattr(module, "base_layer", module)) is not nn.Linear:
+        elif style != _PARTIAL and type(_layer(module)) is not nn.Linear:
             problem = problem or f"{name} is a {type(module).__name__}"
     if problem:
         raise ConfigError(f"device_map.actor=... tensor: {type(base).__name__}: {problem}; leave tensor out")
@@ -86,7 +86,7 @@ def check_layers(model: Any, number: int) -> None:
     for name, style in styles.items():
         if style != _PARTIAL:
             module = base.get_submodule(name)
-            weight = getattr(module, "base_layer", module).weight
+            weight = _layer(module).weight
             sizes[name] = int(weight.shape[0 if style in _OUT else 1])
     for name, size in sizes.items():
         if size is not None and size % number:
@@ -120,7 +120,7 @@ def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
         if style == _PARTIAL:
             summed.update(id(p) for p in module.parameters())
             continue
-        layer = getattr(module, "base_layer", module)
+        layer = _layer(module)
         dim = 0 if style in _OUT else 1
         cut(layer, "weight", dim)
         if layer is not module:
@@ -159,6 +159,11 @@ def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
 def _base(model: Any) -> Any:
     """Return the model that an adapted one adapts."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _layer(module: Any) -> Any:
+    """Return the linear layer that an adapted one adapts."""
+    return getattr(module, "base_layer", module)
 
 
 def _without_bias(layer: Any, given: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def test_old_values_and_targets_are_in_the_unit_of_the_rescaled_head() -> None:
     own = [c for c in bench.credit.credit(bench.samples(drift=3.0))[0] if c.sample.task == "a"]
     batch_values = []
     with torch.no_grad():
-        for batch in bench.learner.backend.runner.batches([c.sample for c in own]):
+        for batch in bench.learner.backend.runner.cut([c.sample for c in own]):
             out = bench.learner.backend.runner.forward(batch, [c.sample for c in own], want_hidden=True)
             batch_values.append((batch, bench.learner.backend.runner.values("a", batch, out)))
     for batch, values in batch_values:
