@@ -9,21 +9,7 @@ from multitask_rl.config.schema.ranges import Natural, NotNegative
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Scored
 
-__all__ = ["DAPO", "overlong_penalty"]
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """Return the length reward in [-1, 0].
-
-    0 up to ``max_length - buffer`` tokens, then linear down to -1 at ``max_length``.
-
-    Source: DAPO (arXiv:2503.14476) Eq. 13.
-
-    >>> overlong_penalty(95, max_length=100, buffer=10)
-    -0.5
-    """
-    excess = length - (max_length - buffer)
-    return -min(max(excess, 0) / buffer, 1.0) if buffer > 0 else 0.0
+__all__ = ["DAPO"]
 
 
 class DAPO(GRPO):
@@ -55,7 +41,10 @@ class DAPO(GRPO):
         return self.config.overlong_buffer > 0 and self.config.overlong_weight > 0
 
     def outcome(self, scored: Scored) -> float:
-        """Return the scored reward plus the length penalty.
+        """Return the scored reward minus the length penalty.
+
+        The penalty is 0 up to ``max_new_tokens - overlong_buffer`` tokens, then it grows linearly up to
+        ``overlong_weight`` at ``max_new_tokens`` (Eq. 13).
 
         Raises:
             ConfigError: the buffer is larger than the task's token limit.
@@ -68,5 +57,6 @@ class DAPO(GRPO):
                 f"the {max_length} tokens a response may have (max_new_tokens); choose for example "
                 f"{max_length // 5}"
             )
-        penalty = overlong_penalty(len(rollout.response_ids), max_length, buffer)
-        return super().outcome(scored) + self.config.overlong_weight * penalty
+        excess = max(0, len(rollout.response_ids) - (max_length - buffer))
+        penalty = min(excess / buffer, 1.0) if buffer else 0.0
+        return super().outcome(scored) - self.config.overlong_weight * penalty

@@ -1,14 +1,13 @@
-"""Base of scheduler policies: statistics of each step in; a weight and a reason per task out.
+"""Base of scheduler policies: from the statistics of each step to a weight and a reason per task.
 
-``scheduler.py`` owns floors, quotas, frozen tasks and logs. State of a task is kept in dictionaries by task
-name, so that a resumed run may add, drop and rename tasks.
+``scheduler.py`` owns floors, quotas, frozen tasks and events.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
@@ -135,8 +134,6 @@ class SchedulerPolicy:
         ``v_k -> m + (v_k - m) * max(0, 1 - (2 e_k / (v_k - m))^2)``, with ``m`` the mean weighted by
         prior and certainty and ``e_k`` the standard error of ``v_k - m``: values within two standard errors
         of the mean become the mean, at four they keep three quarters of their distance.
-
-        ``errors`` are the standard errors of ``values``.
         """
         q = normalise({task: self.prior[task] * self.certainty(task) for task in values})
         mean = math.fsum(q[task] * value for task, value in values.items())
@@ -176,11 +173,7 @@ class SchedulerPolicy:
         return max(0.0, self.targets[task] - self.level(task))
 
     def _learn(self, progress: Mapping[str, float]) -> None:
-        """Update the policy's own state; levels and informative shares are already up to date.
-
-        Args:
-            progress: change of the smoothed level in this step, of every task that had prompts.
-        """
+        """Update the policy's own state by the change of the smoothed level of each task that had prompts."""
 
     def _preferences(self) -> dict[str, float]:
         """Return a number >= 0 per task, in proportion to the prior at equal evidence; see ``weights``."""
@@ -189,7 +182,7 @@ class SchedulerPolicy:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         return {
-            "traces": {task: trace.state_dict() for task, trace in self.traces.items()},
+            "traces": {task: asdict(trace) for task, trace in self.traces.items()},
             "per_task": {name: dict(getattr(self, name)) for name in self.per_task},
         }
 

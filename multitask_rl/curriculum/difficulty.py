@@ -52,12 +52,6 @@ class RewardRange:
             return 0.0, 1.0
         return low, high if high > low else low + 1.0
 
-    @property
-    def width(self) -> float:
-        """Length of the range, > 0."""
-        low, high = self.ends
-        return high - low
-
     def clip(self, rewards: Sequence[float]) -> list[float]:
         """Return ``rewards`` clipped to the range."""
         low, high = self.ends
@@ -65,7 +59,8 @@ class RewardRange:
 
     def place(self, reward: float) -> float:
         """Return the position of ``reward`` in the range, in [0, 1]."""
-        return min(1.0, max(0.0, (reward - self.ends[0]) / self.width))
+        low, high = self.ends
+        return min(1.0, max(0.0, (reward - low) / (high - low)))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,7 +95,8 @@ class PoolEstimate:
         Groups of one rollout have no variance: ``p (1 - p)`` of the pool's pass rate replaces it.
         """
         if self.spreads:
-            measured = self.variance / scale.width**2
+            low, high = scale.ends
+            measured = self.variance / (high - low) ** 2
         else:
             p = self.pass_rate(scale) if self.groups else 0.5
             measured = p * (1.0 - p)

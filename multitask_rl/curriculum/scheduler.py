@@ -119,16 +119,13 @@ class DynamicTaskWeightScheduler:
         reward_ranges: Mapping[str, tuple[float, float]] | None = None,
         seed: int = 0,
     ) -> None:
-        """Set the tasks; the trainer calls this once, before the first step.
-
-        The first ``update`` reports the initial weights as an event.
+        """Set the tasks, once, before the first step; the first ``update`` reports the initial weights.
 
         Args:
             tasks: names of the tasks that are trained.
             targets: level in [0, 1] at which a task counts as learnt; missing = 1.
             min_shares: floor of a task's share; missing or None = ``min_weight``.
-            reward_ranges: declared ``(low, high)`` of a task's reward. Without it the scale is estimated from
-                the observed rewards, and an event reports it.
+            reward_ranges: declared ``(low, high)`` of a task's reward; else it is estimated, with an event.
             seed: the run's seed; it only breaks ties between equal remainders.
 
         Raises:
@@ -276,11 +273,10 @@ class DynamicTaskWeightScheduler:
         return {task: shares.get(task, 0.0) for task in self.tasks}
 
     def set_factors(self, factors: Mapping[str, float]) -> None:
-        """Multiply the policy's shares by the guard's factors from now on; replaces earlier factors.
+        """Multiply the policy's shares by the guard's factors (missing = 1) in place of earlier factors.
 
-        Args:
-            factors: per task, >= 0; missing = 1; a task that is not trained is ignored. 0 freezes the task:
-                it gets no prompts, even with a floor. Factors that would freeze every task are ignored.
+        0 freezes a task: it gets no prompts, even with a floor. Factors that would freeze every task are
+        ignored.
         """
         policy = self._bound()
         frozen = {task for task, factor in factors.items() if factor <= 0.0}
@@ -298,12 +294,9 @@ class DynamicTaskWeightScheduler:
     def carry_over(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
         """Carry each task's missing groups over to later quotas, at the expense of the other tasks.
 
-        Refill cannot always find as many informative groups as the quota. Without this the task's share of
-        the training would stay below its weight. At most one step's quota is carried.
-
-        Args:
-            shortfall: by task, prompts of the quota whose groups gave no gradient.
-            num_prompts: prompts of the step.
+        Refill cannot always find as many informative groups as the quota; the task's share of the training
+        would stay below its weight. ``shortfall`` holds the missing groups by task, ``num_prompts`` is the
+        size of the step. At most one step's quota is carried.
         """
         shares = self.weights()
         owed = {

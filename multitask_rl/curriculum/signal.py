@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from multitask_rl.records import NUM_EXTREMES, Direction, TaskStats
@@ -79,11 +79,9 @@ class Average:
         self.weight = (1.0 - gain) ** 2 * self.weight + gain * gain / num_prompts
 
     def error(self, width: float) -> float:
-        """Return the standard error of ``value``.
+        """Return the standard error of ``value``, a number in a range of ``width``.
 
-        Args:
-            width: width of the range of the values; the largest possible variance, ``width^2 / 4``, is mixed
-                in with the weight of four steps.
+        The largest possible variance, ``width^2 / 4``, is mixed in with the weight of four steps.
         """
         measured = min(max(0, self.steps - 1), 1.0 / _VARIANCE_GAIN)
         total = measured * self.variance + _PRIOR_STEPS * 0.25 * width * width
@@ -122,9 +120,7 @@ class TaskTrace:
         known_range: tuple[float, float] | None,
         prompts_averaged: int = 1,
     ) -> float | None:
-        """Add one step and return the change of the smoothed level, 0 for the first.
-
-        None without prompts or without a finite value.
+        """Add one step; return the change of the smoothed level, None without prompts or finite value.
 
         The gain of the moving averages is ``min(smoothing, n / prompts_averaged)`` for a step with ``n``
         prompts of the task, at least ``n`` over all prompts so far (so a plain mean at first).
@@ -197,13 +193,9 @@ class TaskTrace:
         # another metric, or rewards that have not differed yet
         return min(0.0, self.raw.value), max(1.0, self.raw.value)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fields, JSON-able."""
-        return asdict(self)
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> TaskTrace:
-        """Return the trace that ``state_dict`` described."""
+        """Return the trace that ``asdict`` described."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
         return cls(**{**state, **averages, "shown": ShownRange(**state["shown"])})
 

@@ -54,14 +54,12 @@ class Straggler(SchedulerPolicy):
         remaining = {t: self._remaining(t) for t in self.tasks if self.traces[t].steps}
         if not any(remaining.values()):
             return dict.fromkeys(self.tasks, 0.0)
-        errors = {task: self._error(task, part) for task, part in remaining.items()}
+        errors = {  # from the level now and the level at the start
+            t: self.level_error(t) * math.hypot(1.0, part) / self.start_deficit[t] if part else 0.0
+            for t, part in remaining.items()
+        }
         cleared = self.clear(remaining, errors)
         return {t: self.prior[t] * cleared.get(t, 0.0) ** self.config.exponent for t in self.tasks}
-
-    def _error(self, task: str, remaining: float) -> float:
-        """Return the standard error of the remaining part, from the level now and the level at the start."""
-        start = self.start_deficit[task]
-        return self.level_error(task) * math.hypot(1.0, remaining) / start if remaining else 0.0
 
     def reasons(self) -> dict[str, str]:
         """Return the remaining part per task."""

@@ -1,18 +1,14 @@
-"""Equal weights for the whole run: the baseline that every other policy has to beat."""
+"""Equal weights for the whole run: the baseline of every other policy."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from multitask_rl.curriculum.base import SchedulerPolicy
+from multitask_rl.curriculum.static import Static
 
 __all__ = ["Uniform"]
 
 
-class Uniform(SchedulerPolicy):
+class Uniform(Static):
     """Give every task the same share. Initial weights are ignored; use ``static`` to keep them."""
-
-    adaptive: ClassVar[bool] = False
 
     def weights(self) -> dict[str, float]:
         """Return equal shares."""

@@ -4,7 +4,7 @@ import torch
 from algorithm_builders import scored
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.cispo import CISPO
-from multitask_rl.algorithms.dapo import DAPO, overlong_penalty
+from multitask_rl.algorithms.dapo import DAPO
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.gspo import GSPO
 from multitask_rl.errors import ConfigError
@@ -98,17 +98,11 @@ def test_gradient_is_right(algorithm):
     assert torch.autograd.gradcheck(lambda x: algorithm.loss(_batch(x, **batch)).loss, logprobs)
 
 
-def test_overlong_penalty_is_soft():
-    lengths = [50, 90, 95, 100, 120]
-    penalties = [overlong_penalty(n, max_length=100, buffer=10) for n in lengths]
-    assert penalties == pytest.approx([0.0, 0.0, -0.5, -1.0, -1.0])
-    assert overlong_penalty(100, max_length=100, buffer=0) == 0.0
-
-
 def test_dapo_punishes_overlong_answers_before_normalising():
     dapo = DAPO(DAPO.Config(overlong_buffer=4, overlong_weight=0.5))
-    answers = [scored(1.0, response_ids=range(n)) for n in (3, 8, 10)]  # the limit is 10
-    assert [s.reward for s in dapo.select(answers)] == pytest.approx([1.0, 0.75, 0.5])
+    answers = [scored(1.0, response_ids=range(n)) for n in (3, 6, 8, 10, 12)]  # the limit is 10
+    assert [s.reward for s in dapo.select(answers)] == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.5])
+    assert [s.reward for s in DAPO(DAPO.Config()).select(answers)] == [1.0] * 5
 
 
 def test_dapo_with_equal_clips_and_no_buffer_is_grpo():
