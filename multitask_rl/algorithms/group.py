@@ -77,22 +77,15 @@ def centre_length_weighted(values: Tensor, groups: Tensor, lengths: Tensor) -> T
     return torch.where((sizes[index] > 1) & (total[index] > 0), deviation, 0.0).to(values.dtype)
 
 
-def divide_by_group_std(
-    deviations: Tensor, groups: Tensor, *, ddof: int = 1, epsilon: float = 1e-6
-) -> Tensor:
+def divide_by_group_std(deviations: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """Return ``d / (std of its group + epsilon)`` for deviations that are already centred [B].
 
-    Source: GRPO (arXiv:2402.03300) sec. 4.1.2; ``ddof = 1`` and ``epsilon = 1e-6`` as commonly implemented.
-
-    Raises:
-        ValueError: ddof is neither 0 nor 1.
+    Source: GRPO (arXiv:2402.03300) sec. 4.1.2; n - 1 and ``epsilon = 1e-6`` as commonly implemented.
     """
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof must be 0 or 1, got {ddof!r}")
     index, sizes = _index(deviations, groups)
     wide = deviations.double()
     square = segment_sum(wide.square(), index, len(sizes))
-    std = (square / (sizes - ddof).clamp(min=1)).sqrt()
+    std = (square / (sizes - 1).clamp(min=1)).sqrt()
     return (wide / (std[index] + epsilon)).to(deviations.dtype)
 
 

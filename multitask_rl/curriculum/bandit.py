@@ -53,7 +53,7 @@ class Bandit(SchedulerPolicy):
     def _learn(self, progress: Mapping[str, float]) -> None:
         for task, change in progress.items():
             self.scale[task] = max(0.99 * self.scale[task], abs(change), _MIN_SCALE)
-        errors = [self.level_error(task) for task in progress]
+        errors = [self.traces[task].level_error for task in progress]
         largest = max(*self.scale.values(), _NOISE * max(errors))
         for task, change in progress.items():
             self.log_values[task] += self.config.rate * change / largest

@@ -70,7 +70,7 @@ class SchedulerPolicy:
         self.targets = {task: targets.get(task, 1.0) for task in tasks}
         # the ranges are of the reward; another metric has its own scale
         self.ranges = dict(reward_ranges or {}) if config.metric_key == REWARD_SCORE else {}
-        self.traces = {task: TaskTrace() for task in tasks}
+        self.traces = {task: TaskTrace(known_range=self.ranges.get(task)) for task in tasks}
         self._start()
 
     def _start(self) -> None:
@@ -85,7 +85,6 @@ class SchedulerPolicy:
                     stats[task],
                     metric_key=self.config.metric_key,
                     smoothing=self.config.smoothing,
-                    known_range=self.ranges.get(task),
                     prompts_averaged=self.config.prompts_averaged,
                 )
                 if change is not None:
@@ -150,27 +149,15 @@ class SchedulerPolicy:
     def reasons(self) -> dict[str, str]:
         """Return the reason for each task's weight: a few words with numbers."""
         return {
-            task: f"level {self.level(task):.2f} +- {self.level_error(task):.2f} of target "
+            task: f"level {self.traces[task].level:.2f} +- {self.traces[task].level_error:.2f} of target "
             f"{self.targets[task]:.2f} after {self.traces[task].prompts} prompts, "
-            f"{self.informative(task):.0%} of its groups informative"
+            f"{self.traces[task].informative:.0%} of its groups informative"
             for task in self.tasks
         }
 
-    def level(self, task: str) -> float:
-        """Return the task's smoothed level in [0, 1]."""
-        return self.traces[task].level(self.ranges.get(task))
-
-    def level_error(self, task: str) -> float:
-        """Return the standard error of the task's level."""
-        return self.traces[task].level_error(self.ranges.get(task))
-
-    def informative(self, task: str) -> float:
-        """Return the smoothed share of the task's groups that gave a gradient."""
-        return self.traces[task].informative
-
     def deficit(self, task: str) -> float:
         """Return how far the task's level is below its target, >= 0."""
-        return max(0.0, self.targets[task] - self.level(task))
+        return max(0.0, self.targets[task] - self.traces[task].level)
 
     def _learn(self, progress: Mapping[str, float]) -> None:
         """Update the policy's own state by the change of the smoothed level of each task that had prompts."""
@@ -191,7 +178,7 @@ class SchedulerPolicy:
         names = renamed or {}
         for old, saved in state["traces"].items():
             if (task := names.get(old, old)) in self.traces:
-                self.traces[task] = TaskTrace.from_state(saved)
+                self.traces[task] = TaskTrace.from_state(saved, self.ranges.get(task))
         for name in self.per_task:
             values: dict[str, float] = getattr(self, name)
             for old, value in state["per_task"].get(name, {}).items():

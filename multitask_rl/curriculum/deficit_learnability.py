@@ -48,17 +48,16 @@ class DeficitLearnability(SchedulerPolicy):
 
     def _preferences(self) -> dict[str, float]:
         config, scores, errors = self.config, dict[str, float](), dict[str, float]()
-        for task in self.tasks:
-            if self.traces[task].steps:
+        for task, trace in self.traces.items():
+            if trace.steps:
                 learnable, learnable_error = 1.0, 0.0
-                informative = max(self.informative(task), config.min_informative)
+                informative = max(trace.informative, config.min_informative)
                 if informative < config.enough_informative:
                     learnable = math.sqrt(informative / config.enough_informative)
-                    error = self.traces[task].informative_error
-                    learnable_error = min(0.5, 0.5 * learnable * error / informative)
+                    learnable_error = min(0.5, 0.5 * learnable * trace.informative_error / informative)
                 deficit = self.deficit(task)
                 scores[task] = deficit * learnable
-                errors[task] = math.hypot(learnable * self.level_error(task), deficit * learnable_error)
+                errors[task] = math.hypot(learnable * trace.level_error, deficit * learnable_error)
         top = max(scores.values(), default=0.0)
         if not top > 0.0:
             return dict.fromkeys(self.tasks, 0.0)

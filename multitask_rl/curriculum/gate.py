@@ -42,7 +42,7 @@ class UnlearnableGate:
         for task in policy.tasks:
             if task not in stats or stats[task].num_prompts <= 0:
                 continue
-            informative, level = policy.informative(task), policy.level(task)
+            informative, level = policy.traces[task].informative, policy.traces[task].level
             is_learnt = level >= _LEARNT * policy.targets[task]
             is_dead = informative < _MIN_INFORMATIVE and not is_learnt
             self._dead_steps[task] = self._dead_steps[task] + 1 if is_dead else 0

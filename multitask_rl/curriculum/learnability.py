@@ -34,12 +34,12 @@ class Learnability(SchedulerPolicy):
     config: Config
 
     def _preferences(self) -> dict[str, float]:
-        found = {t: self.traces[t].spread(self.ranges.get(t)) for t in self.tasks if self.traces[t].steps}
+        found = {t: self.traces[t].spread for t in self.tasks if self.traces[t].steps}
         spreads = self.clear({t: s for t, (s, _) in found.items()}, {t: e for t, (_, e) in found.items()})
         values = softmax(spreads, self.config.temperature) if spreads else {}
         return {task: self.prior[task] * values.get(task, 0.0) for task in self.tasks}
 
     def reasons(self) -> dict[str, str]:
         """Return the spread per task."""
-        spreads = {task: self.traces[task].spread(self.ranges.get(task))[0] for task in self.tasks}
+        spreads = {task: self.traces[task].spread[0] for task in self.tasks}
         return {task: f"spread within groups {spread:.3f}" for task, spread in spreads.items()}

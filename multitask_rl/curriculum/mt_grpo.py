@@ -46,8 +46,8 @@ class MTGRPO(SchedulerPolicy):
         seen = [task for task in self.tasks if self.traces[task].steps]
         probs = softmax({task: self.logits[task] for task in seen})
         levels = self.clear(
-            {task: min(self.level(task), self.targets[task]) for task in seen},
-            {task: self.level_error(task) for task in seen},
+            {task: min(self.traces[task].level, self.targets[task]) for task in seen},
+            {task: self.traces[task].level_error for task in seen},
         )
         scores = {
             task: progress.get(task, 0.0) + self.config.level_weight * level for task, level in levels.items()

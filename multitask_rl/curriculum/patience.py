@@ -47,7 +47,7 @@ class Patience(SchedulerPolicy):
 
     def _learn(self, progress: Mapping[str, float]) -> None:
         for task in progress:
-            level = self.level(task)
+            level = self.traces[task].level
             if level > self.best[task] + self.config.min_delta:
                 self.best[task], self.waited[task] = level, 0
                 continue
@@ -65,7 +65,7 @@ class Patience(SchedulerPolicy):
     def reasons(self) -> dict[str, str]:
         """Return level, target and how long the task has waited."""
         return {
-            task: f"level {self.level(task):.2f} of target {self.targets[task]:.2f}, best "
+            task: f"level {self.traces[task].level:.2f} of target {self.targets[task]:.2f}, best "
             f"{self.best[task]:.2f}, {self.waited[task]:.0f} of {self.config.patience} steps without a rise"
             for task in self.tasks
         }

@@ -311,7 +311,7 @@ class DynamicTaskWeightScheduler:
     def informative_rate(self, task: str) -> float:
         """Return the smoothed share of the task's groups that gave a gradient; 1 before any was seen."""
         policy = self._bound()
-        return policy.informative(task) if task in policy.tasks else 1.0
+        return policy.traces[task].informative if task in policy.tasks else 1.0
 
     def metrics(self) -> dict[str, float]:
         """Return level, informative share and gate of every task seen so far, as ``task/<name>/...``."""
@@ -319,8 +319,8 @@ class DynamicTaskWeightScheduler:
         values = {}
         for task in policy.tasks:
             if policy.traces[task].steps:
-                values[f"task/{task}/level"] = policy.level(task)
-                values[f"task/{task}/informative"] = policy.informative(task)
+                values[f"task/{task}/level"] = policy.traces[task].level
+                values[f"task/{task}/informative"] = policy.traces[task].informative
                 values[f"task/{task}/held"] = float(task in self._gate.held)
         return values
 

@@ -90,8 +90,10 @@ class Average:
 
 @dataclass(kw_only=True, slots=True)
 class TaskTrace:
-    """The smoothed history of one task; all its fields are the state of a checkpoint."""
+    """The smoothed history of one task; all its fields but the first are state."""
 
+    known_range: tuple[float, float] | None = None
+    """Declared ``(low, high)`` of the reward."""
     steps: int = 0
     """Steps that gave a finite value."""
     prompts: int = 0
@@ -117,7 +119,6 @@ class TaskTrace:
         *,
         metric_key: str,
         smoothing: float,
-        known_range: tuple[float, float] | None,
         prompts_averaged: int = 1,
     ) -> float | None:
         """Add one step; return the change of the smoothed level, None without prompts or finite value.
@@ -146,7 +147,7 @@ class TaskTrace:
         self.raw.add(value, n, gain)
         self.within.add(std, n, gain)
         self.with_gradient.add(stats.num_informative / n, n, gain)
-        ends_of_scale = self._scale(known_range)
+        ends_of_scale = self._scale
         change = _place(self.raw.value, *ends_of_scale) - _place(before, *ends_of_scale)
         return change if self.steps > 1 else 0.0
 
@@ -159,18 +160,21 @@ class TaskTrace:
             known = error if math.isfinite(error) else 0.0
             self.offset_variance = (1.0 - gain) ** 2 * self.offset_variance + (gain * known) ** 2
 
-    def level(self, known_range: tuple[float, float] | None) -> float:
-        """Return the smoothed value, corrected by the evaluations, on the scale of levels, in [0, 1]."""
-        return _place(self.raw.value + self.offset, *self._scale(known_range))
+    @property
+    def level(self) -> float:
+        """Smoothed value, corrected by the evaluations, on the scale of levels, in [0, 1]."""
+        return _place(self.raw.value + self.offset, *self._scale)
 
-    def level_error(self, known_range: tuple[float, float] | None) -> float:
-        """Return the standard error of ``level``, from training prompts and evaluations."""
-        low, high = self._scale(known_range)
+    @property
+    def level_error(self) -> float:
+        """Standard error of ``level``, from training prompts and evaluations."""
+        low, high = self._scale
         return math.hypot(self.raw.error(high - low), math.sqrt(self.offset_variance)) / (high - low)
 
-    def spread(self, known_range: tuple[float, float] | None) -> tuple[float, float]:
-        """Return the smoothed spread of the reward within groups on the scale of levels, and its error."""
-        low, high = self._scale(known_range)
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Smoothed spread of the reward within groups on the scale of levels, and its error."""
+        low, high = self._scale
         width = high - low if self.shown.lowest else 1.0
         return self.within.value / width, self.within.error(0.5 * width) / width
 
@@ -184,20 +188,22 @@ class TaskTrace:
         """Its standard error."""
         return self.with_gradient.error(1.0)
 
-    def _scale(self, known_range: tuple[float, float] | None) -> tuple[float, float]:
-        """Return the ends of the scale, ``low < high``."""
-        if known_range is not None and known_range[0] < known_range[1]:
-            return known_range
+    @property
+    def _scale(self) -> tuple[float, float]:
+        """Ends of the scale, ``low < high``."""
+        if self.known_range is not None and self.known_range[0] < self.known_range[1]:
+            return self.known_range
         if (ends := self.shown.ends) is not None:
             return ends
         # another metric, or rewards that have not differed yet
         return min(0.0, self.raw.value), max(1.0, self.raw.value)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> TaskTrace:
+    def from_state(cls, state: Mapping[str, Any], known_range: tuple[float, float] | None) -> TaskTrace:
         """Return the trace that ``asdict`` described."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
-        return cls(**{**state, **averages, "shown": ShownRange(**state["shown"])})
+        shown = ShownRange(**state["shown"])
+        return cls(**{**state, **averages, "shown": shown, "known_range": known_range})
 
 
 def _place(value: float, low: float, high: float) -> float:

@@ -55,7 +55,7 @@ class Straggler(SchedulerPolicy):
         if not any(remaining.values()):
             return dict.fromkeys(self.tasks, 0.0)
         errors = {  # from the level now and the level at the start
-            t: self.level_error(t) * math.hypot(1.0, part) / self.start_deficit[t] if part else 0.0
+            t: self.traces[t].level_error * math.hypot(1.0, part) / self.start_deficit[t] if part else 0.0
             for t, part in remaining.items()
         }
         cleared = self.clear(remaining, errors)

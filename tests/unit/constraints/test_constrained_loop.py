@@ -97,7 +97,7 @@ def train(algorithm: Algorithm, rounds: int, *, num_steps: int = 120) -> tuple[l
         drawn, kept = refill.collect({"task": PROMPTS}, policy.respond)
         policy.learn(advantages.process(kept), rate=1.5)
         stats = task_stats(run, by_group(drawn)["task"], advantages.metrics["task"])
-        trace.observe(stats, metric_key="reward_score", smoothing=0.05, known_range=None)
+        trace.observe(stats, metric_key="reward_score", smoothing=0.05)
         run.control(stats, step)
         rates.append(policy.rate)
         multipliers.append(run.multipliers["safe"].value)

@@ -78,20 +78,20 @@ def test_deficit_learnability_smooths_with_a_bias_corrected_start() -> None:
     for step, reward in enumerate((0.2, 0.6, 1.0)):
         policy.update({"a": _stats("a", reward)}, step)
     # gains 1, 1/2, max(.5, 1/3): .2, .4, .7
-    assert policy.level("a") == pytest.approx(0.7)
+    assert policy.traces["a"].level == pytest.approx(0.7)
 
 
 def test_held_out_rewards_correct_the_level() -> None:
     policy = _build(DeficitLearnability, "ab")
     policy.calibrate({"a": 0.1})
-    assert policy.level("a") == policy.level("b")  # nothing was trained yet
+    assert policy.traces["a"].level == policy.traces["b"].level  # nothing was trained yet
     policy.update({"a": _stats("a", 0.8), "b": _stats("b", 0.8)}, 0)
     policy.calibrate({"a": 0.6, "b": math.nan, "elsewhere": 0.0})
-    assert (policy.level("a"), policy.level("b")) == (pytest.approx(0.6), pytest.approx(0.8))
+    assert (policy.traces["a"].level, policy.traces["b"].level) == (pytest.approx(0.6), pytest.approx(0.8))
     policy.calibrate({"a": 0.7})  # the second one counts for a half, like in a mean
-    assert policy.level("a") == pytest.approx(0.65)
+    assert policy.traces["a"].level == pytest.approx(0.65)
     policy.update({"a": _stats("a", 0.9)}, 1)
-    assert policy.level("a") == pytest.approx(0.65 + 0.05)  # and what training adds is added
+    assert policy.traces["a"].level == pytest.approx(0.65 + 0.05)  # and what training adds is added
     watched = _build(DeficitLearnability, "a", metric_key="accuracy")
     watched.calibrate({"a": 0.1})
     assert watched.traces["a"].evaluations == 0
@@ -103,8 +103,10 @@ def test_a_step_with_few_prompts_counts_for_less() -> None:
         stats = {"a": _stats("a", 0.5, num_prompts=8), "b": _stats("b", 0.5, num_prompts=32)}
         policy.update(stats, step)
     policy.update({"a": _stats("a", 0.9, num_prompts=8), "b": _stats("b", 0.9, num_prompts=32)}, 8)
-    assert policy.level("a") == pytest.approx(0.5 + 0.4 * 8 / 32)
-    assert policy.level("b") == pytest.approx(0.5 + 0.4 * 0.5)  # smoothing is the most a step can count
+    assert policy.traces["a"].level == pytest.approx(0.5 + 0.4 * 8 / 32)
+    assert policy.traces["b"].level == pytest.approx(
+        0.5 + 0.4 * 0.5
+    )  # smoothing is the most a step can count
 
 
 def test_all_tasks_at_their_targets_falls_back_to_the_prior() -> None:
@@ -226,28 +228,26 @@ def test_values_out_of_range_are_refused(key: str, value: float) -> None:
         Patience.Config(**{key: value})  # type: ignore[arg-type]
 
 
-def _observe(
-    trace: TaskTrace, mean: float, std: float = 0.0, known: tuple[float, float] | None = None
-) -> float:
-    trace.observe(_stats("a", mean, std=std), metric_key="reward_score", smoothing=0.1, known_range=known)
-    return trace.level(known)
+def _observe(trace: TaskTrace, mean: float, std: float = 0.0) -> float:
+    trace.observe(_stats("a", mean, std=std), metric_key="reward_score", smoothing=0.1)
+    return trace.level
 
 
 def test_a_reward_declared_in_the_unit_interval_is_its_own_level() -> None:
-    trace = TaskTrace()
-    assert _observe(trace, 0.3, std=0.5, known=(0.0, 1.0)) == 0.3
-    assert trace.level((0.0, 1.0)) == 0.3
+    trace = TaskTrace(known_range=(0.0, 1.0))
+    assert _observe(trace, 0.3, std=0.5) == 0.3
+    assert trace.level == 0.3
 
 
 def test_an_undeclared_reward_is_placed_in_the_range_that_three_groups_have_shown() -> None:
     trace = TaskTrace()
     stats = _stats("a", -50.0, std=10.0)
     stats.lowest, stats.highest = [-90.0, -80.0, -70.0], [-10.0, -20.0, -30.0]
-    trace.observe(stats, metric_key="reward_score", smoothing=0.1, known_range=None)
-    assert trace.level(None) == 0.5  # between -70 and -30
+    trace.observe(stats, metric_key="reward_score", smoothing=0.1)
+    assert trace.level == 0.5  # between -70 and -30
     stats.lowest, stats.highest = [-85.0, -60.0, -60.0], [-25.0, -25.0, -25.0]
-    trace.observe(stats, metric_key="reward_score", smoothing=0.1, known_range=None)
-    assert trace.level(None) == pytest.approx((-50 + 80) / (-25 + 80))
+    trace.observe(stats, metric_key="reward_score", smoothing=0.1)
+    assert trace.level == pytest.approx((-50 + 80) / (-25 + 80))
 
 
 def test_where_only_means_are_given_two_deviations_stand_for_the_range() -> None:
@@ -263,11 +263,11 @@ def test_rewards_that_have_not_differed_yet_are_taken_to_be_in_the_unit_interval
 
 
 def test_known_range_makes_levels_invariant_to_scale_and_shift() -> None:
-    plain, scaled = TaskTrace(), TaskTrace()
+    plain, scaled = TaskTrace(known_range=(0.0, 1.0)), TaskTrace(known_range=(7.0, 107.0))
     for mean in (0.1, 0.4, 0.35, 0.8):
-        _observe(plain, mean, known=(0.0, 1.0))
-        _observe(scaled, 100 * mean + 7, known=(7.0, 107.0))
-        assert plain.level((0.0, 1.0)) == pytest.approx(scaled.level((7.0, 107.0)))
+        _observe(plain, mean)
+        _observe(scaled, 100 * mean + 7)
+        assert plain.level == pytest.approx(scaled.level)
 
 
 def test_progress_is_measured_on_one_scale_when_the_scale_changes() -> None:
@@ -276,9 +276,7 @@ def test_progress_is_measured_on_one_scale_when_the_scale_changes() -> None:
         _observe(trace, 0.5, std=0.1)
     for _ in range(3):
         before = trace.raw.value
-        progress = trace.observe(
-            _stats("a", 1.5, std=0.1), metric_key="reward_score", smoothing=0.1, known_range=None
-        )
+        progress = trace.observe(_stats("a", 1.5, std=0.1), metric_key="reward_score", smoothing=0.1)
     assert (trace.shown.lowest, trace.shown.highest) == (pytest.approx([0.3] * 3), pytest.approx([1.7] * 3))
     assert progress == pytest.approx((trace.raw.value - before) / (1.7 - 0.3))
 

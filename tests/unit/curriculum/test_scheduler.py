@@ -113,8 +113,8 @@ def test_resume_survives_added_removed_and_renamed_tasks() -> None:
     policy, before = new._policy, old._policy
     assert policy is not None
     assert before is not None
-    assert policy.level("z") == before.level("c") == pytest.approx(0.1)
-    assert policy.level("b") == before.level("b") == pytest.approx(0.5)
+    assert policy.traces["z"].level == before.traces["c"].level == pytest.approx(0.1)
+    assert policy.traces["b"].level == before.traces["b"].level == pytest.approx(0.5)
     assert policy.traces["new"].steps == 0
     assert math.isclose(sum(new.weights().values()), 1.0)
     assert sum(new.quotas(10, 0).values()) == 10
