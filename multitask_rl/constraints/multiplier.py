@@ -32,11 +32,10 @@ class LagrangeMultiplier:
     - ``log``: ``log lambda <- clip(log lambda + rate * e)``. Source: Dai et al., "Safe RLHF"
       (arXiv:2310.12773), section 3.2.
 
-    If all costs are 0, lambda stays exactly 0 and the run equals the unconstrained run. With a limit of 0,
-    the excess is never negative.
+    If all costs are 0, lambda is exactly 0 and the run equals the unconstrained run.
 
     Args:
-        limit: allowed mean cost, in [0, 1].
+        limit: allowed mean cost, in [0, 1]; with 0 the excess is never negative.
         config: default: ``MultiplierSpec()``.
     """
 
@@ -46,17 +45,15 @@ class LagrangeMultiplier:
         self.limit = limit
         self.config = config or MultiplierSpec()
         self._average: float | None = None
-        self._value = self._integral = self.config.initial_value
-        self._log_value = math.log(max(_LOG_FLOOR, self.config.initial_value))
-        self._reported = self._value
-
-    @property
-    def value(self) -> float:
+        self.value = self._integral = self.config.initial_value
         """lambda, >= 0."""
-        return self._value
+        self._log_value = math.log(max(_LOG_FLOOR, self.config.initial_value))
+        self._reported = self.value
 
     def update(self, mean_cost: float, step: int) -> list[Event]:
-        """Update lambda (``value``) from the costs of ``step``; return an event for a large change.
+        """Update ``value``; return an event for a large change.
+
+        The change is large if 1 / (1 + lambda), the weight of the reward in the update, moves by a fifth.
 
         Args:
             mean_cost: mean cost of the step's rollouts, in [0, 1]; NaN (no rollout was judged) has no effect.
@@ -64,38 +61,31 @@ class LagrangeMultiplier:
         """
         if not math.isfinite(mean_cost):
             return []
-        before = self._average
-        average = mean_cost if before is None else before + self.config.smoothing * (mean_cost - before)
+        config, before = self.config, self._average
+        average = mean_cost if before is None else before + config.smoothing * (mean_cost - before)
         self._average = average
-        excess = average - self.config.setpoint * self.limit
-        rise = 0.0 if before is None else max(0.0, average - before)
-        self._value = self._pid(excess, rise) if self.config.mode == "pid" else self._log(excess)
-        return self._report(step)
-
-    def _pid(self, excess: float, rise: float) -> float:
-        config = self.config
-        self._integral = self._clip(self._integral + config.integral * excess)
-        return self._clip(config.proportional * excess + self._integral + config.derivative * rise)
-
-    def _log(self, excess: float) -> float:
-        low, high = math.log(_LOG_FLOOR), math.log(self.config.max_value)
-        self._log_value = min(high, max(low, self._log_value + self.config.log_rate * excess))
-        return self._clip(math.exp(self._log_value)) if self._log_value > low else 0.0
-
-    def _report(self, step: int) -> list[Event]:
-        """Return an event when the part of the reward in the update, 1 / (1 + lambda), moved by a fifth."""
-        old, new = self._reported, self._value
-        at_bound = new >= self.config.max_value > old
+        excess = average - config.setpoint * self.limit
+        if config.mode == "pid":
+            rise = 0.0 if before is None else max(0.0, average - before)
+            self._integral = self._clip(self._integral + config.integral * excess)
+            value = config.proportional * excess + self._integral + config.derivative * rise
+        else:
+            low, high = math.log(_LOG_FLOOR), math.log(config.max_value)
+            self._log_value = min(high, max(low, self._log_value + config.log_rate * excess))
+            value = math.exp(self._log_value) if self._log_value > low else 0.0
+        self.value = new = self._clip(value)
+        old = self._reported
+        at_bound = new >= config.max_value > old
         if not at_bound and abs(math.log((1.0 + new) / (1.0 + old))) < _REPORTED_LOG_RATIO:
             return []
         self._reported = new
         reason = (
-            f"multiplier {old:.2f} -> {new:.2f}: mean cost {self._average:.3f}, limit {self.limit:g}, aim "
-            f"{self.config.setpoint * self.limit:.3f}"
+            f"multiplier {old:.2f} -> {new:.2f}: mean cost {average:.3f}, limit {self.limit:g}, aim "
+            f"{config.setpoint * self.limit:.3f}"
         )
         if at_bound:
             reason += "; this is its upper bound, so the limit may be out of reach"
-        data = {"from": old, "to": new, "cost_average": self._average, "limit": self.limit}
+        data = {"from": old, "to": new, "cost_average": average, "limit": self.limit}
         kind = "alarm" if at_bound else "multiplier"
         return [Event(step=step, source="multiplier", kind=kind, reason=reason, data=data)]
 
@@ -108,7 +98,7 @@ class LagrangeMultiplier:
             "average": self._average,
             "integral": self._integral,
             "log_value": self._log_value,
-            "value": self._value,
+            "value": self.value,
             "reported": self._reported,
         }
 
@@ -117,5 +107,5 @@ class LagrangeMultiplier:
         self._average = state["average"]
         self._integral = state["integral"]
         self._log_value = state["log_value"]
-        self._value = state["value"]
+        self.value = state["value"]
         self._reported = state["reported"]
