@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import FLAGGED, Failure, Rollout, Verdict
@@ -18,14 +17,8 @@ from multitask_rl.rollout.base import Watch
 __all__ = ["StreamJudge"]
 
 
-class Judging(Protocol):
-    """The part of the reward pool that ``StreamJudge`` uses."""
-
-    def judge(
-        self, rollouts: Sequence[Rollout], only: Sequence[Collection[str]] | None = None
-    ) -> list[dict[str, Verdict | Failure]]:
-        """Return each rollout's verdicts on the constraints named in ``only`` (default: all)."""
-        ...
+Judge = Callable[[Sequence[Rollout], Sequence[Collection[str]]], list[dict[str, Verdict | Failure]]]
+"""Returns each rollout's verdicts on the constraints named for it (``RewardPool.judge``)."""
 
 
 class StreamJudge:
@@ -34,12 +27,12 @@ class StreamJudge:
     A check without a violation, or a failed one, has no effect: the complete response is judged again.
 
     Args:
-        scorer: judges all partial responses that are due in one call.
+        judge: judges all partial responses that are due.
         text: maps a slot and token ids to the text that the constraint reads.
     """
 
-    def __init__(self, scorer: Judging, text: Callable[[Rollout, Sequence[int]], str]) -> None:
-        self._scorer = scorer
+    def __init__(self, judge: Judge, text: Callable[[Rollout, Sequence[int]], str]) -> None:
+        self._judge = judge
         self._text = text
         self._slots: dict[int, tuple[Rollout, TaskSpec]] = {}
         self.verdicts: dict[int, dict[str, Verdict | Failure]] = {}
@@ -67,7 +60,7 @@ class StreamJudge:
                 rollouts.append(replace(slot, response_ids=ids, response=text, finish_reason=FLAGGED))
                 due.append(names)
         ended: dict[int, dict[str, Verdict | Failure]] = {}
-        for seed, verdicts in zip(seeds, self._scorer.judge(rollouts, only=due), strict=True):
+        for seed, verdicts in zip(seeds, self._judge(rollouts, due), strict=True):
             if violated := {n: v for n, v in verdicts.items() if isinstance(v, Verdict) and v.violated}:
                 ended[seed] = {**violated}
         self.verdicts |= ended

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multitask_rl.constraints.streaming import Judging, StreamJudge
+from multitask_rl.constraints.streaming import StreamJudge
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.records import Prompt, Rollout, Scored, TrainSample, Verdict
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
@@ -48,7 +48,7 @@ class RolloutStage(StreamingStage):
         decode: Callable[[Sequence[int]], str],
         *,
         seed: int,
-        scorer: Judging | None = None,
+        scorer: RunScorer | None = None,
         purpose: str = "rollout",
         group_size: int | None = None,
         temperature: float | None = None,
@@ -119,7 +119,7 @@ class RolloutStage(StreamingStage):
 
     def _run(self, slots: Sequence[Rollout]) -> Iterator[list[tuple[int, Rollout]]]:
         """Yield index of the slot and filled rollout as they end."""
-        call = _Call(StreamJudge(self._scorer, self._text) if self._scorer is not None else None)
+        call = _Call(StreamJudge(self._scorer.judge, self._text) if self._scorer is not None else None)
         requests = self._requests(call, slots)
         self._call = call
         began = time.monotonic()
