@@ -1,6 +1,6 @@
 """The command line: ``multitask-rl <command>``.
 
-A command's module is imported when the command runs, so that ``--help`` costs nothing. Exit codes: 0 done,
+A command's module is imported when the command runs, so ``--help`` is fast. Exit codes: 0 done,
 1 failed, 2 bad configuration or usage, 3 stopped by a guard. An error is one paragraph; ``--debug`` adds the
 traceback.
 """
@@ -18,9 +18,7 @@ from multitask_rl.boundary.redaction import redact_text
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
 
-__all__ = ["error_line", "main", "run_command"]
-
-Command = Callable[[list[str]], int | None]
+__all__ = ["aligned", "error_line", "main", "run_command"]
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("multitask_rl.cli.train:train", "train: key=value overrides, --multirun for sweeps"),
@@ -67,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
+        width = max(map(len, _COMMANDS))
+        print("usage: multitask-rl <command> [arguments]\n\ncommands:")
+        print("\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()))
+        print(f"\n{_OPTIONS}")
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"multitask-rl {multitask_rl.__version__}")
@@ -77,42 +78,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"interrupted by {error}" if str(error) else "interrupted", file=sys.stderr)
         return getattr(error, "exit_code", 130)
-    except MultitaskRLError as error:
-        return _report(str(error), error, debug, error.exit_code)
     except Exception as error:  # noqa: BLE001 - the last boundary: a bug ends as one paragraph and exit code 1
+        if debug:
+            traceback.print_exception(error)
+        if isinstance(error, MultitaskRLError):
+            print(error_line(str(error)), file=sys.stderr)
+            return error.exit_code
         told = f"{type(error).__name__}: {error} (not foreseen; --debug shows the traceback)"
-        return _report(told, error, debug, 1)
+        print(error_line(told), file=sys.stderr)
+        return 1
 
 
 def run_command(arguments: list[str]) -> int:
     """Run the command that ``arguments`` begin with; return its exit code. Errors are raised."""
     words = 2 if " ".join(arguments[:2]) in _COMMANDS else 1
-    return _command(" ".join(arguments[:words]))(arguments[words:]) or 0
-
-
-def error_line(text: str) -> str:
-    """Return what is told of an error: one line, safe for a terminal, without the secrets of addresses."""
-    return f"error: {one_line(redact_text(text))}"
-
-
-def _help() -> str:
-    width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
-    return "\n".join(["usage: multitask-rl <command> [arguments]", "", "commands:", *lines, "", _OPTIONS])
-
-
-def _command(name: str) -> Command:
+    name = " ".join(arguments[:words])
     if name not in _COMMANDS:
         raise ConfigError(
             f"unknown command {name!r}{suggest(name, _COMMANDS)} (commands: {', '.join(_COMMANDS)})"
         )
     module, function = _COMMANDS[name][0].split(":")
-    command: Command = getattr(import_module(module), function)
-    return command
+    command: Callable[[list[str]], int | None] = getattr(import_module(module), function)
+    return command(arguments[words:]) or 0
 
 
-def _report(text: str, error: BaseException, debug: bool, code: int) -> int:
-    if debug:
-        traceback.print_exception(error)
-    print(error_line(text), file=sys.stderr)
-    return code
+def error_line(text: str) -> str:
+    """Return an error as one line that is safe for a terminal, without the secrets of addresses."""
+    return f"error: {one_line(redact_text(text))}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, num_text: int = 1) -> list[str]:
+    """Return one line per row, columns aligned: the first ``num_text`` to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index < num_text else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

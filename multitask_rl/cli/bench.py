@@ -12,18 +12,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig, TrackingConfig
 from multitask_rl.errors import ConfigError, check_output_file
 
-if TYPE_CHECKING:
-    from multitask_rl.step.report import StepReport
-
 __all__ = ["main", "measure"]
-
-Row = Mapping[str, float]
 
 
 def main(arguments: list[str]) -> int:
@@ -58,12 +53,12 @@ def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
     """Make ``warm_up + steps`` steps and return what the last ``steps`` took.
 
     Args:
-        config: the run; its output directory, trackers, guard and checkpoints have no part in it.
+        config: the run; its output directory, trackers, guard and checkpoints are not used.
         steps: at least 1.
         warm_up: steps that are not measured.
 
     Returns:
-        JSON-able numbers; times in seconds per step, memory in MiB.
+        Numbers for JSON: seconds per step, tokens of responses per second, memory in MiB.
     """
     from multitask_rl.run.profiling import memory_report
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
@@ -89,33 +84,25 @@ def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
     memory.pop("memory/peak_mb", None)  # since the last step only
     if "memory/peak_mb" in rows[-1]:
         memory["gpu_peak_mb"] = max(row["memory/peak_mb"] for row in rows)
+    sampled = sum(len(s.rollout.response_ids) for r in reports for s in r.drawn)
+    trained = sum(len(s.rollout.response_ids) for r in reports for s in r.kept)
+    seconds = {name: math.fsum(r.seconds.get(name, 0.0) for r in reports) for name in reports[0].seconds}
     return {
         "steps": steps,
         "device": device,
         "engine": config.rollout.engine,
-        **_speeds(reports),
+        "step_s": seconds["step"] / steps,
+        "samples_per_s": sum(len(r.drawn) for r in reports) / seconds["step"],
+        "tokens_per_s": sampled / seconds["step"],
+        "sampling_tokens_per_s": sampled / max(seconds.get("rollout", 0.0), 1e-9),
+        "training_tokens_per_s": trained / max(seconds.get("update", 0.0), 1e-9),
         "stages": _stages(rows),
         "memory": {name: round(value, 1) for name, value in memory.items()},
     }
 
 
-def _speeds(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Return seconds per step, and tokens of responses per second: sampled, trained, in all."""
-    sampled = sum(len(s.rollout.response_ids) for r in reports for s in r.drawn)
-    trained = sum(len(s.rollout.response_ids) for r in reports for s in r.kept)
-    seconds = {name: math.fsum(r.seconds.get(name, 0.0) for r in reports) for name in reports[0].seconds}
-    whole = seconds["step"]
-    return {
-        "step_s": whole / len(reports),
-        "samples_per_s": sum(len(r.drawn) for r in reports) / whole,
-        "tokens_per_s": sampled / whole,
-        "sampling_tokens_per_s": sampled / max(seconds.get("rollout", 0.0), 1e-9),
-        "training_tokens_per_s": trained / max(seconds.get("update", 0.0), 1e-9),
-    }
-
-
-def _stages(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return per stage its seconds of work per step, and the shares of time it worked or was waited for."""
+def _stages(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return for each stage its seconds of work per step, and its shares of the steps' time."""
     total = math.fsum(row["time/step_s"] for row in rows)
     stages: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for row in rows for name in row):

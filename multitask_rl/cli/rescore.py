@@ -1,7 +1,7 @@
 """Score the stored rollouts of a run again, without a model, and compare old and new scores.
 
-The default scores with the run's own rewards as installed now. --reward scores every task with another
-reward. Each reward is compared by itself, before weights and penalties.
+The default scores with the run's rewards as installed now; --reward scores every task with another reward.
+Each reward is compared alone, before weights and penalties.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+
+from scipy.stats import rankdata
 
 from multitask_rl.boundary.printable import one_line, printable
 from multitask_rl.boundary.redaction import redacted_keys
-from multitask_rl.cli.agreement import agreement
-from multitask_rl.config.run import ScoringConfig, as_given
+from multitask_rl.cli import aligned
+from multitask_rl.config.run import RECORD, ScoringConfig, as_given
 from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.config.task import RewardSpec, TaskSpec
@@ -29,40 +33,105 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
 from multitask_rl.tracking.reading import read_lines
 
-__all__ = ["main"]
+__all__ = ["Agreement", "agreement", "main", "pearson"]
 
 _CHUNK = 256
 _WHOLE = "reward"
-"""Stands for the task's whole reward, as in ``primary_metric``."""
+"""The task's whole reward, as in ``primary_metric``."""
 
-Pairs: TypeAlias = dict[str, list[tuple[float, float, bool]]]
-"""``task/reward`` -> (before, now, failed now) of each response; NaN where there is no value."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """How far two rewards agree about the responses that both scored."""
+
+    pearson: float
+    """Correlation of the values; NaN for fewer than two responses, or where one side is constant."""
+    spearman: float
+    """Correlation of the ranks."""
+    both_high: int
+    only_before: int
+    only_now: int
+    both_low: int
+    borders: tuple[float, float]
+    """The least value that counts as high, before and now."""
+
+
+def agreement(before: Sequence[float], now: Sequence[float], *, threshold: float | None = None) -> Agreement:
+    """Compare the values of two rewards, response by response.
+
+    Args:
+        before: values [N], finite.
+        now: values [N] of the same responses, finite.
+        threshold: the least value that counts as high; None = 0.5 if all values of a side lie in [0, 1], else
+            the middle between the smallest and the largest of that side.
+    """
+    borders = []
+    for values in (before, now):
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        middle = 0.5 if low >= 0.0 and high <= 1.0 else (low + high) / 2
+        borders.append(middle if threshold is None else threshold)
+    counts = Counter((x >= borders[0], y >= borders[1]) for x, y in zip(before, now, strict=True))
+    return Agreement(
+        pearson=pearson(before, now),
+        spearman=pearson(rankdata(before), rankdata(now)),
+        both_high=counts[True, True],
+        only_before=counts[True, False],
+        only_now=counts[False, True],
+        both_low=counts[False, False],
+        borders=(borders[0], borders[1]),
+    )
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the linear correlation; NaN for fewer than two values or a constant side."""
+    try:
+        return statistics.correlation(x, y)
+    except statistics.StatisticsError:
+        return math.nan
 
 
 def main(arguments: list[str]) -> int:
     """Score again, print means and agreement per task and reward, and write the new records if asked."""
     options = _parser().parse_args(arguments)
     check_output_file("--output", options.output)
-    config = _run_config(options.run)
-    specs = load_tasks(options.tasks) if options.tasks else _tasks_of(options.run, config)
-    lines = list(_stored(options.run / "rollouts.jsonl"))
+    record = options.run / RECORD
+    loaded = load_yaml(record)[0] if record.is_file() else {}
+    config: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
+    specs = load_tasks(options.tasks) if options.tasks else _recorded_tasks(record, config)
+    path = options.run / "rollouts.jsonl"
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} does not exist: the run stored no rollouts (tracking.trackers without jsonl, or "
+            f"tracking.store_rollouts=0), or {str(path.parent)!r} is no output directory of a run"
+        )
+    # attempts that a constraint refused have no scores
+    lines = [line for line in read_lines(path, _readable) if line["breakdown"]]
     specs = _selected(specs, lines, options)
     if not options.trust:
-        refuse_code(options.tasks or options.run / "config.yaml", _named(specs, options.reward))
+        named = [(f"tasks.{name}.rewards", r.plugin) for name, spec in specs.items() for r in spec.rewards]
+        refuse_code(options.tasks or record, [pair for pair in named if pair[1] != options.reward])
     if missing := [*redacted_keys({name: [r.config for r in spec.rewards] for name, spec in specs.items()})]:
         raise ConfigError(
             f"{options.run}: tasks.{missing[0]}: the run recorded it without its secret; give the tasks file "
             "with --tasks, or the configuration with --reward NAME --config JSON"
         )
     kept = [line for line in lines if line["task"] in specs]
-    _check_against(kept, options.against)
+    known = {name for line in kept for name in line["breakdown"]} | {_WHOLE}
+    if options.against and options.against not in known:
+        raise ConfigError(
+            f"--against: the run stored no reward {options.against!r}{suggest(options.against, known)} "
+            f"(stored: {', '.join(sorted(known))})"
+        )
     scored = _score(specs, kept, config, str(options.run))
     if options.output is not None:
         text = "".join(dump_line(scored_to_dict(s, x["step"])) for s, x in zip(scored, kept, strict=True))
         options.output.write_text(text, encoding="utf-8")
-    pairs = _pairs(kept, scored, options.against)
-    print(printable(f"{_means(pairs)}\n\n{_agreements(pairs, options.threshold)}"))
-    _print_failures(scored)
+    print(printable(_tables(kept, scored, options.against, options.threshold)))
+    shown: set[str] = set()
+    for name, result in (pair for s in scored for pair in s.breakdown.items()):
+        if isinstance(result, Failure) and name not in shown:
+            shown.add(name)
+            print(one_line(f"first failure of {name}: {result.kind.name}: {result.message}"))
     if len(kept) < len(lines):
         print(f"{len(lines) - len(kept)} rollouts of other tasks were left out")
     return 0
@@ -91,41 +160,32 @@ def _parser() -> argparse.ArgumentParser:
 def _selected(
     specs: Mapping[str, TaskSpec], lines: Sequence[Mapping[str, Any]], options: argparse.Namespace
 ) -> dict[str, TaskSpec]:
-    """Return the tasks to score, with the rewards to score by and no constraints: none is asked."""
+    """Return the tasks to score, with the rewards to score by and without constraints."""
     for name in options.task or ():
         if name not in specs:
             raise ConfigError(
                 f"--task: unknown task {name!r}{suggest(name, specs)} (tasks: {', '.join(specs)})"
             )
-    wanted = list(options.task or specs)
+    wanted, reward, config = list(options.task or specs), options.reward, options.config
     stored = dict.fromkeys(str(line["task"]) for line in lines)
-    chosen = {
-        name: _with_reward(specs[name], options.reward, options.config)
-        for name in stored
-        if name in wanted and (specs[name].rewards or options.reward)
-    }
+    chosen = {}
+    for name in stored:
+        if name not in wanted or not (specs[name].rewards or reward):
+            continue
+        spec = replace(specs[name], constraints=[])
+        if reward is not None:
+            # a reward that the task has keeps its configuration
+            own = next((r for r in spec.rewards if reward in (r.name, r.plugin)), None)
+            own = own or RewardSpec(plugin=reward, name=reward.rsplit(":", 1)[-1].replace(".", "_"))
+            own = replace(own, weight=1.0, config=own.config if config is None else config)
+            spec = replace(spec, rewards=[own], source="--reward")
+        chosen[name] = spec
     if not chosen:
         raise DataError(
             f"{options.run}: no rollout of the tasks {', '.join(wanted)} is stored "
             f"(stored: {', '.join(sorted(stored)) or 'none'})"
         )
-    return {name: replace(spec, constraints=[]) for name, spec in chosen.items()}
-
-
-def _named(specs: Mapping[str, TaskSpec], given: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the rewards that the run's file names; the one of ``--reward`` is the user's."""
-    for name, spec in specs.items():
-        yield from ((f"tasks.{name}.rewards", r.plugin) for r in spec.rewards if r.plugin != given)
-
-
-def _with_reward(spec: TaskSpec, reward: str | None, config: Mapping[str, Any] | None) -> TaskSpec:
-    """Put ``reward`` in the place of the task's rewards; one the task has keeps its configuration."""
-    if reward is None:
-        return spec
-    own = next((r for r in spec.rewards if reward in (r.name, r.plugin)), None)
-    chosen = own or RewardSpec(plugin=reward, name=reward.rsplit(":", 1)[-1].replace(".", "_"))
-    chosen = replace(chosen, weight=1.0, config=chosen.config if config is None else config)
-    return replace(spec, rewards=[chosen], source="--reward")
+    return chosen
 
 
 def _score(
@@ -135,53 +195,30 @@ def _score(
     if not isinstance(given, dict):
         raise ConfigError(f"{run}: config.yaml: scoring: expected a mapping, got {given!r}")
     scoring = build_dataclass(ScoringConfig, given, Where(run, ("scoring",)))
-    # a reward on trial may fail on everything: that is a finding, not a reason to stop
+    # a reward on trial may fail on every response: that is a result, not a reason to stop
     scoring = replace(scoring, max_failure_rate=1.0)
-    pool = RewardPool(specs, scoring, seed=int(config.get("seed") or 0), devices={})
-    pool.start()
-    try:
-        return [s for chunk in _chunks(lines) for s in pool.score([rollout_from_dict(x) for x in chunk])]
-    finally:
-        pool.close()
+    with RewardPool(specs, scoring, seed=int(config.get("seed") or 0), devices={}) as pool:
+        chunks = (lines[begin : begin + _CHUNK] for begin in range(0, len(lines), _CHUNK))
+        return [s for chunk in chunks for s in pool.score([rollout_from_dict(x) for x in chunk])]
 
 
-def _run_config(run: Path) -> dict[str, Any]:
-    path = run / "config.yaml"
-    if not path.is_file():
-        return {}
-    loaded, _ = load_yaml(path)
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _tasks_of(run: Path, config: dict[str, Any]) -> dict[str, TaskSpec]:
-    """Return the tasks as the run resolved them."""
+def _recorded_tasks(record: Path, config: Mapping[str, Any]) -> dict[str, TaskSpec]:
     tasks = config.get("tasks")
     if not isinstance(tasks, dict) or not tasks:
         raise ConfigError(
-            f"{run}: config.yaml with the run's tasks is missing; give a tasks file with --tasks"
+            f"{record.parent}: {RECORD} with the run's tasks is missing; give a tasks file with --tasks"
         )
-    where = Where(str(run / "config.yaml"), ("tasks",))
+    where = Where(str(record), ("tasks",))
+    specs = {}
     for name, spec in tasks.items():
         if not isinstance(spec, dict):
             raise ConfigError(f"{where.at(name)}: expected a mapping, got {spec!r}")
-    return {
-        name: build_dataclass(TaskSpec, {**as_given(spec), "name": name}, where.at(name))
-        for name, spec in tasks.items()
-    }
-
-
-def _stored(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the stored rollouts that were scored; rejected attempts and a torn last line are left out."""
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} does not exist: the run stored no rollouts (tracking.trackers without jsonl, or "
-            f"tracking.store_rollouts=0), or {str(path.parent)!r} is no output directory of a run"
-        )
-    yield from (line for line in read_lines(path, _readable) if line["breakdown"])
+        specs[name] = build_dataclass(TaskSpec, {**as_given(spec), "name": name}, where.at(name))
+    return specs
 
 
 def _readable(line: dict[str, Any]) -> dict[str, Any]:
-    """Return ``line`` if all that is read of it later can be."""
+    """Return ``line``; raise here, where the place is known, if a value cannot be read later."""
     rollout_from_dict(line)
     float(line["reward"] or 0.0), int(line["step"])
     for result in line["breakdown"].values():
@@ -189,23 +226,11 @@ def _readable(line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-def _chunks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    for begin in range(0, len(lines), _CHUNK):
-        yield lines[begin : begin + _CHUNK]
-
-
-def _check_against(old: Sequence[Mapping[str, Any]], against: str) -> None:
-    known = {name for line in old for name in line["breakdown"]} | {_WHOLE}
-    if against and against not in known:
-        raise ConfigError(
-            f"--against: the run stored no reward {against!r}{suggest(against, known)} "
-            f"(stored: {', '.join(sorted(known))})"
-        )
-
-
-def _pairs(old: Sequence[Mapping[str, Any]], new: Sequence[Scored], against: str) -> Pairs:
-    """Pair what was scored with what is scored now."""
-    pairs: Pairs = {}
+def _tables(
+    old: Sequence[Mapping[str, Any]], new: Sequence[Scored], against: str, threshold: float | None
+) -> str:
+    """Return the tables of means and of agreement, a line per task and reward."""
+    pairs: dict[str, list[tuple[float, float, bool]]] = {}  # label -> before, now, failed now
     for before, after in zip(old, new, strict=True):
         for name, result in after.breakdown.items():
             other = against or (name if name in before["breakdown"] else _WHOLE)
@@ -214,54 +239,18 @@ def _pairs(old: Sequence[Mapping[str, Any]], new: Sequence[Scored], against: str
             label = f"{before['task']}/{name}" + ("" if other == name else f" : {other}")
             pair = (math.nan if was is None else float(was), now, isinstance(result, Failure))
             pairs.setdefault(label, []).append(pair)
-    return pairs
-
-
-def _means(pairs: Pairs) -> str:
-    rows: list[Sequence[str]] = [("reward", "n", "before", "now", "changed", "failed now")]
+    means = [["reward", "n", "before", "now", "changed", "failed now"]]
+    head = ["agreement", "n", "pearson", "spearman", "both high", "only before", "only now", "both low"]
+    agreements = [[*head, "high from"]]
     for label, values in pairs.items():
-        changed = sum(not math.isclose(a, b, abs_tol=1e-9) for a, b in _both(values))
-        means = (f"{_mean([v[i] for v in values]):.4f}" for i in (0, 1))
-        rows.append((label, f"{len(values)}", *means, f"{changed}", f"{sum(v[2] for v in values)}"))
-    return _aligned(rows)
-
-
-def _agreements(pairs: Pairs, threshold: float | None) -> str:
-    """Say how far old and new agree; "high" is from the border on."""
-    header = ("agreement", "n", "pearson", "spearman", "both high", "only before", "only now", "both low")
-    rows: list[Sequence[str]] = [(*header, "high from")]
-    for label, values in pairs.items():
-        both = _both(values)
+        both = [(a, b) for a, b, _ in values if math.isfinite(a) and math.isfinite(b)]
+        changed = sum(not math.isclose(a, b, abs_tol=1e-9) for a, b in both)
+        finite = ([v[side] for v in values if math.isfinite(v[side])] for side in (0, 1))
+        shown = (f"{sum(own) / len(own) if own else math.nan:.4f}" for own in finite)
+        means.append([label, f"{len(values)}", *shown, f"{changed}", f"{sum(v[2] for v in values)}"])
         found = agreement([a for a, _ in both], [b for _, b in both], threshold=threshold)
         counts = (found.both_high, found.only_before, found.only_now, found.both_low)
         borders = " / ".join(f"{b:g}" for b in dict.fromkeys(found.borders))
         correlations = (f"{r:.3f}" if math.isfinite(r) else "-" for r in (found.pearson, found.spearman))
-        rows.append((label, f"{found.count}", *correlations, *map(str, counts), borders))
-    return _aligned(rows)
-
-
-def _print_failures(scored: Sequence[Scored]) -> None:
-    """Print the first failure of each reward, so that a column of failures is explained."""
-    shown: set[str] = set()
-    for record in scored:
-        for name, result in record.breakdown.items():
-            if isinstance(result, Failure) and name not in shown:
-                shown.add(name)
-                print(one_line(f"first failure of {name}: {result.kind.name}: {result.message}"))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
-
-
-def _both(values: Sequence[tuple[float, float, bool]]) -> list[tuple[float, float]]:
-    return [(a, b) for a, b, _ in values if math.isfinite(a) and math.isfinite(b)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    finite = [v for v in values if math.isfinite(v)]
-    return sum(finite) / len(finite) if finite else math.nan
+        agreements.append([label, f"{len(both)}", *correlations, *map(str, counts), borders])
+    return "\n".join([*aligned(means), "", *aligned(agreements)])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multitask_rl.boundary.printable import one_line, printable
+from multitask_rl.cli import aligned
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import EvalConfig, ScoringConfig
 from multitask_rl.config.schema.build import build_dataclass
@@ -61,7 +62,8 @@ def main(arguments: list[str]) -> int:
         refuse_code_in(options.file)
     specs = load_tasks(options.file, _overrides(options.overrides))
     if options.command == "show":
-        print(_as_json(specs) if options.json else printable(_table(specs)))
+        plain = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
+        print(json.dumps(plain, indent=2, default=str) if options.json else printable(_table(specs)))
         return 0
     warnings: list[str] = []
     notes = {name: _check(spec, warnings) for name, spec in specs.items()}
@@ -93,7 +95,7 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
 
 
 def _check(spec: TaskSpec, warnings: list[str]) -> str:
-    """Check the plugins' configuration and the data of one task; return what was found, add ``warnings``."""
+    """Check plugin configuration and data of one task; return a note on it and add to ``warnings``."""
     where = f"{spec.source}: tasks.{spec.name}"
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
     keys = Where(path=(f"{where}.algorithm_config",))
@@ -111,23 +113,34 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
         source = find_plugin(kind, plugin, place)
         parameters |= set(source.check(config))
         needs |= set(source.traits.needs)
-        if kind == "reward" and spec.rewards[index].weight and not spec.evaluation_only:
-            warnings += _scale_warning(place, plugin, source.traits)
+        is_trained = kind == "reward" and spec.rewards[index].weight and not spec.evaluation_only
+        if is_trained and not math.isfinite(source.traits.high - source.traits.low):
+            warnings.append(
+                f"{place}: {plugin} declares no range, so the scheduler estimates the scale of the task's "
+                "levels from the rewards that responses earn; declare low and high (with_traits or "
+                "PluginTraits)"
+            )
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits
-    counts = _check_data(spec, needs, parameters, warnings) if spec.dataset else {}
-    num_prompts = min(counts["eval"], EvalConfig().num_prompts) if counts else None
-    warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
-    if not counts:
+    if not spec.dataset:
+        warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, None)]
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
-    return f"{spec.type}; {counts['train']} training rows, {counts['eval']} held-out rows"
+    rows = {split: load_rows(spec, split) for split in ("train", "eval")[spec.evaluation_only :]}
+    for own in rows.values():
+        check_rows(spec, own, needs=needs, parameters=parameters)
+    train, held_out = rows.get("train", ()), rows["eval"]
+    if warning := held_out_warning(spec, train, held_out):
+        warnings.append(f"{where}: {warning}")
+    num_prompts = min(len(held_out), EvalConfig().num_prompts)
+    warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
+    return f"{spec.type}; {len(train)} training rows, {len(held_out)} held-out rows"
 
 
 def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
     """Build every reward and constraint where training builds them, and score a row of each task.
 
     Returns:
-        A warning per plugin whose model or device is not on this machine: the file may be meant for another.
+        A warning per plugin whose model or device this machine lacks: the file may be meant for another one.
 
     Raises:
         ConfigError, PluginError, MissingExtraError: the first that cannot be built, or fails on the row.
@@ -143,7 +156,7 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
                 try:
                     _score_a_row({name: part})
                 except UnavailableError as error:
-                    # what its constructor refuses names the place, what its warm-up refuses does not
+                    # an error of the constructor names the place, one of the warm-up does not
                     said = str(error).startswith(spec.source)
                     where = "" if said else f"{spec.source}: tasks.{name}: "
                     warnings.append(f"{where}{error} train refuses it on this machine.")
@@ -172,47 +185,13 @@ def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:
                 )
 
 
-def _scale_warning(place: str, plugin: str, traits: PluginTraits) -> list[str]:
-    if math.isfinite(traits.low) and math.isfinite(traits.high):
-        return []
-    return [
-        f"{place}: {plugin} declares no range, so the scheduler estimates the scale of the task's levels "
-        "from the rewards that responses earn; declare low and high (with_traits or PluginTraits)"
-    ]
-
-
-def _check_data(spec: TaskSpec, needs: set[str], parameters: set[str], warnings: list[str]) -> dict[str, int]:
-    """Check the rows (see ``check_rows``); return their number by split."""
-    rows = {split: load_rows(spec, split) for split in ("train", "eval")[spec.evaluation_only :]}
-    for own in rows.values():
-        check_rows(spec, own, needs=needs, parameters=parameters)
-    if warning := held_out_warning(spec, rows.get("train", ()), rows["eval"]):
-        warnings.append(f"{spec.source}: tasks.{spec.name}: {warning}")
-    return {"train": 0, **{split: len(own) for split, own in rows.items()}}
-
-
 def _table(specs: Mapping[str, TaskSpec]) -> str:
     trained = {name: spec.weight for name, spec in specs.items() if not spec.evaluation_only}
     shares = fill_weights(list(trained), trained)
-    header = ("task", "type", "share", "data", "rewards", "constraints")
-    lines = [header, *(_line(spec, shares.get(name)) for name, spec in specs.items())]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def _line(spec: TaskSpec, share: float | None) -> tuple[str, ...]:
-    return (
-        spec.name,
-        spec.type,
-        "eval only" if share is None else f"{share:.3f}",
-        spec.dataset or "-",
-        ", ".join(f"{r.name} x {r.weight:g}" for r in spec.rewards) or "-",
-        ", ".join(f"{c.name} ({c.mode})" for c in spec.constraints) or "-",
-    )
-
-
-def _as_json(specs: Mapping[str, TaskSpec]) -> str:
-    return json.dumps({name: dataclasses.asdict(spec) for name, spec in specs.items()}, indent=2, default=str)
+    rows = [("task", "type", "share", "data", "rewards", "constraints")]
+    for name, spec in specs.items():
+        share = f"{shares[name]:.3f}" if name in shares else "eval only"
+        rewards = ", ".join(f"{r.name} x {r.weight:g}" for r in spec.rewards) or "-"
+        constraints = ", ".join(f"{c.name} ({c.mode})" for c in spec.constraints) or "-"
+        rows.append((name, spec.type, share, spec.dataset or "-", rewards, constraints))
+    return "\n".join(aligned(rows, num_text=6))

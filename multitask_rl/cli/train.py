@@ -1,7 +1,7 @@
-"""``train`` and ``eval``: the only place that knows Hydra.
+"""``train`` and ``eval``, and the composition of a configuration by Hydra.
 
-The schema is ``RunConfig``; YAML files (``--config-dir configs +experiment=NAME``) and the command line
-override it. Hydra's tree is turned into dataclasses once, here; nothing below sees it.
+The schema is ``RunConfig``. YAML files (``--config-dir configs +experiment=NAME``) and the command line
+override it. Hydra's tree becomes dataclasses here; no other module sees it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +24,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multitask_rl.boundary.printable import EscapingFilter
+from multitask_rl.boundary.printable import EscapingFilter, printable
 from multitask_rl.boundary.redaction import redacted_keys
 from multitask_rl.config.run import RECORD, RunConfig, recorded_config
 from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError, path_errors
+from multitask_rl.records import TaskEvaluation
 from multitask_rl.run.interrupts import stopping_on_signals
 
-__all__ = ["compose_and_run", "config_keys", "evaluate", "train"]
+__all__ = ["compose_and_run", "config_keys", "evaluate", "print_evaluations", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,34 +50,16 @@ usage: multitask-rl {command} [--config-dir DIR] [--multirun] [--trust] [key=val
 
 Every key with its meaning, range and default: docs/configuration.md. Hydra's own options: --hydra-help."""
 
-_OPTIONS_WITH_VALUE = {
-    *(
-        "--cfg",
-        "-c",
-        "--package",
-        "-p",
-        "--config-path",
-        "-cp",
-        "--config-name",
-        "-cn",
-        "--config-dir",
-        "-cd",
-    ),
-    *("--experimental-rerun", "--info", "-i"),
+_INFO = ("--info", "-i")
+_VALUES = {
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(_INFO, ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
+    **dict.fromkeys(("--package", "-p", "--experimental-rerun"), ()),
+    **dict.fromkeys(("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"), ()),
 }
-_OPTIONS = _OPTIONS_WITH_VALUE | {
-    *(
-        "--hydra-help",
-        "--version",
-        "--resolve",
-        "--run",
-        "-r",
-        "--multirun",
-        "-m",
-        "--shell-completion",
-        "-sc",
-    )
-}
+"""Hydra's options with a value -> the values allowed; empty = any."""
+_SWITCHES = {"--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"}
+_SWITCHES |= {"--shell-completion", "-sc"}
 _OTHER_SOURCES = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--multirun", "-m")
 _SWEEP_DIR = "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"
 _NO_COPY = "hydra.output_subdir=null"
@@ -86,7 +69,7 @@ _OF_A_LOOK = (
     *("hydra.run.dir=.", _NO_COPY, _SWEEP_DIR),
     *("hydra.job_logging.root.handlers=[console]", "~hydra.job_logging.handlers.file"),
 )
-"""Only training writes: neither the record nor the log of a run is touched by who looks at it."""
+"""Only ``train`` writes to a run's directory; other commands leave its record and its log as they are."""
 
 
 def train(arguments: list[str]) -> int:
@@ -116,30 +99,43 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     failures: list[Exception] = []
 
     def job(tree: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
+        is_sweep = hydra_config.mode == RunMode.MULTIRUN
         for handler in logging.getLogger().handlers:
-            handler.addFilter(EscapingFilter())  # what Hydra set up shows what models and data say
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            # the copy that Hydra keeps of a sweep's configuration holds its secrets
-            Path(HydraConfig.get().sweep.dir, "multirun.yaml").unlink(missing_ok=True)
+            handler.addFilter(EscapingFilter())  # Hydra's handlers show text of models and data
+        if is_sweep:  # Hydra's copy of a sweep's configuration holds its secrets
+            Path(hydra_config.sweep.dir, "multirun.yaml").unlink(missing_ok=True)
         try:
-            try:
-                config = _to_config(tree)
-            except OmegaConfBaseException as error:
-                raise ConfigError(_explain(error)) from error
+            config = _to_config(tree)
+            if is_sweep:  # each run has a directory of its own
+                config = replace(config, output_dir=hydra_config.runtime.output_dir)
             if config.tasks_file and not trusts:
                 refuse_code_in(config.tasks_file)
-            _check_secrets(config, command)
+            for key in redacted_keys(dataclasses.asdict(config)):
+                if command == "train" or key.startswith("tasks."):  # other commands neither track nor post
+                    again = (
+                        "tasks_file=PATH" if "[" in key else f"{key}=VALUE, or {key}='${{oc.env:VARIABLE}}'"
+                    )
+                    raise ConfigError(
+                        f"{key}: the run recorded it without its secret; give it again: {again}"
+                    )
             action(config)
         except Exception as error:  # noqa: BLE001 - raised below: one run of a sweep must not end the others
             failures.append(error)
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
+            if is_sweep:
                 logger.error("this run of the sweep failed, the others go on: %s", error)
 
-    # Hydra takes the module of the function for the name of the log file.
+    # Hydra names the log file after the function's module
     job.__module__ = f"multitask_rl.cli.{command}"
-    defaults = _OF_A_RUN if command == "train" else _OF_A_LOOK
-    if {"-m", "--multirun"} & set(arguments):
-        defaults = (*defaults, *_sweep_directory(arguments))
+    defaults = [*(_OF_A_RUN if command == "train" else _OF_A_LOOK)]
+    outputs = [value for key, _, value in (a.partition("=") for a in arguments) if key == "output_dir"]
+    if outputs and {"-m", "--multirun"} & set(arguments):
+        if re.search(r"[,(]", outputs[-1]) and outputs[-1][:1] not in "\"'":
+            raise ConfigError(
+                f"output_dir={outputs[-1]}: with --multirun every run has a directory below output_dir, "
+                "numbered from 0; name one"
+            )
+        defaults.append(f"hydra.sweep.dir={outputs[-1]}")
     with _hydra_environment(_hydra_arguments(arguments, defaults)):
         try:
             hydra.main(version_base="1.3", config_path=None, config_name="run")(job)()
@@ -147,28 +143,11 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
             with path_errors("output_dir", error.filename or "", "another with output_dir=PATH"):
                 raise
         except Exception as error:
-            # what the run raised is in ``failures``: this is the command line's, in any of Hydra's exceptions
+            # the job's errors are in ``failures``; this one, of any of Hydra's types, is of the command line
             raise ConfigError(_explain(error)) from error
     if failures:
         raise failures[0]
     return 0
-
-
-def _sweep_directory(arguments: list[str]) -> list[str]:
-    """Return the override that puts the runs of a sweep below the ``output_dir`` that is given.
-
-    Raises:
-        ConfigError: ``output_dir`` is swept over itself.
-    """
-    given = [value for key, _, value in (a.partition("=") for a in arguments) if key == "output_dir"]
-    if not given:
-        return []
-    if re.search(r"[,(]", given[-1]) and given[-1][:1] not in "\"'":
-        raise ConfigError(
-            f"output_dir={given[-1]}: with --multirun every run has a directory below output_dir, numbered "
-            "from 0; name one"
-        )
-    return [f"hydra.sweep.dir={given[-1]}"]
 
 
 def config_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
@@ -184,14 +163,9 @@ def config_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasse
 
 
 def _base(arguments: list[str], trusts: bool) -> RunConfig | type[RunConfig]:
-    """Return what ``arguments`` override: what the run of ``output_dir`` recorded if no tasks file is given.
+    """Return the configuration that ``arguments`` override: recorded in ``output_dir``, or the defaults.
 
-    Args:
-        arguments: of the command line.
-        trusts: code that a record from elsewhere names may run.
-
-    Raises:
-        ConfigError: see ``recorded_config`` and ``refuse_code_in``.
+    The record counts if no tasks file and no other source is given. ``trusts`` allows code that it names.
     """
     given = dict(a.partition("=")[::2] for a in arguments)
     run = Path(given.get("output_dir", "").strip("'\""))
@@ -205,38 +179,24 @@ def _base(arguments: list[str], trusts: bool) -> RunConfig | type[RunConfig]:
 
 
 def _literal(value: Any) -> Any:
-    """Keep OmegaConf from taking ``${`` in what was recorded for a reference to a key or a variable."""
+    """Escape ``${`` in recorded text, which OmegaConf would read as a reference."""
     if isinstance(value, dict):
         return {key: _literal(below) for key, below in value.items()}
     if isinstance(value, list):
         return [_literal(below) for below in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _literal(getattr(value, f.name)) for f in dataclasses.fields(value)})
-    # a backslash before ``${`` escapes it, and is escaped itself by another
+    # a backslash escapes ``${``, and a backslash before that needs one too
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _check_secrets(config: RunConfig, command: str) -> None:
-    """Refuse what a record holds without its secret, where ``command`` needs it.
-
-    Raises:
-        ConfigError: it has to be given again.
-    """
-    for key in redacted_keys(dataclasses.asdict(config)):
-        if command == "train" or key.startswith("tasks."):  # only training tracks and posts
-            again = "tasks_file=PATH" if "[" in key else f"{key}=VALUE, or {key}='${{oc.env:VARIABLE}}'"
-            raise ConfigError(f"{key}: the run recorded it without its secret; give it again: {again}")
-
-
 def _train(config: RunConfig) -> None:
-    from multitask_rl.cli.results import print_evaluations
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
     print_evaluations(Trainer.from_config(config).train())
 
 
 def _evaluate(config: RunConfig) -> None:
-    from multitask_rl.cli.results import print_evaluations
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
     resume, run = config.checkpoint.resume, config.output_dir
@@ -256,28 +216,39 @@ def _evaluate(config: RunConfig) -> None:
     print_evaluations(evaluations)
 
 
-def _to_config(tree: DictConfig) -> RunConfig:
-    """Turn Hydra's tree into dataclasses; every run of a sweep gets its own output directory.
+def print_evaluations(evaluations: Mapping[str, TaskEvaluation]) -> None:
+    """Print one line per task: metric, mean, half the width of the 95 % interval, prompts.
 
-    Raises:
-        ConfigError: a key that the schema does not have was added with ``+``, or a value is refused.
+    A prompt without a value is counted as ``failed``, or as ``n/a`` if the metric is not applicable to it.
     """
+    width = max([4, *map(len, evaluations)])
+    print(f"{'task':<{width}}  {'metric':<20} {'mean':>8} {'+/-':>7} {'n':>6} {'failed':>6} {'n/a':>6}")
+    for name, evaluation in evaluations.items():
+        primary, failed = evaluation.primary, evaluation.num_failed
+        not_applicable = len(primary.values) - primary.n - failed
+        print(
+            f"{name:<{width}}  {printable(evaluation.metric):<20} {primary.mean:>8.4f} "
+            f"{1.96 * primary.error:>7.4f} {primary.n:>6} {failed:>6} {not_applicable:>6}"
+        )
+
+
+def _to_config(tree: DictConfig) -> RunConfig:
     known = {f.name for f in dataclasses.fields(RunConfig)}
     if unknown := [str(key) for key in tree if key not in known]:
         raise ConfigError(
             f"configuration: no key or group {unknown[0]!r}{suggest(unknown[0], known)} (a group such as "
             f"+experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of --config-dir)"
         )
-    values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    config = build_dataclass(RunConfig, values, Where())
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        config = replace(config, output_dir=HydraConfig.get().runtime.output_dir)
-    return config
+    try:
+        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error)) from error
+    return build_dataclass(RunConfig, values, Where())
 
 
 @contextmanager
 def _hydra_environment(arguments: list[str]) -> Iterator[None]:
-    """Give Hydra its arguments, keep it from printing errors (they come as exceptions), close its log."""
+    """Pass ``arguments`` to Hydra, let its errors come as exceptions, and close its log afterwards."""
     before = list(logging.getLogger().handlers)
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv[0] if argv else "multitask-rl", *arguments]
@@ -296,39 +267,48 @@ def _hydra_environment(arguments: list[str]) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
-def _hydra_arguments(arguments: list[str], defaults: Iterable[str]) -> list[str]:
-    """Put options before overrides, which Hydra's parser needs, and our overrides before the user's.
+def _hydra_arguments(arguments: list[str], defaults: list[str]) -> list[str]:
+    """Put options first, as Hydra's parser needs them, then ``defaults``, then the user's overrides.
 
     Raises:
-        ConfigError: an option is a key of the configuration, or unknown.
+        ConfigError: an option is unknown, is a key of the configuration, or has a wrong value.
     """
-    options, overrides, rest = [], list(defaults), iter(arguments)
+    options, overrides, rest = list[str](), list(defaults), iter(arguments)
     for argument in rest:
         option, equals, value = argument.partition("=")
         key = option.lstrip("-").replace("-", "_")
-        if option in _OPTIONS:
-            options.append(argument)
-            options += [next(rest, "")] if argument in _OPTIONS_WITH_VALUE else []
+        if option in _VALUES:
+            choices = _VALUES[option]
+            value = value if equals else next(rest, "all" if option in _INFO else "")
+            if (choices and value not in choices) or not value or (value.startswith("-") and not equals):
+                expected = f"one of {', '.join(choices)}" if choices else "a value"
+                raise ConfigError(f"{option}: expected {expected}, got {value!r}")
+            options.append(f"{option}={value}")
+        elif option in _SWITCHES:
+            if equals:
+                raise ConfigError(f"{option}: takes no value, got {value!r}")
+            options.append(option)
         elif not option.startswith("-"):
             overrides.append(f"++{argument}" if equals and _is_below_mapping(option) else argument)
         elif key in config_keys() or _is_below_mapping(key):
             value = value if equals else next(rest, "VALUE")
             raise ConfigError(f"{argument}: a key is given without dashes; write {key}={value}")
         else:
+            known = sorted({*_VALUES, *_SWITCHES})
             raise ConfigError(
-                f"unknown option {argument!r}{suggest(option, _OPTIONS)} (options: "
-                f"{', '.join(sorted(_OPTIONS))}); give keys as key=value"
+                f"unknown option {argument!r}{suggest(option, known)} (options: {', '.join(known)}); "
+                "give keys as key=value"
             )
     return options + overrides
 
 
 def _is_below_mapping(key: str) -> bool:
-    """Whether ``key`` lies below a mapping: the schema does not know it, so Hydra wants ``++`` before it."""
+    """Whether ``key`` lies below a mapping, where the schema knows no keys and Hydra needs ``++``."""
     return any(key.startswith(f"{name}.") for name, f in config_keys().items() if f.default_factory is dict)
 
 
 def _explain(error: Exception) -> str:
-    """Return one paragraph: what Hydra said, a close key, where the keys are listed."""
+    """Return one paragraph: Hydra's message, a close key, where the keys are listed."""
     causes: list[BaseException] = [error, *([error.__cause__] if error.__cause__ else [])]
     said = [next(iter(str(cause).strip().splitlines()), type(cause).__name__) for cause in causes]
     unknown = re.search(r"[Kk]ey '([^']+)'", " ".join(said))

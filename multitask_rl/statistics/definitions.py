@@ -1,7 +1,7 @@
 """Definitions of a task's metrics: population, value, direction and range, in training and evaluation.
 
-docs/definitions.md has them as a table. A *slot* is one place for a response; its record is the last attempt,
-the one a user would see. A slot whose last attempt was rejected has the *refused value*.
+docs/definitions.md has them as a table. A *slot* is one place for a response. Its record is the last attempt,
+which a user would see; if that was rejected, the slot has the *refused value*.
 """
 
 from __future__ import annotations
@@ -140,7 +140,11 @@ class TaskMetrics:
         final = served(scored)
         ends = [s for s in final if not _has_failed(s)]
         numbers: dict[str, _Column] = {}
-        for name in self._reward_names(ends):
+        names = ["reward", *(r.name or r.plugin for r in self._spec.rewards)]
+        for plugin, result in (pair for s in ends for pair in s.breakdown.items()):
+            if isinstance(result, Score):
+                names += [plugin, *(f"{plugin}/{part}" for part in result.components)]
+        for name in dict.fromkeys(names):
             kind = self._kind(name)
             values = self._over_slots(name, kind, final, key=name)
             numbers[REWARD if name == "reward" else f"reward/{name}"] = kind, final, values
@@ -166,58 +170,46 @@ class TaskMetrics:
                 found.setdefault(slot.rollout.group_id, []).append(value)
         return found
 
-    def _reward_names(self, ends: Sequence[Scored]) -> list[str]:
-        names = ["reward", *(r.name or r.plugin for r in self._spec.rewards)]
-        for scored in ends:
-            for name, result in scored.breakdown.items():
-                if isinstance(result, Score):
-                    names += [name, *(f"{name}/{part}" for part in result.components)]
-        return list(dict.fromkeys(names))
-
     def _kind(self, name: str) -> _Kind:
-        if name == "reward":
-            return self._reward_kind()
         plugin, _, component = name.partition("/")
+        if name == "reward":
+            if not self._spec.rewards:  # 1 - cost
+                return _GOOD_RATE
+            low = high = 0.0
+            for reward in self._spec.rewards:
+                if reward.weight:
+                    traits = self._traits.get(reward.name or reward.plugin, PluginTraits())
+                    weight = reward.weight if traits.higher_is_better else -reward.weight
+                    ends = weight * traits.low, weight * traits.high
+                    low, high = low + min(ends), high + max(ends)
+            low -= math.fsum(c.weight for c in self._spec.constraints if c.mode == "penalty")
+            return _Kind(Direction.higher, low, high)
         if component or plugin not in self._traits:
             return _PLAIN
         traits = self._traits[plugin]
         direction = Direction.higher if traits.higher_is_better else Direction.lower
         return _Kind(direction, traits.low, traits.high)
 
-    def _reward_kind(self) -> _Kind:
-        if not self._spec.rewards:  # 1 - cost
-            return _GOOD_RATE
-        low = high = 0.0
-        for reward in self._spec.rewards:
-            if reward.weight:
-                traits = self._traits.get(reward.name or reward.plugin, PluginTraits())
-                weight = reward.weight if traits.higher_is_better else -reward.weight
-                ends = weight * traits.low, weight * traits.high
-                low, high = low + min(ends), high + max(ends)
-        low -= math.fsum(c.weight for c in self._spec.constraints if c.mode == "penalty")
-        return _Kind(Direction.higher, low, high)
-
     def _over_slots(self, name: str, kind: _Kind, final: Sequence[Scored], *, key: str) -> list[float]:
         """Return the value of every slot; NaN = failed or not applicable."""
-        lost = [s.rollout.rejected or _overruns(name, s) for s in final]
-        served_values = [
-            math.nan if is_lost else _value(name, s) for s, is_lost in zip(final, lost, strict=True)
-        ]
-        finite = [kind.direction.sign * value for value in served_values if math.isfinite(value)]
-        if finite and kind.direction.sign and key not in self._refused:
-            self._refused[key] = kind.direction.sign * min(finite)
+        plugin, _, component = name.partition("/")
+        sign, values, lost = kind.direction.sign, list[float](), list[bool]()
+        for s in final:
+            result = s.breakdown.get(plugin)
+            parts = result.components if isinstance(result, Score) else {}
+            # beyond the reward's limits, a response has no component of it
+            overran = bool(component) and OVERRUN in parts and component not in parts
+            lost.append(s.rollout.rejected or overran)
+            values.append(math.nan if lost[-1] else _value(name, s))
+        finite = [sign * value for value in values if math.isfinite(value)]
+        if finite and sign and key not in self._refused:
+            self._refused[key] = sign * min(finite)
         fallback = kind.worst if math.isfinite(kind.worst) else self._refused.get(key, math.nan)
-
-        def value_of_lost(scored: Scored) -> float:
-            if _has_failed(scored):
-                return math.nan
-            trained = name == "reward" and self._algorithm.trains_rejected
-            return self._algorithm.outcome(scored) if trained else fallback
-
-        return [
-            value_of_lost(s) if is_lost else value
-            for s, is_lost, value in zip(final, lost, served_values, strict=True)
-        ]
+        is_trained = name == "reward" and self._algorithm.trains_rejected
+        for index, s in enumerate(final):
+            if lost[index] and not _has_failed(s):
+                values[index] = self._algorithm.outcome(s) if is_trained else fallback
+        return values
 
     def unearned(self, scored: Sequence[Scored]) -> list[str]:
         """Return a warning, once each, for settings that reward an unscored response above all scored ones.
@@ -310,14 +302,6 @@ def _value(name: str, scored: Scored) -> float:
     if not isinstance(result, Score):
         return math.nan
     return result.components.get(component, math.nan) if component else result.value
-
-
-def _overruns(name: str, scored: Scored) -> bool:
-    """Whether a response has no ``<reward>/<component>`` because it exceeds the reward's limits."""
-    plugin, _, component = name.partition("/")
-    result = scored.breakdown.get(plugin)
-    parts = result.components if isinstance(result, Score) else {}
-    return bool(component) and OVERRUN in parts and component not in parts
 
 
 def _violates(scored: Scored, constraint: str = "") -> float:

@@ -1,4 +1,4 @@
-"""Differences of held-out means, paired where prompts are the same: intervals, tests; bounds of rates."""
+"""Statistics of means and rates: standard errors, differences with intervals, tests, bounds."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def summarise(
 ) -> Statistic:
     """Return the mean of the finite values, their number and the standard error of the mean.
 
-    Prompts are the independent units, because values of one prompt are correlated (linearised error of a
-    ratio, Cochran, "Sampling Techniques", 1977, 6.4). Values that are all at the two ends of their range are
-    a rate. The error of a rate is at least Agresti and Coull's (two successes and two failures added), which
-    is above 0 even if the event has not occurred.
+    The error counts prompts, because values of one prompt are correlated (linearised error of a ratio,
+    Cochran, "Sampling Techniques", 1977, 6.4). Values that are all at the two ends of their range are a rate.
+    The error of a rate is at least Agresti and Coull's (two successes and two failures added): above 0 even
+    if the event has not occurred.
 
     Args:
         values: NaN = not in the population.
@@ -100,15 +100,8 @@ def summarise(
         least = (top - bottom) * math.sqrt(rate * (1 - rate) / (n + 4))
         error = least if math.isnan(error) else max(error, least)
     means = {owner: math.fsum(own) / len(own) for owner, own in by_prompt.items()}
-    return Statistic(
-        mean=mean,
-        n=n,
-        error=error,
-        direction=direction,
-        low=low,
-        high=high,
-        values=[means.get(owner, math.nan) for owner in keep],
-    )
+    kept = [means.get(owner, math.nan) for owner in keep]
+    return Statistic(mean=mean, n=n, error=error, direction=direction, low=low, high=high, values=kept)
 
 
 def student_quantile(probability: float, degrees: float) -> float:
@@ -198,8 +191,31 @@ def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool
         first, second = [a for a, _ in pairs], [b for _, b in pairs]
     else:
         first, second = [a for a in base if math.isfinite(a)], [b for b in other if math.isfinite(b)]
+    n, m = len(first), len(second)
     start, end = (fmean(side) if side else math.nan for side in (first, second))
-    low, high, p_value = (_compare_pairs if paired else _welch)(first, second)
+    low = high = p_value = math.nan
+    if min(n, m) > 1 and paired:
+        differences = [b - a for a, b in zip(first, second, strict=True)]
+        error = math.sqrt(variance(differences) / n)
+        is_binary = {*first, *second} <= {0.0, 1.0}
+        if not is_binary and not _is_noise(error, [*first, *second]):
+            low, high, p_value = _student(fmean(differences), error, n - 1)
+        else:
+            up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+            p_value = _if_possible(2 * sign_test(up, down), least=2 * sign_test(n, 0))
+            if is_binary:
+                gained, lost = (up + 1) / (n + 2), (down + 1) / (n + 2)
+                middle = gained - lost
+                half = float(special.ndtri(1 - _LEVEL / 2)) * math.sqrt((gained + lost - middle**2) / (n + 2))
+                low, high = max(-1.0, middle - half), min(1.0, middle + half)
+    elif min(n, m) > 1:
+        delta, a, b = end - start, variance(first) / n, variance(second) / m
+        if _is_noise(math.sqrt(a + b), [*first, *second]):
+            least = 2 / math.comb(n + m, n)
+            p_value = _if_possible(least if delta else 1.0, least=least)
+        else:  # Welch-Satterthwaite
+            degrees = (a + b) ** 2 / (a * a / (n - 1) + b * b / (m - 1))
+            low, high, p_value = _student(delta, math.sqrt(a + b), degrees)
     return Difference(
         base=start,
         other=end,
@@ -207,53 +223,22 @@ def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool
         low=low,
         high=high,
         p_value=p_value,
-        n=min(len(first), len(second)),
+        n=min(n, m),
         paired=paired,
     )
 
 
-def _compare_pairs(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
-    """Return the ends of the interval and the p-value."""
-    differences = [b - a for a, b in zip(first, second, strict=True)]
-    n = len(differences)
-    if n < 2:
-        return math.nan, math.nan, math.nan
-    error = math.sqrt(variance(differences) / n)
-    is_binary = {*first, *second} <= {0.0, 1.0}
-    if not is_binary and not _is_noise(error, [*first, *second]):
-        return _student(fmean(differences), error, n - 1)
-    up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    p_value = _if_possible(2 * sign_test(up, down), least=2 * sign_test(n, 0))
-    if not is_binary:
-        return math.nan, math.nan, p_value
-    gained, lost = (up + 1) / (n + 2), (down + 1) / (n + 2)
-    middle = gained - lost
-    half = float(special.ndtri(1 - _LEVEL / 2)) * math.sqrt((gained + lost - middle**2) / (n + 2))
-    return max(-1.0, middle - half), min(1.0, middle + half), p_value
-
-
-def _welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
-    """Return the ends of the interval and the p-value (Welch-Satterthwaite)."""
-    n, m = len(first), len(second)
-    if n < 2 or m < 2:
-        return math.nan, math.nan, math.nan
-    delta = fmean(second) - fmean(first)
-    a, b = variance(first) / n, variance(second) / m
-    if _is_noise(math.sqrt(a + b), [*first, *second]):
-        least = 2 / math.comb(n + m, n)
-        return math.nan, math.nan, _if_possible(least if delta else 1.0, least=least)
-    return _student(delta, math.sqrt(a + b), (a + b) ** 2 / (a * a / (n - 1) + b * b / (m - 1)))
-
-
 def _student(delta: float, error: float, degrees: float) -> tuple[float, float, float]:
+    """Return the ends of the interval and the p-value."""
     half = error * student_quantile(1 - _LEVEL / 2, degrees)
     return delta - half, delta + half, student_tails(delta / error, degrees)
 
 
 def _is_noise(error: float, values: Sequence[float]) -> bool:
-    """Whether the standard error is nothing but rounding."""
+    """Whether the standard error is only rounding."""
     return error <= 1e-12 * max(map(abs, values))
 
 
 def _if_possible(p_value: float, *, least: float) -> float:
+    """Return ``p_value``, or NaN if ``least``, the smallest possible one, is not below 5 %."""
     return min(1.0, p_value) if least < _LEVEL else math.nan

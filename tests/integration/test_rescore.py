@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.cli.agreement import agreement, pearson, spearman
+from multitask_rl.cli.rescore import agreement, pearson
 from run_builders import run_config, train, write_run
 
 LIGHT = """
@@ -121,10 +121,10 @@ def test_mistakes_are_named(
 
 def test_agreement_equals_hand_computed_values() -> None:
     assert pearson([0, 1, 2, 3], [0, 1, 4, 9]) == pytest.approx(0.9583, abs=1e-4)
-    assert spearman([1, 2, 2, 4], [1, 3, 2, 4]) == pytest.approx(0.9487, abs=1e-4)
+    assert agreement([1, 2, 2, 4], [1, 3, 2, 4]).spearman == pytest.approx(0.9487, abs=1e-4)
     found = agreement([0.2, 0.8, 0.9, 0.1], [0.6, 0.9, 0.2, 0.0])
     assert (found.both_high, found.only_before, found.only_now, found.both_low) == (1, 1, 1, 1)
-    assert (found.agreed, found.borders) == (0.5, (0.5, 0.5))
+    assert found.borders == (0.5, 0.5)
     assert agreement([-4.0, 2.0], [10.0, 30.0]).borders == (-1.0, 20.0)
     constant = agreement([1.0, 1.0], [0.0, 1.0])
     assert str(constant.pearson) == "nan"

@@ -325,6 +325,13 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Pat
         (["--max_steps=3"], ["--max_steps=3: ", "write max_steps=3"]),
         (["--max-steps", "3"], ["write max_steps=3"]),
         (["--tasks.math.weight=2"], ["write tasks.math.weight=2"]),
+        (["--cfg=x"], ["--cfg: expected one of job, hydra, all, got 'x'"]),
+        (["--cfg"], ["--cfg: expected one of job, hydra, all, got ''"]),
+        (["-c", "max_steps=3"], ["-c: expected one of job, hydra, all, got 'max_steps=3'"]),
+        (["--info=none"], ["--info: expected one of all, config,", "got 'none'"]),
+        (["--config-dir"], ["--config-dir: expected a value"]),
+        (["--config-dir", "--multirun"], ["--config-dir: expected a value", "--multirun"]),
+        (["--multirun=3"], ["--multirun: takes no value, got '3'"]),
         (["--resolv"], ["unknown option '--resolv'", "did you mean '--resolve'", "key=value"]),
     ],
 )

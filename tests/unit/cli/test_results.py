@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from multitask_rl.cli.results import print_evaluations
+from multitask_rl.cli.train import print_evaluations
 from multitask_rl.testing import make_evaluation
 
 

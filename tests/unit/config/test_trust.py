@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.cli.results import print_evaluations
-from multitask_rl.cli.train import compose_and_run
+from multitask_rl.cli.train import compose_and_run, print_evaluations
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score, Scored
