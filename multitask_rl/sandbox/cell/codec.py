@@ -58,7 +58,7 @@ class Encoder:
         """
         try:
             text = json.dumps(message, separators=(",", ":"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:  # a RecursionError is the caller's: ``encode`` limits the depth of values
             raise CodecError(f"the value cannot be carried: {error}") from error
         if len(text) > MAX_MESSAGE:
             raise CodecError(f"the value takes {len(text)} bytes, more than {MAX_MESSAGE}")
