@@ -177,17 +177,11 @@ class Algorithm:
         return prompt_ids
 
     def is_informative(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards gives a gradient (False: counted and refilled).
-
-        The caller also treats a group as informative if its costs differ under a ``lagrangian`` constraint.
-        """
+        """Whether a group with these rewards gives a gradient; differing ``lagrangian`` costs also do."""
         return True
 
     def outcome(self, scored: Scored) -> float:
-        """Return the reward this algorithm credits to a scored rollout (0 for a failed one).
-
-        ``is_informative`` gets these numbers, and ``select`` puts them into ``TrainSample.reward``.
-        """
+        """Return the reward that ``is_informative`` and the samples of ``select`` get; 0 if it failed."""
         return scored.reward if scored.reward is not None else 0.0
 
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:

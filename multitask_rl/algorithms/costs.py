@@ -30,9 +30,8 @@ def subtract_costs(
     Args:
         advantages: advantages of the reward, [B]; [N] if ``per_token``.
         batch: the batch with costs and multipliers.
-        of_cost: computes the advantages of one constraint's costs, per sample or per token. Its arguments are
-            the samples that the constraint applies to, with costs as rewards, and the constraint's index. It
-            is called for multipliers above 0 only.
+        of_cost: returns the advantages of one constraint's costs, from the samples that the constraint
+            applies to, with costs as rewards, and its index; called for multipliers above 0 only.
         per_token: whether advantages are per token.
     """
     if batch.costs is None or not any(batch.multipliers):

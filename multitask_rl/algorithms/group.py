@@ -102,14 +102,9 @@ def mean_square_deviation(deviations: Tensor, groups: Tensor) -> float:
 
 
 def whiten(values: Tensor, *, floor: float = 0.0, among: Tensor | None = None) -> Tensor:
-    """Return ``(x - mean) / max(std, floor)``; zeros where the values do not vary.
+    """Return ``(x - mean) / max(std, floor)`` of the values of one task; zeros where they do not vary.
 
-    Call it with the values of one task, so that no statistic mixes tasks.
-
-    Args:
-        values: any shape.
-        floor: smallest divisor, in the units of ``values``.
-        among: bool, shape of ``values``: the values that mean and std are taken over; None = all.
+    ``among`` (bool, shape of ``values``) marks the values that mean and std are taken over; None = all.
     """
     wide = values.double()
     counted = wide if among is None else wide[among]
@@ -126,8 +121,7 @@ def whiten(values: Tensor, *, floor: float = 0.0, among: Tensor | None = None) -
 def has_variance(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ: only then is there a group-relative gradient.
 
-    A relative difference below 1e-7 counts as rounding: credit has rewards in float32, and equal sums may
-    differ in the last bit.
+    A relative difference below 1e-7 is rounding: credit has rewards in float32.
     """
     values = [float(r) for r in rewards]
     return len(values) > 1 and max(values) - min(values) > _ROUNDING * max(map(abs, values))

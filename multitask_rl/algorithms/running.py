@@ -39,10 +39,8 @@ class RunningScale:
     (about 1,000 steps), so the floor follows a scale that stays small, and one outlier does not set it.
 
     For within-group deviations, pass only groups with variance. The others give no gradient, and with them
-    the scale (and the step size) would depend on how many groups were filtered.
-
-    Args:
-        rate: weight of the newest batch once warmed up, in (0, 1].
+    the scale (and the step size) would depend on how many groups were filtered. ``rate`` is the weight of the
+    newest batch once warmed up, in (0, 1].
     """
 
     def __init__(self, rate: float = _RATE) -> None:

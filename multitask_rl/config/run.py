@@ -212,7 +212,7 @@ class GuardConfig(Settings):
     that has it; empty = the primary metric of every task. Of ``safety_guard`` alone, as are
     ``threshold_delta``, ``absolute`` and ``max_rollbacks``."""
     threshold_delta: float = -0.15
-    """Fall that counts as regression: a fraction of the demonstrated level, or in the metric's unit with
+    """Fall that counts as regression: a fraction of the demonstrated value, or in the metric's unit with
     ``absolute``. The sign is ignored, 0 is refused."""
     absolute: bool = False
     """``threshold_delta`` is in the metric's own unit."""

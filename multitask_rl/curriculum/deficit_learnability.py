@@ -20,10 +20,9 @@ class DeficitLearnability(SchedulerPolicy):
     at their targets, the weights are the prior.
 
     Learnability holds back tasks that do not learn yet. It must not rank tasks that do learn: a task has few
-    informative groups while it is hard, and again when most of its prompts are solved.
-
-    At a = 1 the nearly learnt tasks keep a third of the prompts above the floors. Giving those prompts to the
-    highest score helps the worst task and costs the mean nothing (``benchmarks/multitask.py scheduler``).
+    informative groups while it is hard, and again when most of its prompts are solved. At a = 1 the nearly
+    learnt tasks keep a third of the prompts above the floors; the highest score uses them better
+    (``benchmarks/multitask.py scheduler``).
 
     Source: own. The deficit is the minimax signal of MT-GRPO (arXiv:2602.05547) without its collapse onto one
     task; the square root of the informative share is the learnability of SEC (arXiv:2505.14970), as the

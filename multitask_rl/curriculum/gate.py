@@ -25,8 +25,7 @@ _LEARNT = 0.9
 class UnlearnableGate:
     """Hold a task at its floor after 200 steps in which under 2 % of its groups gave a gradient.
 
-    A held task keeps its floor, at least ``probe_share``. It is released, with an event, when more than 5 %
-    of its groups give a gradient again.
+    It is released when more than 5 % of its groups give a gradient again.
     """
 
     def __init__(self, tasks: Sequence[str]) -> None:

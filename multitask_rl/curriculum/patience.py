@@ -1,6 +1,6 @@
 """Weights move only when a task has stopped improving for ``patience`` steps.
 
-The literal rule "no improvement for ``patience`` steps lowers the weight" also takes the share of a hard task
+The rule "no improvement for ``patience`` steps lowers the weight" also takes the share of a hard task
 that is stuck. Here a plateau lowers the weight of a task at its target and raises that of a task below it.
 """
 

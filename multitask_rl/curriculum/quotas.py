@@ -1,7 +1,6 @@
 """From shares to whole prompts: the largest-remainder method, with the remainders carried to the next step.
 
-A step cannot give a task 0.8 of a prompt, so the remainder is carried to the next step. The prompts a task
-got so far are then within one or two of its exact share. Pure functions: the caller keeps the carry.
+The prompts a task got so far are then within one or two of its exact share. The caller keeps the carry.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from multitask_rl.curriculum.gate import UnlearnableGate
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 from multitask_rl.curriculum.signal import REWARD_SCORE
 from multitask_rl.errors import ConfigError
-from multitask_rl.plugins import SCHEDULERS, load_plugin
+from multitask_rl.plugins import SCHEDULERS, class_id, load_plugin
 from multitask_rl.records import Event, TaskStats
 from multitask_rl.seeding import derive_seed
 
@@ -242,12 +242,9 @@ class DynamicTaskWeightScheduler:
     def calibrate(
         self, held_out: Mapping[str, float], step: int, errors: Mapping[str, float] | None = None
     ) -> None:
-        """Correct the policy's levels by an evaluation; see ``signal.py``.
+        """Correct the levels by the held-out mean rewards of an evaluation and their standard errors.
 
-        Args:
-            held_out: mean reward on held-out prompts by task, on the scale of the training reward.
-            step: step of the evaluation. The same step again, after a resume, has no effect.
-            errors: standard errors of those means; missing = 0.
+        The same ``step`` again, after a resume, has no effect.
         """
         policy = self._bound()
         if step > self._calibrated_at:
@@ -284,10 +281,7 @@ class DynamicTaskWeightScheduler:
         self._factors = {} if frozen >= set(policy.tasks) else known
 
     def quotas(self, num_prompts: int, step: int) -> dict[str, int]:
-        """Return how many prompts each task gets at ``step``: exact, sum ``num_prompts``.
-
-        Later steps compensate for rounding, so each call advances the state.
-        """
+        """Return how many prompts each task gets at ``step``, sum ``num_prompts``; advances the state."""
         counts, self._carry = apportion(self.weights(), num_prompts, self._carry, self._tie_break)
         return counts
 
@@ -309,7 +303,7 @@ class DynamicTaskWeightScheduler:
                 self._carry[task] = self._carry.get(task, 0.0) + owed.get(task, 0.0) - share * total
 
     def informative_rate(self, task: str) -> float:
-        """Return the smoothed share of the task's groups that gave a gradient; 1 before any was seen."""
+        """Return the smoothed share of the task's informative groups; 1 before any was seen."""
         policy = self._bound()
         return policy.traces[task].informative if task in policy.tasks else 1.0
 
@@ -327,7 +321,7 @@ class DynamicTaskWeightScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         return {
-            "policy": self.policy_name,
+            "policy": class_id(self.policy_class),
             "policy_state": self._bound().state_dict(),
             "gate": self._gate.state_dict(),
             "carry": dict(self._carry),
@@ -347,12 +341,13 @@ class DynamicTaskWeightScheduler:
         policy, names = self._bound(), dict(renamed or {})
         # events that the run has already reported
         self._pending = [event for event in self._pending if event.reason not in state["said"]]
-        if state["policy"] == self.policy_name:
+        before, now = state["policy"], class_id(self.policy_class)
+        if before == now:
             policy.load_state_dict(state["policy_state"], names)
         else:
             reason = (
-                f"the checkpoint's scheduler policy was {state['policy']}, this run's is {self.policy_name}: "
-                "it starts without history"
+                f"the checkpoint's scheduler policy was {before}, this run's is {now}: it starts without "
+                "history"
             )
             self._pending.append(Event(step=0, source="scheduler", kind="warn", reason=reason))
         self._gate.load_state_dict(state["gate"], names)

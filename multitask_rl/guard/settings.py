@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from multitask_rl.config.schema.ranges import (
-    Count,
-    Natural,
-    NotNegative,
-    OneOf,
-    Positive,
-    Range,
-    Settings,
-)
+from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, OneOf, Positive, Range, Settings
 
 __all__ = ["SafetyGuardConfig"]
 
