@@ -18,7 +18,7 @@ class DirectoryLock:
     """A lock on a directory, held until ``release`` or the end of the process.
 
     Args:
-        directory: made if it is missing. ``.lock`` in it is locked and names host and process of the holder.
+        directory: made if it is missing. Its file ``.lock`` names host and process of the holder.
 
     Raises:
         ConfigError: another living process holds it.
@@ -29,13 +29,17 @@ class DirectoryLock:
         self._path = directory / ".lock"
         self._lock = FileLock(self._path, timeout=0)
         self._locked: os.stat_result | None = None
-        """The file that is locked; None on a file system without locks, and where a dead process holds it."""
+        """The locked file; None if the file system has no locks, or a dead process holds the lock."""
         try:
             self._lock.acquire()
         except Timeout as error:
-            host, process = _holder(self._path)
-            # a child that outlives a killed trainer for a moment still has its files open
-            if _is_running(host, process):
+            try:
+                host, number = json.loads(self._path.read_text(encoding="utf-8"))
+                process = int(number)
+            except (OSError, ValueError, TypeError):
+                host, process = "", 0
+            # a child process that outlives a killed trainer still has its files open
+            if not _is_dead(str(host), process):
                 holder = f"process {process} on {host}" if process else "another process"
                 raise ConfigError(
                     f"output_dir {str(directory)!r}: {holder} trains into it; wait for that run or end it, "
@@ -48,35 +52,26 @@ class DirectoryLock:
         self._locked = self._path.stat()
 
     def is_lost(self) -> bool:
-        """Whether the directory, or the file in it that is locked, was deleted or replaced since."""
+        """Whether the directory or the locked file was deleted or replaced."""
         try:
             return self._locked is not None and not os.path.samestat(self._locked, self._path.stat())
         except OSError:
             return True
 
     def release(self) -> None:
-        """Let other processes have the directory. Idempotent."""
+        """Unlock the directory. Idempotent."""
         self._lock.release(force=True)
         self._locked = None
 
 
-def _holder(path: Path) -> tuple[str, int]:
-    """Return host and process that wrote ``path``; process 0 if it does not say."""
-    try:
-        host, process = json.loads(path.read_text(encoding="utf-8"))
-        return str(host), int(process)
-    except (OSError, ValueError, TypeError):
-        return "", 0
-
-
-def _is_running(host: str, process: int) -> bool:
-    """Whether the process may be alive; this process itself does not count."""
+def _is_dead(host: str, process: int) -> bool:
+    """Whether the process has ended, or is this one; False for a process of another host."""
     if not process or host != socket.gethostname():
-        return True
+        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
-        return False
-    except PermissionError:
         return True
-    return process != os.getpid()
+    except PermissionError:
+        return False
+    return process == os.getpid()

@@ -1,7 +1,6 @@
-"""Signals that end a run: the trained state is saved first.
+"""Signals that end a run: SIGINT, SIGTERM and SIGHUP raise an exception, and the run saves its state.
 
-Ctrl-C, and the SIGTERM or SIGHUP of a scheduler that wants the machine back, end a run like an exception. The
-update in progress is finished first. A second signal does not wait.
+The update in progress is finished first. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Waiting:
-    """The signal that came while something was being finished."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.number: int | None = None
+    depth = 0
+    """Number of open ``finishing`` blocks."""
+    number: int | None = None
+    """The signal that came in one of them."""
 
 
 _waiting = _Waiting()
@@ -36,7 +34,7 @@ _waiting = _Waiting()
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the block; those that are ignored stay so."""
+    """Let SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the block; ignored signals stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,7 +52,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def finishing() -> Iterator[None]:
-    """Let a signal wait for the end of the block, and then for ``check_interrupt``."""
+    """Delay a signal to the first ``check_interrupt`` after the block."""
     _waiting.depth += 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether a task can teach its algorithm anything: one that cannot is refused, not run in vain."""
+"""Refuses a task that cannot teach its algorithm. A file without torch, for the command line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ __all__ = ["check_learnable"]
 
 
 def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None) -> None:
-    """Refuse a trained task whose advantages are 0 whatever is sampled.
-
-    Args:
-        spec: the task.
-        algorithm: its algorithm.
-        group_size: rollouts per prompt; None = not known yet.
+    """Refuse a trained task whose advantages are always 0; without ``group_size`` groups are not checked.
 
     Raises:
-        ConfigError: groups too small for the algorithm, or nothing that a response could earn or lose.
+        ConfigError: groups too small for the algorithm, or no reward or constraint with an effect.
     """
     if spec.evaluation_only:
         return
@@ -31,16 +26,12 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
             f"could be learnt with group_size {group_size}; set at least {algorithm.min_group_size} (here or "
             "as batch.group_size), or take another type, e.g. ppo"
         )
-    if (spec.rewards or spec.judged) and not _pays(spec) and not algorithm.adds_reward:
+    costs = [c for c in spec.judged if c.mode != "penalty" or c.weight]
+    # Beside rewards, a refused response is left out and costs nothing; without rewards it is 1 - cost.
+    pays = any(c.mode != "reject" for c in costs) if spec.rewards else bool(costs)
+    pays = pays or any(reward.weight for reward in spec.rewards)
+    if (spec.rewards or spec.judged) and not pays and not algorithm.adds_reward:
         raise ConfigError(
             f"{where}: everything that judges a response has weight 0 (is only measured), so nothing could "
             "be learnt; give a reward another weight, or set evaluation_only: true"
         )
-
-
-def _pays(spec: TaskSpec) -> bool:
-    if any(reward.weight for reward in spec.rewards):
-        return True
-    costs = [c for c in spec.judged if c.mode != "penalty" or c.weight]
-    # Beside rewards, what a constraint refuses is left out and costs nothing; alone it is 1 - cost.
-    return any(c.mode != "reject" for c in costs) if spec.rewards else bool(costs)

@@ -1,4 +1,4 @@
-"""Everything about a run that can be known, and refused, before a model loads."""
+"""The plan of a run: everything that is read and checked before a model loads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class RunPlan:
-    """A run that has passed every check that needs no model."""
+    """A checked run."""
 
     config: RunConfig
     specs: dict[str, TaskSpec]
@@ -52,7 +52,7 @@ class RunPlan:
     is_sharded: bool = False
     """Learner ranks hold parts of the weights, not copies."""
     tensor_ranks: int = 1
-    """Those that compute every layer together."""
+    """Ranks that compute every layer together."""
 
     @property
     def output_dir(self) -> Path:
@@ -65,7 +65,7 @@ class RunPlan:
         return [name for name, spec in self.specs.items() if not spec.evaluation_only]
 
     def describe(self) -> str:
-        """Return the resolved arithmetic of a step, in lines for a person."""
+        """Return the resolved arithmetic of a step, as text."""
         batch = self.config.batch
         lines = [
             f"{len(self.trained)} tasks trained, {len(self.specs) - len(self.trained)} evaluated only; "
@@ -95,7 +95,15 @@ def plan_run(
         PluginError: an unknown or broken plugin.
         DataError: missing or empty data, or a row without a column of its prompt.
     """
-    _check_resume(config.checkpoint.resume)
+    resume = Path(config.checkpoint.resume)
+    if str(resume) not in ("auto", "never") and not (resume / "manifest.json").is_file():
+        run = resume / "checkpoints"
+        problem = f"no checkpoint; those of the run are in {str(run)!r}" if run.is_dir() else "no checkpoint"
+        raise ConfigError(
+            f"checkpoint.resume={config.checkpoint.resume!r} is "
+            f"{problem if resume.exists() else 'not there'}; give the directory of one "
+            "(RUN/checkpoints/step_00000025), auto or never"
+        )
     specs = load_specs(config)
     validate_tasks(specs, need_data=dataloader is None)
     if all(spec.evaluation_only for spec in specs.values()):
@@ -121,20 +129,14 @@ def plan_run(
         engine=engine,
     )
     for name, spec in specs.items():
-        _check_combination(spec, plan.algorithms[name])
-        check_learnable(spec, plan.algorithms[name], spec.group_size or config.batch.group_size)
-        _check_stop(spec, config)
+        _check_task(spec, plan)
         if spec.curriculum.by not in ("", PASS_RATE):
             pools_by_column(rows[name][0], spec.curriculum, name)
-        _check_streaming(spec, plan)
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
         for warning in constraint_warnings(spec, {}, num_prompts):
             logger.warning("task %s: %s", name, warning)
-    if plan.is_sharded:
-        _check_sharded(plan)
-    _check_placement(plan)
-    warning = scale_warning({name: plan.algorithms[name] for name in plan.trained})
-    if warning:
+    _check_devices(plan)
+    if warning := scale_warning({name: plan.algorithms[name] for name in plan.trained}):
         logger.warning("%s", warning)
     if engine is not None and (
         config.executor == "ray" or (config.rollout_lag > 0 and engine.shares_weights)
@@ -144,7 +146,13 @@ def plan_run(
             "and rollout.max_staleness=0 with an engine that shares the actor's weights"
         )
     check_overlap(plan)
-    _check_output_dir(plan.output_dir)
+    with path_errors("output_dir", plan.output_dir, "another with output_dir=PATH"):
+        plan.output_dir.mkdir(parents=True, exist_ok=True)
+        probe = plan.output_dir / ".write_probe"
+        probe.write_text("")
+        probe.unlink()
+        if not os.access(plan.output_dir, os.W_OK):
+            raise PermissionError
     return plan
 
 
@@ -201,35 +209,9 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
     return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
 
 
-def _check_placement(plan: RunPlan) -> None:
-    """Refuse devices for what does not take its device from the device map."""
-    on_ray = plan.config.executor == "ray"
-    for role, device in plan.devices.items():
-        kind, _, task = role.partition(".")
-        if role == "rollout" and (on_ray or not plan.engine_class.shares_weights):
-            keys = "ray.num_engines and ray.gpus_per_engine" if on_ray else "rollout.engine_config"
-            raise ConfigError(
-                f"device_map.rollout: the engine {plan.config.rollout.engine!r} with executor="
-                f"{plan.config.executor} chooses its devices itself, by {keys}; leave rollout out"
-            )
-        if task and device != "cpu" and not _takes_device(kind, plan.specs[task]):
-            raise ConfigError(
-                f"device_map.{role}: no {kind} of task {task!r} runs a model of its own on a device; leave "
-                f"{role} out"
-            )
-
-
-def _takes_device(kind: str, spec: TaskSpec) -> bool:
-    """Return whether a plugin that ``device_map`` places by this role has a field ``device``."""
-    plugins = [("constraint", c.plugin) for c in spec.constraints]
-    plugins += [("reward", r.plugin) for r in spec.rewards] if kind == "reward" else []
-    where = f"tasks.{spec.name}"
-    return any(find_plugin(k, absolute_reference(name), where).takes("device") for k, name in plugins)
-
-
-def _check_sharded(plan: RunPlan) -> None:
-    """Refuse what cannot be computed from parts of the weights."""
-    config = plan.config
+def _check_devices(plan: RunPlan) -> None:
+    """Refuse devices for parts that do not use the device map, and settings that sharded weights exclude."""
+    config, on_ray = plan.config, plan.config.executor == "ray"
     wants = {
         "model.compile": config.model.compile,
         "model.activation_offload": config.model.activation_offload,
@@ -240,10 +222,29 @@ def _check_sharded(plan: RunPlan) -> None:
         "device_map.reference": "reference" in config.device_map,
     }
     for key, is_wanted in wants.items():
-        if is_wanted:
+        if plan.is_sharded and is_wanted:
             raise ConfigError(
                 f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
                 f"with which {key} does not work; leave that at its default, or sharded out"
+            )
+    for role, device in plan.devices.items():
+        kind, _, task = role.partition(".")
+        if role == "rollout" and (on_ray or not plan.engine_class.shares_weights):
+            keys = "ray.num_engines and ray.gpus_per_engine" if on_ray else "rollout.engine_config"
+            raise ConfigError(
+                f"device_map.rollout: the engine {config.rollout.engine!r} with executor={config.executor} "
+                f"chooses its devices itself, by {keys}; leave rollout out"
+            )
+        if not task or device == "cpu":
+            continue
+        spec = plan.specs[task]
+        plugins = [("constraint", c.plugin) for c in spec.constraints]
+        plugins += [("reward", r.plugin) for r in spec.rewards] if kind == "reward" else []
+        found = (find_plugin(k, absolute_reference(name), f"tasks.{task}") for k, name in plugins)
+        if not any(plugin.takes("device") for plugin in found):
+            raise ConfigError(
+                f"device_map.{role}: no {kind} of task {task!r} runs a model of its own on a device; leave "
+                f"{role} out"
             )
 
 
@@ -268,33 +269,46 @@ def initial_weights(specs: Mapping[str, TaskSpec], trained: Sequence[str]) -> di
     return {name: specs[name].weight for name in trained}
 
 
-def _check_combination(spec: TaskSpec, algorithm: Algorithm) -> None:
-    """Refuse settings that the task's algorithm would silently leave without effect."""
+def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
+    """Refuse settings of a task that would have no effect, or that the run cannot provide."""
+    config, algorithm, kl = plan.config, plan.algorithms[spec.name], spec.kl
     where = f"{spec.source or 'tasks'}: tasks.{spec.name}"
     if any(c.mode == "lagrangian" for c in spec.constraints) and not algorithm.on_policy:
         raise ConfigError(
             f"{where}.constraints: mode lagrangian acts on advantages, which {spec.type} does not form; use "
             "mode penalty or reject, or another type"
         )
-    if spec.kl.target is not None and algorithm.wants_exact_kl:
+    if kl.target is not None and algorithm.wants_exact_kl:
         raise ConfigError(
             f"{where}.kl.target: {spec.type} measures no KL per response to steer by; leave the target out "
             "(the coefficient is then fixed)"
         )
-    kl = spec.kl
     is_in_loss = kl.coefficient > 0 and kl.placement == "loss" and not algorithm.wants_exact_kl
     if is_in_loss and kl.estimator == "k1":
         raise ConfigError(
             f"{where}.kl.estimator: k1 in the loss has an expected gradient of 0 and holds nothing; take "
             "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
         )
+    check_learnable(spec, algorithm, spec.group_size or config.batch.group_size)
+    stop = spec.sampling_params(run_sampling(config)).stop
+    if spec.grammar and stop:
+        raise ConfigError(
+            f"{where}.constraints: a grammar decides where a response ends, a stop string could cut it "
+            f"before ({', '.join(map(repr, stop))}); set tasks.{spec.name}.sampling.stop=[]"
+        )
+    if any(c.stream_every for c in spec.constraints) and not plan.engine_class.can_watch:
+        raise ConfigError(
+            f"{where}.constraints: stream_every needs an engine that can be watched while it generates: "
+            f"rollout.engine=hf or vllm, not {config.rollout.engine!r}; leave stream_every out to judge "
+            "whole responses"
+        )
 
 
 def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
-    """Return what to know when tasks whose gradients differ in size by design share the actor; "" if none do.
+    """Return a warning if only some tasks have unscaled gradients; "" if all or none have.
 
-    Advantages that are not divided by a deviation, or losses divided by the longest response allowed, are
-    several times smaller: alone that is the learning rate's matter, beside other tasks it is one of weight.
+    Advantages without a divisor, and losses divided by the longest response, are several times smaller:
+    beside other tasks they weigh less.
     """
     unscaled = {
         name
@@ -313,13 +327,11 @@ def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
 
 
 def reach_warning(every: int, reach: int) -> str:
-    """Return what to know when a guard can never roll back; "" if it can.
-
-    A rollback goes to weights that an evaluation judged good, at most its ``rollback_steps`` back.
+    """Return a warning if the guard can never roll back; "" if it can.
 
     Args:
         every: steps between evaluations; 0 = none.
-        reach: the guard's ``rollback_steps``.
+        reach: the guard's ``rollback_steps``: a rollback goes to weights judged good within these steps.
     """
     if 0 < every <= reach:
         return ""
@@ -327,29 +339,6 @@ def reach_warning(every: int, reach: int) -> str:
         f"guard: eval.every={every} and guard.rollback_steps={reach}: no weights judged good are within "
         f"reach of a rollback; set eval.every to 1 to {reach}, raise guard.rollback_steps, or turn it off"
     )
-
-
-def _check_streaming(spec: TaskSpec, plan: RunPlan) -> None:
-    """Refuse constraints on partial responses where the run cannot provide partial responses."""
-    if not any(c.stream_every for c in spec.constraints):
-        return
-    if not plan.engine_class.can_watch:
-        raise ConfigError(
-            f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: stream_every needs an engine that can "
-            f"be watched while it generates: rollout.engine=hf or vllm, not {plan.config.rollout.engine!r}; "
-            "leave stream_every out to judge whole responses"
-        )
-
-
-def _check_stop(spec: TaskSpec, config: RunConfig) -> None:
-    """Refuse two judges of where a response ends."""
-    stop = spec.sampling_params(run_sampling(config)).stop
-    if spec.grammar and stop:
-        raise ConfigError(
-            f"{spec.source or 'tasks'}: tasks.{spec.name}.constraints: a grammar decides where a response "
-            f"ends, a stop string could cut it before ({', '.join(map(repr, stop))}); set "
-            f"tasks.{spec.name}.sampling.stop=[]"
-        )
 
 
 def check_overlap(plan: RunPlan) -> None:
@@ -367,24 +356,3 @@ def check_overlap(plan: RunPlan) -> None:
                 f"rollout.max_staleness={bound} samples are older than the weights they train: nothing would "
                 "correct for it; give it a cap (default 2), or set rollout.max_staleness=0"
             )
-
-
-def _check_resume(resume: str) -> None:
-    if resume in ("auto", "never") or (Path(resume) / "manifest.json").is_file():
-        return
-    run = Path(resume) / "checkpoints"
-    problem = f"no checkpoint; those of the run are in {str(run)!r}" if run.is_dir() else "no checkpoint"
-    raise ConfigError(
-        f"checkpoint.resume={resume!r} is {problem if Path(resume).exists() else 'not there'}; give the "
-        "directory of one (RUN/checkpoints/step_00000025), auto or never"
-    )
-
-
-def _check_output_dir(directory: Path) -> None:
-    with path_errors("output_dir", directory, "another with output_dir=PATH"):
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".write_probe"
-        probe.write_text("")
-        probe.unlink()
-        if not os.access(directory, os.W_OK):
-            raise PermissionError

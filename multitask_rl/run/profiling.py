@@ -1,8 +1,7 @@
-"""``profile: torch``: a trace of a few steps, and where the memory goes.
+"""``profile: torch``: a trace of a few steps, and a memory report.
 
-``<output_dir>/profile/trace.json.gz`` opens in Perfetto (ui.perfetto.dev) or chrome://tracing; it holds the
-trainer's own thread. ``<output_dir>/profile/memory.json`` is written when the run closes. The traced steps
-are slower than others; stage timers (``timeline.jsonl``) are always on.
+``<output_dir>/profile/trace.json.gz`` holds the trainer's thread, for Perfetto (ui.perfetto.dev) or
+chrome://tracing. ``memory.json`` beside it is written when the run closes. Traced steps are slower.
 """
 
 from __future__ import annotations
@@ -30,16 +29,11 @@ MIB = 2.0**20
 
 
 class StepProfiler:
-    """Traces steps ``WARM_UP`` to ``WARM_UP + TRACED - 1`` of the process.
-
-    Args:
-        directory: where the files go.
-        parameters: of the actor, for the memory report.
-        learner: for the same.
-    """
+    """Traces steps ``WARM_UP`` to ``WARM_UP + TRACED - 1`` of the process; files go to ``directory``."""
 
     def __init__(self, directory: Path, parameters: Iterable[nn.Parameter], learner: Learner) -> None:
         self._directory = directory
+        self._trace = directory / "trace.json.gz"
         self._parameters = list(parameters)
         self._learner = learner
         directory.mkdir(parents=True, exist_ok=True)
@@ -54,34 +48,30 @@ class StepProfiler:
         )
         self._profile.start()
 
-    @property
-    def trace(self) -> Path:
-        """The trace's file."""
-        return self._directory / "trace.json.gz"
-
     def _write(self, profile: Any) -> None:
-        profile.export_chrome_trace(str(self.trace))
-        logger.info("profile: %d steps traced in %s", TRACED, self.trace)
+        profile.export_chrome_trace(str(self._trace))
+        logger.info("profile: %d steps traced in %s", TRACED, self._trace)
 
     def step(self) -> None:
-        """A training step ended."""
+        """Note the end of a training step."""
         self._profile.step()
 
     def close(self) -> None:
         """Write what was traced if the run was shorter, and the memory report."""
         memory = memory_report(self._parameters, self._learner.backend.optimizer_bytes)
         self._profile.stop()
-        if not self.trace.exists():
+        if not self._trace.exists():
             logger.warning("profile: no trace, the run made fewer than %d steps", WARM_UP + 1)
         (self._directory / "memory.json").write_text(json.dumps(memory, indent=1) + "\n")
 
 
 def memory_report(parameters: Iterable[nn.Parameter], optimizer_bytes: int) -> dict[str, float]:
-    """Return MiB by what holds them: the process now and at most, weights, gradients, optimizer state."""
-    weights = list(parameters)
+    """Return MiB of the process (now and peak), of the weights, the gradients and the optimizer state."""
+    weights, statm = list(parameters), Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report = {
-        "rss_mb": _rss_bytes() / MIB,
+        "rss_mb": pages * resource.getpagesize() / MIB,
         "rss_peak_mb": peak / (MIB if sys.platform == "darwin" else 1024.0),
         "weights_mb": _num_bytes(weights) / MIB,
         "gradients_mb": _num_bytes(w.grad for w in weights if w.grad is not None) / MIB,
@@ -91,7 +81,7 @@ def memory_report(parameters: Iterable[nn.Parameter], optimizer_bytes: int) -> d
 
 
 def memory_numbers() -> dict[str, float]:
-    """Return the step's ``memory/peak_mb`` over all GPUs, and begin a new peak; nothing without a GPU."""
+    """Return the step's ``memory/peak_mb`` over all GPUs and reset it; nothing without a GPU."""
     if not torch.cuda.is_available():
         return {}
     peak = 0
@@ -103,8 +93,3 @@ def memory_numbers() -> dict[str, float]:
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _rss_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0

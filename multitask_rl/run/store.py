@@ -1,4 +1,4 @@
-"""The directory of a run: what it keeps there to go on from, and how it goes on."""
+"""The directory of a run: checkpoints, reference policy and configuration, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class RunStore:
 
     Args:
         output_dir: of the run.
-        config: which checkpoint it starts from.
-        track: the run goes on; no other process may have it then. False: it is only looked at.
+        config: names the checkpoint to start from.
+        track: True: the run writes to the directory and locks it. False: it only reads.
 
     Raises:
         ConfigError: another process trains into the directory.
@@ -54,40 +54,53 @@ class RunStore:
 
     def __init__(self, output_dir: Path, config: CheckpointConfig, *, track: bool = True) -> None:
         self._output_dir = output_dir
-        self._config = config
         self._track = track
         with disk_errors(str(output_dir)):
             self._lock = DirectoryLock(output_dir) if track else None
         directory = output_dir / "checkpoints"
         try:
             if track and config.resume == "never" and any(directory.glob("step_*")):
-                _set_aside(directory)
+                number = 1
+                while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+                    number += 1
+                try:
+                    directory.rename(aside)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"cannot set aside what a former run left in {directory}: {error}; choose another "
+                        "output_dir"
+                    ) from error
+                logger.info("a new run begins: the checkpoints of a former run are now in %s", aside)
             with disk_errors(str(directory)):
                 directory.mkdir(parents=True, exist_ok=True)
             self.checkpoints = CheckpointStore(directory, config.keep, is_writer=track)
-            self._found = self._find()
+            self._found: Checkpoint | None = None
+            if config.resume == "auto":
+                self._found = self.checkpoints.newest()
+            elif config.resume != "never":
+                self._found = self.checkpoints.load(Path(config.resume))
         except BaseException:
             self.close()
             raise
         self.restored: Path | None = None
-        """The checkpoint whose weights the run began with."""
+        """The checkpoint that the run resumed from."""
         self.resumed_at: int | None = None
-        """The step at which the run goes on in its own records; None: they begin anew."""
+        """The step from which the run continues its own records; None: they begin anew."""
         self._recorded: set[str] = set()
-        """Record files that were there when the run looked last."""
+        """Record files that existed at the last check."""
         self.events: list[Event] = []
-        """What is to be told of the resume."""
+        """Events of the resume."""
 
     def close(self) -> None:
-        """Let others have the directory. Idempotent."""
+        """Unlock the directory. Idempotent."""
         if self._lock is not None:
             self._lock.release()
 
     def check(self) -> None:
-        """See that the directory is still the one that the run began in, with all its records.
+        """Check that the directory and its record files still exist.
 
         Raises:
-            CheckpointError: something was deleted or replaced, and records with it.
+            CheckpointError: one was deleted or replaced.
         """
         there = {name for name in RECORDS if (self._output_dir / name).exists()}
         if self._lock is not None and self._lock.is_lost():
@@ -107,30 +120,22 @@ class RunStore:
         """File of the busy spans of each stage."""
         return self._output_dir / "timeline.jsonl"
 
-    def _find(self) -> Checkpoint | None:
-        if self._config.resume == "never":
-            return None
-        if self._config.resume == "auto":
-            return self.checkpoints.newest()
-        return self.checkpoints.load(Path(self._config.resume))
-
     def restore_control_tokens(self, actor: Actor) -> None:
-        """Give ``actor`` the tokens of the checkpoint found: before anything is built that has their number.
+        """Give ``actor`` the control tokens of the checkpoint. Before any part that depends on their number.
 
         Raises:
-            CheckpointError: they are another model's.
+            CheckpointError: they belong to another model.
         """
         if self._found is not None:
             actor.keep_control_tokens(self._found.actor_dir)
 
     def reference(self, actor: Actor, tasks: Mapping[str, TaskState]) -> PreTrainedModel | None:
-        """Return the frozen policy that the KL is measured against: the actor as it was at the very start.
+        """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
-        It is kept beside the checkpoints, so that a resumed run does not measure against itself. None: no
-        task has a KL term, or adapters make the base model the reference.
+        None: no task has a KL term, or adapters make the base model the reference.
 
         Raises:
-            CheckpointError: it is damaged; KL would be measured against other weights than before.
+            CheckpointError: it is damaged or cannot be written.
         """
         if all(task.spec.kl.coefficient == 0 for task in tasks.values()):
             return None
@@ -139,18 +144,35 @@ class RunStore:
         if reference is None:
             return None
         if self._found is not None and directory.is_dir():
-            _check_reference(directory)
+            try:
+                check_files(directory, read_manifest(directory))
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the reference policy, against which the KL is measured, is damaged: {error}. Copy "
+                    f"{directory} back from elsewhere; or delete it, then it is made anew from "
+                    "model.name_or_path"
+                ) from error
             copy_weights(reference, fit_weights(reference, read_weights(directory)))
         elif self._track:
-            _write_reference(reference, directory)
+            aside = directory.with_name(f".writing_{directory.name}")
+            try:
+                with disk_errors(f"the reference policy {directory}"):
+                    shutil.rmtree(aside, ignore_errors=True)
+                    reference.save_pretrained(aside, safe_serialization=True)
+                    write_manifest(aside)
+                    shutil.rmtree(directory, ignore_errors=True)
+                    os.replace(aside, directory)
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
         return reference
 
     def resume(
         self, state: RunState, progress: RunProgress, config: RunConfig, guard: Guard | None
     ) -> str | None:
-        """Restore the checkpoint found, if any; return the trackers' identity, if it is of this run.
+        """Restore the checkpoint, if any; return the trackers' identity if it belongs to this run.
 
-        If the run goes on, what it recorded after the checkpoint is cut off; else it is set aside.
+        A run that resumes itself drops its records after the checkpoint; other records are set aside.
 
         Raises:
             ConfigError: the run was made with another model.
@@ -159,7 +181,7 @@ class RunStore:
         track, found = self._track, self._found
         if found is None:
             if track:
-                # those that cannot be read would be the newest of the new run's, and outlive its own
+                # an unreadable checkpoint would count as the newest of the new run
                 self.checkpoints.set_aside_after(-1)
                 set_records_aside(self._output_dir)
             return None
@@ -168,7 +190,9 @@ class RunStore:
         is_other = guard is not None and found.state["guard"] is not None and before != now
         state.restore(found, without=["guard"] if is_other else [])
         if changed:
-            self.events.append(_changed_event(progress.step, changed))
+            told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+            reason = f"resumed with other settings: {told}"
+            self.events.append(Event(step=progress.step, source="run", kind="changed", reason=reason))
         if is_other:
             reason = f"the checkpoint's guard was {before}, this run's is {now}: it starts without history"
             self.events.append(Event(step=progress.step, source="guard", kind="warn", reason=reason))
@@ -188,11 +212,11 @@ class RunStore:
         return None if run_id is None else str(run_id)
 
     def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the keys whose values the run had otherwise, without secrets: key -> (before, now)."""
+        """Return the changed settings, without secrets: key -> (before, now)."""
         old = dict(_flat(redact(self.read_config())))
         new = dict(_flat(redact(json.loads(json.dumps(dataclasses.asdict(config))))))
         if not (old.get("tasks_file") and new.get("tasks_file")):
-            new.pop("tasks_file", None)  # a run that goes on as recorded has its tasks from ``config.yaml``
+            new.pop("tasks_file", None)  # a run without a tasks file has its tasks in ``config.yaml``
         model = "model.name_or_path"
         if old.get(model) and Path(str(old[model])).name != Path(str(new[model])).name:
             raise ConfigError(
@@ -204,7 +228,7 @@ class RunStore:
         return {key: (old.get(key), value) for key, value in new.items() if old.get(key, value) != value}
 
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> None:
-        """Write a checkpoint of everything, and how far the run's records go with it."""
+        """Write a checkpoint, with the lengths of the run's records."""
         beside = {
             "guard_class": class_id(type(guard)),
             "run_id": run_id,
@@ -218,7 +242,7 @@ class RunStore:
         )
 
     def read_config(self) -> dict[str, Any]:
-        """Return what ``config.yaml`` holds; nothing if it is lost or cannot be read."""
+        """Return the content of ``config.yaml``; nothing if it cannot be read."""
         try:
             value = yaml.safe_load((self._output_dir / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
@@ -228,10 +252,10 @@ class RunStore:
     def write_config(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
         """Write ``config.yaml`` (the resolved configuration, tasks included, without secrets) and return it.
 
-        A run that already made its steps keeps the one it was made with.
+        A finished run keeps its ``config.yaml``.
 
         Raises:
-            TrainingError: it made them with other settings.
+            TrainingError: the run is finished, and was made with other settings.
         """
         if self.resumed_at is not None and self.resumed_at >= config.max_steps:
             said = (
@@ -259,46 +283,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{key}.")
         elif prefix or key not in _MAY_DIFFER:
             yield f"{prefix}{key}", value
-
-
-def _changed_event(step: int, changed: Mapping[str, tuple[Any, Any]]) -> Event:
-    told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
-    return Event(step=step, source="run", kind="changed", reason=f"resumed with other settings: {told}")
-
-
-def _write_reference(reference: PreTrainedModel, directory: Path) -> None:
-    """Write all of it or nothing: a resumed run takes what is there."""
-    aside = directory.with_name(f".writing_{directory.name}")
-    try:
-        with disk_errors(f"the reference policy {directory}"):
-            shutil.rmtree(aside, ignore_errors=True)
-            reference.save_pretrained(aside, safe_serialization=True)
-            write_manifest(aside)
-            shutil.rmtree(directory, ignore_errors=True)
-            os.replace(aside, directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _check_reference(directory: Path) -> None:
-    try:
-        check_files(directory, read_manifest(directory))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the reference policy, against which the KL is measured, is damaged: {error}. Copy {directory} "
-            "back from elsewhere; or delete it, then it is made anew from model.name_or_path"
-        ) from error
-
-
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    try:
-        path.rename(aside)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot set aside what a former run left in {path}: {error}; choose another output_dir"
-        ) from error
-    logger.info("a new run begins: what a former one left is kept in %s", aside)
