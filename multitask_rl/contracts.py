@@ -24,7 +24,7 @@ class PluginTraits:
     high: float = float("inf")
     """Largest allowed value; a larger one is a ``grader`` failure."""
     deterministic: bool = True
-    """The same rollout always has the same result, in every batch: results may be cached."""
+    """A rollout has the same result in every batch: results may be cached."""
     independent: bool = False
     """A rollout's result does not depend on its batch, so a call may be split or repeated in parts: if one
     rollout raises or hangs, the others keep their scores. True for every ``deterministic`` plugin and for

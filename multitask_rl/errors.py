@@ -1,20 +1,7 @@
-"""Every error a user can meet, in one tree.
+"""Every error that a user can meet.
 
-MultitaskRLError
-├── ConfigError (ValueError)        tasks file, run configuration, command line: found before a model loads
-│   └── UnavailableError            a model or a device that this machine lacks; another one may have it
-├── PluginError (LookupError)       unknown, broken, duplicated or wrongly shaped plugin
-├── DataError (ValueError)          a data set that is missing, empty or has a bad row
-├── MissingExtraError (ImportError) an optional dependency; the message names the extra
-├── SandboxError (RuntimeError)     the sandbox itself is down (never: the program failed)
-├── RewardError (RuntimeError)      a task's error budget is spent: too many typed failures
-├── EngineError (RuntimeError)      the rollout engine cannot go on
-├── CheckpointError (RuntimeError)  cut off, foreign or unreadable checkpoint
-├── TrainingError (RuntimeError)    non-finite loss, a resumed run that makes no step, ...
-└── GuardStop                       the guard ended the run: exit code 3
-
-A failed rollout, reward or program is *data* (``records.Failure``), not an exception.
-Constructors take one message so that every error survives ``pickle`` (Ray, process pools).
+A failed rollout, reward or program is data (``records.Failure``), not an exception. Constructors take one
+message, so that every error survives ``pickle`` (Ray, process pools).
 """
 
 from __future__ import annotations

@@ -174,16 +174,35 @@ def locate(reference: str, group: str, where: str = "") -> Located:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            raise PluginError(f"{prefix}{place!r} has no {name!r}{_offer(module, name)}")
+            public = sorted(
+                key
+                for key, found in vars(module).items()
+                if not key.startswith("_")
+                and callable(found)
+                and getattr(found, "__module__", "") == module.__name__
+            )
+            close = difflib.get_close_matches(name, public, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            offer = f"{hint} (it has: {', '.join(public) or 'no function or class'})"
+            raise PluginError(f"{prefix}{place!r} has no {name!r}{offer}")
         value = getattr(value, part)
-    return Located(value, name, _file_version(getattr(module, "__file__", None)), repr(place))
+    file = Path(getattr(module, "__file__", None) or "")
+    version = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() if file.is_file() else ""
+    return Located(value, name, version, repr(place))
 
 
 def _load_entry_point(group: str, name: str) -> Located:
     infos = list_plugins(group)
     matches = [info for info in infos if info.name == name]
     if not matches:
-        raise PluginError(_unknown(group, name, sorted({info.name for info in infos})))
+        installed = sorted({info.name for info in infos})
+        close = difflib.get_close_matches(name, installed, n=3)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise PluginError(
+            f"unknown {_kind(group)} {name!r}.{hint} Installed in group {group}: "
+            f"{', '.join(installed) or 'none'}. An entry point just added to a pyproject.toml is seen only "
+            "after its distribution is installed again (pip install -e .)."
+        )
     if len(matches) > 1:
         owners = "; ".join(f"{i.distribution} {i.version} ({i.value})" for i in matches)
         raise PluginError(
@@ -283,16 +302,6 @@ def _entry_points(path: tuple[str, ...]) -> list[tuple[PluginInfo, importlib.met
     return list(found.values())
 
 
-def _unknown(group: str, name: str, installed: list[str]) -> str:
-    close = difflib.get_close_matches(name, installed, n=3)
-    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    known = ", ".join(installed) if installed else "none"
-    return (
-        f"unknown {_kind(group)} {name!r}.{hint} Installed in group {group}: {known}. An entry point just "
-        "added to a pyproject.toml is seen only after its distribution is installed again (pip install -e .)."
-    )
-
-
 def _kind(group: str) -> str:
     return group.removeprefix("multitask_rl.").removesuffix("s").replace("_", " ")
 
@@ -345,20 +354,3 @@ def class_id(cls: type) -> str:
 def _append_path(directory: Path) -> None:
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
-
-
-def _offer(module: ModuleType, name: str) -> str:
-    public = sorted(
-        key
-        for key, value in vars(module).items()
-        if not key.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
-    )
-    close = difflib.get_close_matches(name, public, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} (it has: {', '.join(public) or 'no function or class'})"
-
-
-def _file_version(file: str | None) -> str:
-    if file is None or not Path(file).is_file():
-        return ""
-    return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()

@@ -65,25 +65,16 @@ class Failure:
     """Name of the plugin or stage that failed."""
 
 
-class NotApplicable:
+class NotApplicable(Enum):
     """The reward does not apply to this sample: it is left out of the weighted sum and is not a failure."""
 
-    _instance: NotApplicable | None = None
-
-    def __new__(cls) -> NotApplicable:
-        """Return the one instance."""
-        if cls._instance is None:
-            cls._instance = super().__new__(cls)
-        return cls._instance
-
-    def __reduce__(self) -> tuple[type[NotApplicable], tuple[()]]:
-        return (NotApplicable, ())
+    NOT_APPLICABLE = "NOT_APPLICABLE"
 
     def __repr__(self) -> str:
-        return "NOT_APPLICABLE"
+        return self.value
 
 
-NOT_APPLICABLE = NotApplicable()
+NOT_APPLICABLE = NotApplicable.NOT_APPLICABLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

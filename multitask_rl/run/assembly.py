@@ -1,4 +1,4 @@
-"""From a plan to the parts of a run, each on its executor, and their end."""
+"""Builds the parts of a run from its plan, each on its executor, and closes them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers
 from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.backends.build import build_backend
-from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class RunParts:
-    """What an open run is made of."""
+    """The parts of an open run."""
 
     store: RunStore
     state: RunState
@@ -74,14 +74,10 @@ class RunParts:
     trackers: Trackers
     supervisor: Supervisor
     closing: contextlib.ExitStack
-    """Ends every part but the trackers, the last built first."""
+    """Closes every part but the trackers, in reverse order."""
 
     def close(self, status: str) -> None:
-        """End the run: trackers finish with ``status``, workers and engine stop.
-
-        Args:
-            status: ``finished``, ``stopped`` or ``failed``. Idempotent.
-        """
+        """End the trackers with ``status`` (``finished``, ``stopped``, ``failed``); close. Idempotent."""
         with self.closing as last:
             last.callback(self.trackers.finish, status)
 
@@ -99,23 +95,23 @@ def build_parts(
     inserted: Sequence[tuple[Stage, str]],
     track: bool,
 ) -> RunParts:
-    """Build what depends on scheduler, guard and actor, and resume.
+    """Build all parts and resume.
 
     Args:
         plan: the checked run.
         actor: the shared actor.
         critic: its heads are built here.
         tasks: the tasks.
-        scheduler: bound here.
-        guard: bound here.
+        scheduler: is bound to the tasks.
+        guard: is bound to the tasks.
         scorer: started.
-        progress: filled from the checkpoint that is found.
+        progress: is filled from the checkpoint.
         inserted: stages of the user, each with the name of the stage it follows.
-        track: the run goes on and is recorded. False: it is only looked at.
+        track: True: the run trains and is recorded. False: it is only read.
 
     Raises:
         ConfigError, CheckpointError, EngineError, MissingExtraError, TrainingError: a part cannot be built;
-            what was built is closed.
+            the other parts are closed.
     """
     config = plan.config
     torch.manual_seed(config.seed)
@@ -132,15 +128,33 @@ def build_parts(
         timeline = Timeline(store.timeline if track else None)
         engine = plan.engine
         if engine is None:
-            engine = engine_factory(plan).build(
-                actor, config.rollout, seed=config.seed, output_dir=plan.output_dir
-            )
+            factory: EngineFactory = plan.engine_class
+            if config.executor == "ray":
+                factory = RayEngineFactory(
+                    engine=plan.engine_class,
+                    num_replicas=config.ray.num_engines,
+                    num_gpus=config.ray.gpus_per_engine,
+                )
+            elif config.rollout_lag > 0 and plan.engine_class.shares_weights:
+                factory = SnapshotFactory(plan.engine_class)
+            engine = factory.build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
         runner = ModelRunner(actor, critic, config, store.reference(actor, tasks))
-        learner, credit, engine = build_learner(
-            plan, runner, {n: tasks[n].learner for n in plan.trained}, engine
+        learner_tasks = {n: tasks[n].learner for n in plan.trained}
+        backend = build_backend(
+            runner,
+            learner_tasks,
+            config,
+            plan.rank_devices,
+            sharded=plan.is_sharded,
+            tensor=plan.tensor_ranks,
         )
-        closing.callback(learner.backend.close)
+        closing.callback(backend.close)
+        if config.executor == "local" and config.rollout_lag == 0:
+            engine = backend.spread(engine)  # other learner ranks sample too
+        learner = Learner(backend, learner_tasks, config)
+        many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
+        credit = CreditAssigner(backend, learner_tasks, many_updates=many_updates)
         stages = sampling_stages(actor, engine, scorer, tasks, seed=config.seed, quorum=config.batch.quorum)
         advantages, update = AdvantageStage(credit, tasks), UpdateStage(learner)
         flow = DataFlow([*stages, advantages, update])
@@ -157,16 +171,14 @@ def build_parts(
             config, sampling, stages, actor=actor, tasks=tasks, scheduler=scheduler, timeline=timeline
         )
         closing.callback(experience.close)
-        closing.callback(scorer.close)  # what the source may wait for ends
-        evaluator = Evaluator(
-            actor, engine, scorer, tasks, seed=config.seed, temperature=config.eval.temperature
-        )
+        closing.callback(scorer.close)  # closed before the source, which may wait for it
+        evaluator = Evaluator(actor, engine, scorer, tasks, config.seed, config.eval.temperature)
         state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
         run_id = store.resume(state, progress, config, guard)
         push_weights(engine, actor)
         trackers = build_trackers(plan, guard, run_id, track=track)
         supervisor = Supervisor(
-            config,
+            config=config,
             progress=progress,
             state=state,
             store=store,
@@ -208,10 +220,10 @@ def bind_controllers(
     guard: Guard | None,
     tasks: Mapping[str, TaskState],
 ) -> None:
-    """Tell scheduler and guard which tasks there are; ``tasks`` may be empty as long as they are not built.
+    """Bind scheduler and guard to the tasks; ``tasks`` is empty before they are built.
 
     Raises:
-        ConfigError: a setting of theirs does not fit the tasks.
+        ConfigError: a setting of scheduler or guard does not fit the tasks.
     """
     specs = plan.specs
     scheduler.bind(
@@ -241,21 +253,8 @@ def build_scorer(plan: RunPlan) -> RunScorer:
     return RewardPool(plan.specs, config.scoring, seed=config.seed, devices=plan.devices)
 
 
-def engine_factory(plan: RunPlan) -> EngineFactory:
-    """Return what builds the rollout engine: its class, one over a snapshot, or replicas in Ray actors."""
-    engine: EngineFactory = plan.engine_class
-    ray = plan.config.ray
-    if plan.config.executor == "ray":
-        return RayEngineFactory(
-            engine=plan.engine_class, num_replicas=ray.num_engines, num_gpus=ray.gpus_per_engine
-        )
-    if plan.config.rollout_lag > 0 and plan.engine_class.shares_weights:
-        return SnapshotFactory(plan.engine_class)
-    return engine
-
-
 def describe_overlap(plan: RunPlan, actor: Actor) -> str:
-    """Return what runs at the same time, what is shared, and why, for a person."""
+    """Return as text what runs at the same time, what is shared, and why."""
     config = plan.config
     name, bound = config.rollout.engine, config.rollout.max_staleness
     if config.executor == "ray":
@@ -281,27 +280,6 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         f"{'parts' if plan.is_sharded else 'all'} of the weights, sequences in "
         f"{config.batch.context_ranks} part(s), layers in {plan.tensor_ranks}; no pipeline parallelism"
     )
-
-
-def build_learner(
-    plan: RunPlan, runner: ModelRunner, tasks: Mapping[str, LearnerTask], engine: RolloutEngine
-) -> tuple[Learner, CreditAssigner, RolloutEngine]:
-    """Return what makes the updates, what assigns credit and what samples, on one training backend.
-
-    Where there are other learner ranks they take part in all three, except in sampling by an engine that the
-    backend cannot spread, that runs in Ray actors, or that samples during the update.
-
-    Raises:
-        ConfigError, MissingExtraError, TrainingError: see ``build_backend``.
-    """
-    config = plan.config
-    backend = build_backend(
-        runner, tasks, config, plan.rank_devices, sharded=plan.is_sharded, tensor=plan.tensor_ranks
-    )
-    if config.executor == "local" and config.rollout_lag == 0:
-        engine = backend.spread(engine)
-    many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
-    return Learner(backend, tasks, config), CreditAssigner(backend, tasks, many_updates=many_updates), engine
 
 
 def build_scheduler(config: RunConfig, weights: Mapping[str, float] | None) -> DynamicTaskWeightScheduler:

@@ -1,11 +1,10 @@
-"""The whole state of a run as data: ``{name: part}``, collected for a checkpoint and put back from one."""
+"""The state of a run as data: ``{name: part}``, written to a checkpoint and restored from one."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +31,7 @@ class Stateful(Protocol):
     """A part of the run whose state is JSON data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that moves."""
+        """Return everything that changes."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str], /) -> None:
@@ -44,7 +43,7 @@ class TensorState(Protocol):
     """A part of the run whose state is tensors."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return them by name."""
+        """Return the tensors by name."""
         ...
 
     def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str], /) -> None:
@@ -54,7 +53,7 @@ class TensorState(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class RunProgress:
-    """How far a run is, and what was found and decided on the way."""
+    """Counters and history of a run."""
 
     step: int = 0
     """Steps made."""
@@ -63,7 +62,7 @@ class RunProgress:
     saved_at: int = -1
     """Step of the last checkpoint."""
     num_confirmations: int = 0
-    """Confirmations since the start; each samples with seeds of its own, also after a rollback."""
+    """Confirmations since the start, rollbacks included; each has its own seeds."""
     history: list[tuple[int, dict[str, TaskEvaluation]]] = field(default_factory=list)
     """Step and evaluations; not in checkpoints."""
     events: list[Event] = field(default_factory=list)
@@ -71,18 +70,7 @@ class RunProgress:
 
 
 class RunState:
-    """The parts of a run that move, by the names that a checkpoint keeps them under.
-
-    Args:
-        progress: its counters are kept.
-        actor: its weights are kept in files of their own.
-        critic: its weights.
-        learner: the optimizer's state and the averaged reference.
-        tasks: the tasks, in the order of the run.
-        scheduler: the curriculum.
-        scorer: its error budgets.
-        guard: None is kept as null.
-    """
+    """The parts of a run that change, by their names in a checkpoint; the actor's weights have own files."""
 
     def __init__(
         self,
@@ -114,11 +102,11 @@ class RunState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every part that is JSON data."""
+        """Return the JSON data of every part."""
         return {name: part.state_dict() if part is not None else None for name, part in self._parts.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of every part as ``<part>/<name>``; not the actor's weights."""
+        """Return the tensors of every part as ``<part>/<name>``, without the actor's weights."""
         return {
             f"{name}/{key}": value
             for name, part in self._tensors.items()
@@ -126,24 +114,26 @@ class RunState:
         }
 
     def restore(self, checkpoint: Checkpoint, *, without: Collection[str] = ()) -> None:
-        """Put back what ``checkpoint`` holds, the actor's weights first.
+        """Restore ``checkpoint``, the actor's weights first.
 
-        Tasks that the checkpoint does not know start fresh; those it knows under ``renamed_from`` are found;
-        those that are gone are dropped.
+        A task that the checkpoint lacks starts fresh, unless it has the task's ``renamed_from``. The state of
+        a removed task is dropped.
 
         Args:
             checkpoint: read, its hashes checked.
             without: parts that stay as they are.
 
         Raises:
-            CheckpointError: it holds what cannot be read.
+            CheckpointError: a part cannot be read.
         """
-        with _reading(checkpoint):
+        try:
             former = {t.spec.renamed_from: n for n, t in self._tasks.items() if t.spec.renamed_from}
-            # a checkpoint made since the renaming knows the present name
+            # a checkpoint made since the renaming has the present name
             renamed = {old: new for old, new in former.items() if new not in checkpoint.state["tasks"]}
             counters = checkpoint.state["counters"]
-            _check_counters(counters)
+            for name, value in counters.items():
+                if type(value) is not int or value < (0 if name == "step" else -1):
+                    raise ValueError(f"counter {name!r} is {value!r}")
             self.actor.load_weights(checkpoint.actor_dir)
             for name, holder in self._tensors.items():
                 prefix = f"{name}/"
@@ -154,30 +144,18 @@ class RunState:
             for name, part in self._parts.items():
                 if part is not None and name not in without and checkpoint.state[name] is not None:
                     part.load_state_dict(checkpoint.state[name], renamed)
-
-
-@contextlib.contextmanager
-def _reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Say of state that is not what this version writes where it is; its hashes are right, so it was edited.
-
-    Every controller and plugin reads its own part, so anything may be raised that wrong types and missing
-    keys lead to.
-    """
-    try:
-        yield
-    except MultitaskRLError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path} does not hold what this version and these plugins write "
-            f"({type(error).__name__}: {error}). Go on from another checkpoint with checkpoint.resume=DIR, "
-            "or begin anew with checkpoint.resume=never"
-        ) from error
+        except MultitaskRLError:
+            raise
+        # the hashes are right, so the state was edited or is another version's: any part may fail on it
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path} does not hold what this version and these plugins write "
+                f"({type(error).__name__}: {error}). Go on from another checkpoint with checkpoint.resume="
+                "DIR, or begin anew with checkpoint.resume=never"
+            ) from error
 
 
 class _Counters:
-    """Numbers that count steps, versions and updates."""
-
     def __init__(self, progress: RunProgress, actor: Actor, learner: Learner) -> None:
         self._progress, self._actor, self._learner = progress, actor, learner
 
@@ -191,20 +169,11 @@ class _Counters:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], _renamed: Mapping[str, str], /) -> None:
-        """Restore ``state_dict``; the checkpoint they come from counts as saved."""
         self._progress.step = self._progress.saved_at = state["step"]
         self._progress.evaluated_at = state["evaluated_at"]
         self._progress.num_confirmations = state["num_confirmations"]
         self._actor.policy_version = state["policy_version"]
         self._learner.bad_updates = state["bad_updates"]
-
-
-def _check_counters(counters: Mapping[str, Any]) -> None:
-    for name, value in counters.items():
-        if type(value) is not int or value < -1:
-            raise ValueError(f"counter {name!r} is {value!r}")
-    if counters["step"] < 0:
-        raise ValueError(f"step is {counters['step']!r}")
 
 
 class _Tasks:
@@ -322,11 +291,11 @@ class _ReferenceTensors:
 def _fit(
     tensors: Mapping[str, Tensor], models: Mapping[str, nn.Module | None], *, blank: bool = False
 ) -> dict[str, Tensor]:
-    """Return ``tensors`` with as many rows of tokens as ``models``, by prefix of their names, have now.
+    """Return ``tensors`` with the present number of vocabulary rows.
 
     Args:
         tensors: by ``<parameter name>`` or ``<parameter name>|<key>``.
-        models: prefix -> model.
+        models: prefix of the names -> model.
         blank: new rows are 0.
     """
     rows: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Evaluate, judge, save: what happens between steps, and what the guard's word leads to."""
+"""Between steps: evaluate, let the guard judge, carry out its decision, save."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from multitask_rl.config.run import RunConfig
@@ -34,91 +35,71 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
 class Supervisor:
-    """Looks at a run between its steps and, on the guard's word, takes it back.
+    """Evaluates, saves and, if the guard decides so, rolls back a run.
 
-    Weights are judged before they are saved, so a checkpoint is never newer than its verdict.
+    Weights are judged before they are saved, so every checkpoint has its verdict.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        progress: RunProgress,
-        state: RunState,
-        store: RunStore,
-        trackers: Trackers,
-        actor: Actor,
-        engine: RolloutEngine,
-        tasks: Mapping[str, TaskState],
-        scheduler: DynamicTaskWeightScheduler,
-        guard: Guard | None,
-        evaluator: Evaluator,
-        experience: ExperienceSource,
-    ) -> None:
-        self._config = config
-        self._progress = progress
-        self._state = state
-        self._store = store
-        self._trackers = trackers
-        self._actor = actor
-        self._engine = engine
-        self._tasks = tasks
-        self._scheduler = scheduler
-        self._guard = guard
-        self._evaluator = evaluator
-        self._experience = experience
-        self._known = CheckpointEntry(step=-1)
-        """What is known of the weights evaluated last."""
-        self._has_other_weights = False
-        """The actor has a checkpoint's weights for the time of a comparison."""
+    config: RunConfig
+    progress: RunProgress
+    state: RunState
+    store: RunStore
+    trackers: Trackers
+    actor: Actor
+    engine: RolloutEngine
+    tasks: Mapping[str, TaskState]
+    scheduler: DynamicTaskWeightScheduler
+    guard: Guard | None
+    evaluator: Evaluator
+    experience: ExperienceSource
+    _known: CheckpointEntry = field(init=False, default_factory=lambda: CheckpointEntry(step=-1))
+    """Score and verdict of the last evaluated weights."""
+    _has_other_weights: bool = field(init=False, default=False)
+    """The actor holds a checkpoint's weights, during a confirmation."""
 
     def note(self, events: Sequence[Event]) -> None:
-        """Record decisions: in ``progress.events`` and with every tracker."""
+        """Record events in ``progress.events`` and with every tracker."""
         for event in events:
-            self._progress.events.append(event)
-            self._trackers.log_event(event)
+            self.progress.events.append(event)
+            self.trackers.log_event(event)
 
     def inspect(self, *, last: bool = False) -> bool:
-        """Evaluate, judge and save what is due at this step; False if the run was taken back.
+        """Evaluate, judge and save what is due at this step; False if the run was rolled back.
 
         Args:
-            last: everything is due.
+            last: evaluation and checkpoint are due.
 
         Raises:
             GuardStop: the guard ended the run.
         """
-        step, config = self._progress.step, self._config
+        step, config = self.progress.step, self.config
         forced = last or step == 0
-        evaluates = (forced or _is_due(step, config.eval.every)) and self._progress.evaluated_at != step
+        evaluates = (forced or _is_due(step, config.eval.every)) and self.progress.evaluated_at != step
         judged = self._judge() if evaluates else None
-        with finishing():  # recorded and saved with what came of it, or not at all
+        with finishing():  # an evaluation is recorded and saved with its effects, or not at all
             if judged is not None and not self._conclude(*judged):
                 return False
-            # saved before its evaluation when that was interrupted: once more, with the verdict
-            due = forced or _is_due(step, config.checkpoint.every) or (evaluates and self._lacks_target())
-            if evaluates if self._progress.saved_at == step else due:
+            due = forced or _is_due(step, config.checkpoint.every)
+            if not due and evaluates and self.guard is not None and self._known.judged_good:
+                # with evaluations and checkpoints on different steps, no checkpoint would be judged good
+                newest = _newest_good(self._checkpoints())
+                reach = max(1, self.guard.rollback_steps // 2)
+                age = math.inf if newest is None else step - newest.step
+                due = age >= min(config.checkpoint.every or reach, reach)
+            # a step saved by an interrupted evaluation is saved again, with the verdict
+            if evaluates if self.progress.saved_at == step else due:
                 self.save()
         return True
 
-    def _lacks_target(self) -> bool:
-        """Whether these weights are good, and the newest good ones on disk are old for a rollback.
-
-        Where evaluations and checkpoints fall on different steps, none of the checkpoints would be judged.
-        """
-        step, every = self._progress.step, self._config.checkpoint.every
-        if self._guard is None or self._known.step != step or not self._known.judged_good:
-            return False
-        newest = _newest_good(self._checkpoints())
-        reach = max(1, self._guard.rollback_steps // 2)
-        return newest is None or step - newest.step >= min(every or reach, reach)
-
     def _record(self, evaluations: dict[str, TaskEvaluation], seconds: float) -> None:
-        """Record the evaluation of every task at this step."""
-        self._progress.evaluated_at = self._progress.step
-        self._known = CheckpointEntry(step=self._progress.step, score=_score(evaluations))
-        self._progress.history.append((self._progress.step, evaluations))
-        append_evaluations(Path(self._config.output_dir) / "evaluations.jsonl", evaluations)
+        self.progress.evaluated_at = self.progress.step
+        finite = [e.primary.score for e in evaluations.values() if math.isfinite(e.primary.score)]
+        score = math.fsum(finite) / len(finite) if finite else None
+        self._known = CheckpointEntry(step=self.progress.step, score=score)
+        self.progress.history.append((self.progress.step, evaluations))
+        append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)
         per_task = {name: {"eval": e.primary.mean} for name, e in evaluations.items()}
         limits: dict[str, float] = {}
         for name, evaluation in evaluations.items():
@@ -130,17 +111,14 @@ class Supervisor:
         directions = {name: e.primary.direction for name, e in evaluations.items()}
         numbers = {**aggregate(per_task, "eval", directions), **limits}
         numbers["time/evaluation_s"] = seconds
-        self._trackers.log_metrics(numbers, self._progress.step)
+        self.trackers.log_metrics(numbers, self.progress.step)
 
     def save(self) -> None:
-        """Write a checkpoint with what is known of its weights."""
-        known = (
-            self._known
-            if self._known.step == self._progress.step
-            else CheckpointEntry(step=self._progress.step)
-        )
-        self._progress.saved_at = self._progress.step
-        self._store.save(known, self._state, self._guard, self._trackers.run_id)
+        """Write a checkpoint, with score and verdict if these weights were evaluated."""
+        step = self.progress.step
+        known = self._known if self._known.step == step else CheckpointEntry(step=step)
+        self.progress.saved_at = step
+        self.store.save(known, self.state, self.guard, self.trackers.run_id)
 
     @contextlib.contextmanager
     def saving_on_failure(self) -> Iterator[None]:
@@ -149,10 +127,10 @@ class Supervisor:
             yield
         except BaseException:
             try:
-                self._experience.rewind()
+                self.experience.rewind()
                 if (
-                    self._progress.step > 0
-                    and self._progress.saved_at != self._progress.step
+                    self.progress.step > 0
+                    and self.progress.saved_at != self.progress.step
                     and not self._has_other_weights
                 ):
                     self.save()
@@ -161,159 +139,144 @@ class Supervisor:
             raise
 
     def _judge(self) -> tuple[dict[str, TaskEvaluation], float, GuardDecision | None]:
-        """Evaluate these weights and let the guard decide; return the seconds the evaluation took as well.
+        """Evaluate these weights and let the guard decide; return evaluations, seconds and decision.
 
-        Interrupted, it leaves no trace: a resumed run does it anew.
+        An interruption restores the guard, so that a resumed run evaluates again.
         """
-        guard = self._guard
-        before = (guard.state_dict() if guard is not None else {}), self._progress.num_confirmations
+        guard = self.guard
+        before = (guard.state_dict() if guard is not None else {}), self.progress.num_confirmations
         with self.saving_on_failure():
             try:
                 check_interrupt()
                 began = time.perf_counter()
-                evaluations = self._evaluator.evaluate(self._progress.step)
+                evaluations = self.evaluator.evaluate(self.progress.step)
                 seconds = time.perf_counter() - began
                 decision = None
                 if guard is not None:
-                    decision = guard.observe(self._progress.step, evaluations, self._confirm)
-                self._store.check()
+                    decision = guard.observe(self.progress.step, evaluations, self._confirm)
+                self.store.check()
                 return evaluations, seconds, decision
             except BaseException:
                 if guard is not None:
                     guard.load_state_dict(before[0])
-                self._progress.num_confirmations = before[1]
+                self.progress.num_confirmations = before[1]
                 raise
 
     def _conclude(
         self, evaluations: dict[str, TaskEvaluation], seconds: float, decision: GuardDecision | None
     ) -> bool:
-        """Record the evaluation and do what the guard decided; False if the run was taken back."""
-        step = self._progress.step
+        """Record the evaluation and carry out the guard's decision; False if the run was rolled back."""
+        step = self.progress.step
         self._record(evaluations, seconds)
-        # the last step of a run that goes on later is not due
-        if _is_due(step, self._config.eval.every):
+        if _is_due(step, self.config.eval.every):
             rewards = {n: e.metrics[REWARD] for n, e in evaluations.items() if REWARD in e.metrics}
             means = {n: reward.mean for n, reward in rewards.items()}
             errors = {n: reward.error for n, reward in rewards.items()}
-            self._scheduler.calibrate(means, step, errors)
-        if decision is None or self._guard is None:
+            self.scheduler.calibrate(means, step, errors)
+        guard = self.guard
+        if decision is None or guard is None:
             return True
         self._known.judged_good = decision.judged_good
-        return self._carry_out(self._guard, decision)
-
-    def _carry_out(self, guard: Guard, decision: GuardDecision) -> bool:
-        """Do what the guard decided; False if the run was taken back."""
         self.note(decision.events)
-        self._trackers.log_metrics(guard.metrics(), self._progress.step)
+        self.trackers.log_metrics(guard.metrics(), step)
         if decision.action is GuardAction.stop:
-            self._stop(guard, decision)
+            # the weights that a rollback would restore, else the newest good ones
+            found = self._read(guard.rollback_target) or self._read(_newest_good)
+            where = (
+                "no checkpoint was judged good"
+                if found is None
+                else f"the last good weights are in {found[1].path}"
+            )
+            raise GuardStop(f"the guard stopped the run at step {step}: {decision.reason}; {where}")
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
         factors = guard.weight_factors()
-        trained = {name for name, task in self._tasks.items() if task.stream is not None}
-        self._scheduler.set_factors({n: f for n, f in factors.items() if n in trained})
+        trained = {name for name, task in self.tasks.items() if task.stream is not None}
+        self.scheduler.set_factors({n: f for n, f in factors.items() if n in trained})
         if is_back:
-            # the checkpoint restored knows nothing of the rollback: a killed run would repeat it for ever
+            # the restored checkpoint does not record the rollback: a killed run would repeat it
             self.save()
         return not is_back
 
     def _checkpoints(self) -> list[CheckpointInfo]:
-        entries = self._store.checkpoints.entries
+        entries = self.store.checkpoints.entries
         return [CheckpointInfo(step=s, judged_good=entries[s].judged_good) for s in sorted(entries)]
 
     def _read(
         self, choose: Callable[[list[CheckpointInfo]], CheckpointInfo | None]
     ) -> tuple[CheckpointInfo, Checkpoint] | None:
-        """Return the checkpoint that ``choose`` takes of those there are; one that is damaged is left out."""
-        checkpoints = self._store.checkpoints
+        """Return the checkpoint that ``choose`` selects, without damaged ones."""
+        checkpoints = self.store.checkpoints
         while (chosen := choose(self._checkpoints())) is not None:
             try:
                 return chosen, checkpoints.load(checkpoints.path(chosen.step))
             except CheckpointError as error:
                 del checkpoints.entries[chosen.step]
                 reason = f"{error}: the guard does without this checkpoint"
-                self.note([Event(step=self._progress.step, source="guard", kind="alarm", reason=reason)])
+                self.note([Event(step=self.progress.step, source="guard", kind="alarm", reason=reason)])
         return None
 
     def _confirm(self, task: str) -> tuple[TaskEvaluation, TaskEvaluation] | None:
-        """Evaluate ``task`` afresh with the weights as they are and with those last judged good.
+        """Evaluate ``task`` with the present weights and with those last judged good.
 
-        Both get the same prompts and the same new sampling seeds, so the comparison is paired. None: no
-        checkpoint is judged good.
+        Both get the same prompts and the same new seeds, so the comparison is paired. None: no checkpoint is
+        judged good.
         """
         found = self._read(_newest_good)
         if found is None:
             return None
         actor_dir = found[1].actor_dir
-        del found  # the optimizer's state need not lie in memory while both are evaluated
-        self._progress.num_confirmations += 1
-        purpose = f"confirmation/{self._progress.step}/{self._progress.num_confirmations}"
+        del found  # frees the optimizer's state for the time of both evaluations
+        self.progress.num_confirmations += 1
+        purpose = f"confirmation/{self.progress.step}/{self.progress.num_confirmations}"
 
         def evaluate() -> TaskEvaluation:
-            return self._evaluator.evaluate(self._progress.step, tasks=[task], purpose=purpose)[task]
+            return self.evaluator.evaluate(self.progress.step, tasks=[task], purpose=purpose)[task]
 
         current = evaluate()
-        kept = {name: value.detach().clone() for name, value in self._actor.model.state_dict().items()}
+        kept = {name: value.detach().clone() for name, value in self.actor.model.state_dict().items()}
         self._has_other_weights = True
         try:
-            self._actor.load_weights(actor_dir)
-            push_weights(self._engine, self._actor)
+            self.actor.load_weights(actor_dir)
+            push_weights(self.engine, self.actor)
             reference = evaluate()
         finally:
             with finishing():
-                self._actor.model.load_state_dict(kept)
-                push_weights(self._engine, self._actor)
+                self.actor.model.load_state_dict(kept)
+                push_weights(self.engine, self.actor)
                 self._has_other_weights = False
         return current, reference
 
     def _roll_back(self, guard: Guard, decision: GuardDecision) -> bool:
-        """Restore the newest judged-good checkpoint, change what the guard says; False if there is none."""
+        """Restore the guard's target and apply the adjustments; False if there is no target."""
         found = self._read(guard.rollback_target)
         if found is None:
             reason = (
-                f"no checkpoint judged good within {guard.rollback_steps} steps of {self._progress.step} is "
+                f"no checkpoint judged good within {guard.rollback_steps} steps of {self.progress.step} is "
                 "better than these weights: the run goes on from them with the guard's adjustments alone"
             )
-            self.note([Event(step=self._progress.step, source="guard", kind="warn", reason=reason)])
+            self.note([Event(step=self.progress.step, source="guard", kind="warn", reason=reason)])
             return False
         target, checkpoint = found
-        num_confirmations = self._progress.num_confirmations
-        cursors = {n: t.stream.state_dict() for n, t in self._tasks.items() if t.stream is not None}
-        self._experience.clear()
-        self._state.restore(checkpoint, without=["scorer", "guard"])
+        num_confirmations = self.progress.num_confirmations
+        cursors = {n: t.stream.state_dict() for n, t in self.tasks.items() if t.stream is not None}
+        self.experience.clear()
+        self.state.restore(checkpoint, without=["scorer", "guard"])
         if decision.adjustments.skip_data:
             for name, cursor in cursors.items():
-                stream = self._tasks[name].stream
+                stream = self.tasks[name].stream
                 if stream is not None:
                     stream.skip_to(cursor)
-        self._store.checkpoints.forget_after(target.step)
-        self._progress.evaluated_at = self._progress.saved_at = target.step
-        self._known = self._store.checkpoints.entries[target.step]
-        self._progress.num_confirmations = num_confirmations
-        push_weights(self._engine, self._actor)
+        self.store.checkpoints.forget_after(target.step)
+        self.progress.evaluated_at = self.progress.saved_at = target.step
+        self._known = self.store.checkpoints.entries[target.step]
+        self.progress.num_confirmations = num_confirmations
+        push_weights(self.engine, self.actor)
         self.note(guard.rolled_back(target, step=target.step))
         return True
-
-    def _stop(self, guard: Guard, decision: GuardDecision) -> None:
-        # the weights to go on from: those a rollback would take, else the newest that were good
-        found = self._read(guard.rollback_target) or self._read(_newest_good)
-        where = (
-            "no checkpoint was judged good"
-            if found is None
-            else f"the last good weights are in {found[1].path}"
-        )
-        raise GuardStop(
-            f"the guard stopped the run at step {self._progress.step}: {decision.reason}; {where}"
-        )
 
 
 def _newest_good(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
     return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
-
-
-def _score(evaluations: Mapping[str, TaskEvaluation]) -> float | None:
-    """Return the mean of the primary metrics, each such that higher is better."""
-    finite = [score for e in evaluations.values() if math.isfinite(score := e.primary.score)]
-    return math.fsum(finite) / len(finite) if finite else None
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,18 @@ from multitask_rl.tracking.record_files import RecordFile
 __all__ = ["Evaluator"]
 
 
+@dataclass
 class Evaluator:
     """Runs the sampling stages of training over each task's held-out prompts, one response a prompt."""
 
-    def __init__(
-        self,
-        actor: Actor,
-        engine: RolloutEngine,
-        scorer: RunScorer,
-        tasks: Mapping[str, TaskState],
-        *,
-        seed: int,
-        temperature: float,
-    ) -> None:
-        self._actor = actor
-        self._engine = engine
-        self._scorer = scorer
-        self._tasks = tasks
-        self._seed = seed
-        self._temperature = temperature
-        self.tally = ScoreTally()
-        """Counts of scored records by task; the trainer adds those of its steps."""
+    actor: Actor
+    engine: RolloutEngine
+    scorer: RunScorer
+    tasks: Mapping[str, TaskState]
+    seed: int
+    temperature: float
+    tally: ScoreTally = field(init=False, default_factory=ScoreTally)
+    """Counts of scored records by task; the trainer adds those of its steps."""
 
     def evaluate(
         self,
@@ -66,29 +58,27 @@ class Evaluator:
         Raises:
             RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.
         """
-        names = list(self._tasks if tasks is None else tasks)
+        names = list(self.tasks if tasks is None else tasks)
         stages = sampling_stages(
-            self._actor,
-            self._engine,
-            self._scorer,
-            self._tasks,
-            seed=self._seed,
+            self.actor,
+            self.engine,
+            self.scorer,
+            self.tasks,
+            seed=self.seed,
             purpose=purpose,
             group_size=1,
-            temperature=self._temperature,
+            temperature=self.temperature,
         )
-        prompts = [
-            p for n in names for p in render_rows(self._tasks[n], self._tasks[n].eval_rows, self._actor)
-        ]
+        prompts = [p for n in names for p in render_rows(self.tasks[n], self.tasks[n].eval_rows, self.actor)]
         scored = DataFlow(stages)(prompts)
         self.tally.note(scored)
-        self._scorer.metrics()  # begins a new count, so that the next step's numbers are its own
+        self.scorer.metrics()  # begins a new count, so that the next step's numbers are its own
         if must_score:
             self.tally.check()
-        version = self._engine.policy_version
+        version = self.engine.policy_version
         found: dict[str, TaskEvaluation] = {}
         for name in names:
-            task, own = self._tasks[name], [s for s in scored if s.rollout.task == name]
+            task, own = self.tasks[name], [s for s in scored if s.rollout.task == name]
             digest = hashlib.blake2b(digest_size=8)
             for s in served(own):
                 digest.update(json.dumps([s.rollout.prompt.prompt_id, s.rollout.prompt.text]).encode())

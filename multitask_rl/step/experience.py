@@ -1,16 +1,8 @@
-"""Batches of experience, made ahead of the update as far as ``rollout.max_staleness`` allows.
+"""The experience of each step, sampled up to ``rollout.max_staleness`` updates before its update.
 
-Synchronous (lag 0): prompts are drawn, sampled and scored, then learnt from; rewards begin while the engine
-still generates. With lag ``L`` the batch of step ``t + L`` is sampled while the rewards of step ``t`` come in
-and its update is made: step ``t`` always learns from the weights of step ``t - L``, so that a run depends on
-its seed and never on the clock.
-
-Evaluation, guard and checkpoint see a drained pipeline: no batch reaches over a step at which one of them is
-due. The first step after it is on-policy again, a resumed run equals an uninterrupted one, and a rollback
-finds no rollouts of the weights it takes back. The price is one step without overlap.
-
-With ``batch.quorum`` below 1 a step goes on when that share of its groups is scored. Late groups join the
-first step that finds them scored, as long as they are not older than ``rollout.max_staleness`` updates.
+Step ``t`` always learns from the weights of step ``t - lag``, so a run depends on its seed and not on the
+clock. No batch reaches over an evaluation or a checkpoint: a resumed run equals an uninterrupted one, and a
+rollback finds no rollouts of the discarded weights (docs/overlap.md).
 """
 
 from __future__ import annotations
@@ -39,23 +31,23 @@ __all__ = ["Experience", "ExperienceSource"]
 
 @dataclass(kw_only=True, slots=True)
 class Experience:
-    """What one step learns from."""
+    """The records of one step."""
 
     weights: dict[str, float]
-    """Task weights the quotas were made from."""
+    """Task weights behind the quotas."""
     quotas: dict[str, int]
-    """Groups per task the step is meant to learn from."""
+    """Groups per task to learn from."""
     drawn: list[Scored] = field(default_factory=list)
-    """Every record that was scored for the step, refills and late groups of earlier steps included."""
+    """Every scored record, with those of refills and late groups."""
     kept: list[Scored] = field(default_factory=list)
-    """Those to train on."""
+    """The records to train on."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """Per task: ``staleness`` (mean, in updates), ``carried_over`` and ``dropped_stale`` (groups)."""
 
 
 @dataclass(slots=True)
 class _Sampled:
-    """Prompts that passed the sampling: all their rollouts are with the rewards."""
+    """Prompts whose rollouts are all sampled and handed to the rewards."""
 
     step: int
     """The step that further work counts to."""
@@ -82,12 +74,12 @@ class ExperienceSource:
 
     Args:
         config: the run.
-        sampling: the stages of a step up to the rewards, and those of the user before the advantages.
-        stages: the built-in stages of ``sampling``.
+        sampling: all stages before the advantages.
+        stages: the built-in ones of ``sampling``.
         actor: renders the prompts.
         tasks: the tasks.
         scheduler: decides on quotas.
-        timeline: takes the spans.
+        timeline: records the spans.
     """
 
     def __init__(
@@ -116,13 +108,13 @@ class ExperienceSource:
         self._ahead: deque[_Batch] = deque()
         self._late: list[_Sampled] = []
         self._judging: list[Span] = []
-        """When verdicts were waited for, in the step under way."""
+        """When the step under way waited for verdicts."""
 
     def next(self, step: int) -> Experience:
-        """Return the experience of ``step``; what may be sampled meanwhile is begun.
+        """Return the experience of ``step``; begin to sample the following steps that may be sampled now.
 
         Raises:
-            EngineError: the engine cannot go on.
+            EngineError: the engine failed.
             RewardError: a task's error budget is spent.
             DataError: no prompt of a task fits.
         """
@@ -142,7 +134,7 @@ class ExperienceSource:
         return batch.experience
 
     def wait_for_sampling(self) -> None:
-        """Wait until nothing is being sampled: the engine is free, all counts are final."""
+        """Wait until the engine is idle."""
         began = time.monotonic()
         if self._ahead:
             self._wait()
@@ -166,7 +158,7 @@ class ExperienceSource:
                 task.stream.load_state_dict(cursor)
 
     def clear(self) -> None:
-        """Forget all batches under way: the weights they were sampled from are gone."""
+        """Drop all batches under way, because their weights are discarded."""
         self._wait()
         for sampled in self._open():
             sampled.rewards.drop(lambda _: True)

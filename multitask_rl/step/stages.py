@@ -76,14 +76,14 @@ class RolloutStage(StreamingStage):
         self._call: _Call | None = None
         self._joined: list[Rollout] = []
         self.spans: list[Span] = []
-        """When the engine was at work, since the caller last cleared it."""
+        """When the engine worked, since the caller last cleared it."""
 
     def order(self, record: Rollout) -> Any:
         """Return the place of a rollout in its batch."""
         return record.order
 
     def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
-        """Yield rollouts as the engine ends them; those that joined later wait for ``take_joined``."""
+        """Yield rollouts as the engine ends them, without those that joined (see ``take_joined``)."""
         slots: list[Rollout] = []
         for position, prompt in enumerate(prompt for part in parts for prompt in part):
             prompt.position = position
@@ -104,16 +104,16 @@ class RolloutStage(StreamingStage):
 
     @property
     def can_join(self) -> bool:
-        """Whether the engine is at work and takes more beside it."""
+        """Whether the engine works and admits more requests."""
         return self._call is not None and self.engine.can_admit
 
     def join(self, slots: Sequence[Rollout]) -> None:
-        """Have the engine fill empty rollouts beside what it is at; only while ``can_join``."""
+        """Let the engine fill further empty rollouts; only while ``can_join``."""
         assert self._call is not None, "the engine is not at work"
         self.engine.admit(self._requests(self._call, slots))
 
     def take_joined(self) -> list[Rollout]:
-        """Return the rollouts that joined a ``stream`` and have ended since the last call."""
+        """Return the joined rollouts that ended since the last call."""
         joined, self._joined = self._joined, []
         return joined
 
@@ -146,7 +146,7 @@ class RolloutStage(StreamingStage):
             self.spans.append((began, time.monotonic()))
 
     def _requests(self, call: _Call, slots: Sequence[Rollout]) -> list[GenerationRequest]:
-        """Note the slots in ``call``; return what the engine is asked for them, a request per group."""
+        """Add the slots to ``call``; return one request per group."""
         requests: list[GenerationRequest] = []
         for slot in slots:
             seed = derive_seed(
@@ -178,7 +178,7 @@ class RolloutStage(StreamingStage):
 
 
 class RewardBatch:
-    """Filled while rollouts end; a group is taken when all of its rollouts are scored, and only once.
+    """Rollouts of one batch while they are scored: a group is taken once, when all its rollouts are scored.
 
     Args:
         pending: the open round of the reward pool.
@@ -218,7 +218,7 @@ class RewardBatch:
 
     @property
     def num_open(self) -> dict[str, int]:
-        """Groups not yet taken, by task."""
+        """Number of groups not yet taken, by task."""
         counts: dict[str, int] = {}
         for indices in self._groups.values():
             task = self._rollouts[indices[0]].task
@@ -345,7 +345,7 @@ class AdvantageStage(Stage):
         """Per task, of the last call."""
 
     def process(self, items: list[Scored]) -> list[CreditedSample]:
-        """Leave failures out, let each task's algorithm select and credit its own."""
+        """Leave out failures; let each task's algorithm select and credit its records."""
         by_task: dict[str, list[Scored]] = {name: [] for name in self._tasks}
         for scored in items:
             if is_trainable(self._tasks[scored.rollout.task], scored):
@@ -395,7 +395,7 @@ class UpdateStage(Stage):
 
 
 def is_trainable(task: TaskState, scored: Scored) -> bool:
-    """Whether the algorithm may learn from the record: not failed, and if refused it learns from those."""
+    """Whether the algorithm may learn from the record: not failed, and not refused unless it trains those."""
     if scored.failure is not None or scored.rollout.failure is not None:
         return False
     return task.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None

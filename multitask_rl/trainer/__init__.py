@@ -1,8 +1,6 @@
 """The trainer: one loop from task weights to a better actor.
 
-    quotas -> prompts -> rollout -> constraints -> rewards -> advantages -> update -> scheduler, guard
-
-Everything the loop decides comes from objects whose state is data, so a checkpoint holds all of it.
+quotas -> prompts -> rollout -> constraints -> rewards -> advantages -> update -> scheduler, guard
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from multitask_rl.run.profiling import memory_numbers
 from multitask_rl.run.state import RunProgress
 from multitask_rl.step.experience import Experience
 from multitask_rl.step.flow import DataFlow, Stage
-from multitask_rl.step.report import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
+from multitask_rl.step.metrics import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
 from multitask_rl.step.task_state import build_task_states
 from multitask_rl.training.backends.torchrun import serve_torchrun_rank, torchrun_size
 from multitask_rl.training.critic import Critic
@@ -84,7 +82,7 @@ class Trainer:
             closed when the run ends.
 
     Raises:
-        ConfigError, PluginError, DataError: whatever can be refused before training starts is refused here.
+        ConfigError, PluginError, DataError: a setting, plugin or data set cannot be used.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Trainer:
-        """Build everything from the configuration; checks first, reward models next, the actor last."""
+        """Build a trainer from the configuration alone."""
         return cls(config=config)
 
     @property
@@ -158,15 +156,15 @@ class Trainer:
 
     @property
     def events(self) -> list[Event]:
-        """What scheduler, guard and the other controllers decided, in order."""
+        """Decisions of scheduler, guard and the other controllers, in order."""
         return self.progress.events
 
     @property
     def parts(self) -> RunParts:
-        """What the run is made of: once it is open, and after its end.
+        """The parts of the run, from its opening on.
 
         Raises:
-            TrainingError: it was never opened.
+            TrainingError: the run was never opened.
         """
         if self._parts is None:
             raise TrainingError("this trainer has not begun: call train, train_step or evaluate first")
@@ -192,13 +190,13 @@ class Trainer:
         """Use ``guard`` instead of the configured one. Before ``train``.
 
         Raises:
-            ConfigError: it is to watch what no task has, or a metric without a direction.
+            ConfigError: it watches a metric that no task has, or that has no direction.
         """
         self.guard = guard
         bind_controllers(self.plan, self.scheduler, guard, {})
 
     def insert_stage(self, stage: Stage, *, after: str) -> None:
-        """Put a node of your own into the flow of every step, after the stage ``after``. Before ``train``."""
+        """Insert a stage into the flow of every step, after the stage ``after``. Before ``train``."""
         self._inserted.append((stage, after))
 
     def enable_3d_hybrid_engine(self) -> str:
@@ -219,20 +217,19 @@ class Trainer:
     def train(self) -> dict[str, TaskEvaluation]:
         """Run to ``max_steps`` and return the last evaluation.
 
-        A run that already made its steps makes no more; its trackers are told that it has ended, which a kill
-        may have kept from them.
+        A finished run makes no more steps; its trackers are ended again, in case a kill prevented it.
 
         Raises:
             GuardStop: the guard ended the run.
-            TrainingError: it made them with other settings, or gradients stayed non-finite.
-            RewardError: a task's rewards fail beyond its error budget, or not one sample was scored.
+            TrainingError: the run is finished with other settings, or gradients stayed non-finite.
+            RewardError: a task's rewards fail beyond its error budget, or no sample was scored.
             CheckpointError: checkpoints or records cannot be written.
         """
         parts = self._open()
         status = "failed"
         try:
             while not self._is_at_end or not parts.supervisor.inspect(last=True):
-                # the last step is judged like any other: a regression in it is taken back too
+                # the last step is judged too: a regression in it is rolled back
                 if not self._is_at_end and parts.supervisor.inspect():
                     self.train_step()
             parts.evaluator.tally.check()
@@ -245,7 +242,7 @@ class Trainer:
             self._close(status)
 
     def evaluate(self) -> dict[str, TaskEvaluation]:
-        """Evaluate every task with the weights as they are, without training."""
+        """Evaluate every task with the present weights, without training."""
         parts = self._open(track=False)
         try:
             return parts.evaluator.evaluate(self.step, must_score=True)
@@ -264,7 +261,7 @@ class Trainer:
             return self._finish_step(parts, experience)
 
     def _finish_step(self, parts: RunParts, experience: Experience) -> StepReport:
-        """Learn from what was sampled, and decide."""
+        """Learn from the experience; let the controllers decide."""
         step, timeline, supervisor = self.step, parts.timeline, parts.supervisor
         quotas, drawn = experience.quotas, experience.drawn
         parts.evaluator.tally.note(drawn)
@@ -288,7 +285,13 @@ class Trainer:
         self.push_weights()
         sources = [update.task_metrics, parts.advantages.metrics, self.scorer.metrics(), experience.metrics]
         stats = collect_stats(report, self.tasks, experience.weights, sources)
-        supervisor.note(self._control(stats))
+        events = [*self.scheduler.update(stats, step)]
+        if self.guard is not None:
+            self.guard.record_step(step, stats)
+        events += self.scorer.health_events(step)
+        for name, own in stats.items():
+            events += self.tasks[name].control(own, step)
+        supervisor.note(events)
         report.seconds = timeline.seconds(step)
         shares = {**timeline.end_step(step, parts.experience.running()), **memory_numbers()}
         if parts.profiler is not None:
@@ -299,18 +302,8 @@ class Trainer:
         parts.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
         return report
 
-    def _control(self, stats: Mapping[str, TaskStats]) -> list[Event]:
-        """Let every controller see the step; return what they decided."""
-        events = [*self.scheduler.update(stats, self.step)]
-        if self.guard is not None:
-            self.guard.record_step(self.step, stats)
-        events += self.scorer.health_events(self.step)
-        for name, own in stats.items():
-            events += self.tasks[name].control(own, self.step)
-        return events
-
     def push_weights(self) -> None:
-        """Let the engine sample from the actor's weights as they are."""
+        """Give the engine the actor's present weights."""
         push_weights(self.parts.engine, self.actor)
 
     # -- opening and closing --------------------------------------------------------------------------------
@@ -320,7 +313,7 @@ class Trainer:
         return self.step >= self.config.max_steps
 
     def _open(self, *, track: bool = True) -> RunParts:
-        """Build what depends on the scheduler and guard in use, and resume. Once."""
+        """Build the parts and resume, once."""
         if self._parts is None:
             if self._is_closed:
                 raise TrainingError("this trainer could not begin, or is closed; make a new one")
@@ -361,7 +354,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Close the scorer, and with it the reward workers, when opening fails."""
+        """Close the scorer and its workers if opening fails."""
         try:
             yield
         except BaseException:

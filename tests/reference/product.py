@@ -42,7 +42,7 @@ from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.scoring.pending import Pending
 from multitask_rl.seeding import derive_seed, random_stream
 from multitask_rl.step.flow import Stage
-from multitask_rl.step.report import StepReport
+from multitask_rl.step.metrics import StepReport
 from multitask_rl.testing import FakeEngine
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backend import CreditedSample

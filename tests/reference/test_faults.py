@@ -19,7 +19,7 @@ from multitask_rl.guard.detector import RegressionDetector
 from multitask_rl.statistics import definitions
 from multitask_rl.step import metrics as step_metrics
 from multitask_rl.step import refill
-from multitask_rl.step.report import StepReport
+from multitask_rl.step.metrics import StepReport
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.reference import AveragedReference

@@ -14,9 +14,8 @@ from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.records import SamplingParams, Scored, Verdict
-from multitask_rl.step.metrics import by_group, has_spread, is_informative, task_stats
+from multitask_rl.step.metrics import StepReport, by_group, has_spread, is_informative, task_stats
 from multitask_rl.step.refill import MAX_OVERSAMPLING, Refill
-from multitask_rl.step.report import StepReport
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
 from multitask_rl.training.credit import LearnerTask

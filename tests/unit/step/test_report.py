@@ -8,7 +8,7 @@ import pytest
 
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.records import Scored
-from multitask_rl.step.report import StepReport, some_of_each, step_numbers
+from multitask_rl.step.metrics import StepReport, some_of_each, step_numbers
 from multitask_rl.testing import make_rollout
 from multitask_rl.tracking.console import ConsoleTracker
 
