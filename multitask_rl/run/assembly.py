@@ -25,11 +25,10 @@ from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.statistics.definitions import metric_names
-from multitask_rl.step.constraint_stage import sampling_stages
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.flow import DataFlow, Stage
-from multitask_rl.step.stages import AdvantageStage, UpdateStage
+from multitask_rl.step.stages import AdvantageStage, UpdateStage, sampling_stages
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.fanout import Trackers

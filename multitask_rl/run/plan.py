@@ -264,11 +264,6 @@ def load_specs(config: RunConfig) -> dict[str, TaskSpec]:
     )
 
 
-def initial_weights(specs: Mapping[str, TaskSpec], trained: Sequence[str]) -> dict[str, float]:
-    """Return the weight of every trained task."""
-    return {name: specs[name].weight for name in trained}
-
-
 def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
     """Refuse settings of a task that would have no effect, or that the run cannot provide."""
     config, algorithm, kl = plan.config, plan.algorithms[spec.name], spec.kl

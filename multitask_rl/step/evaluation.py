@@ -18,8 +18,8 @@ from multitask_rl.records import Statistic, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import served
-from multitask_rl.step.constraint_stage import sampling_stages
 from multitask_rl.step.flow import DataFlow
+from multitask_rl.step.stages import sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.tracking.record_files import RecordFile
 

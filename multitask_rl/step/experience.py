@@ -18,11 +18,10 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Prompt, Scored
-from multitask_rl.step.constraint_stage import SamplingStages
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.metrics import by_group
 from multitask_rl.step.refill import Refill
-from multitask_rl.step.stages import RewardBatch
+from multitask_rl.step.stages import RewardBatch, SamplingStages
 from multitask_rl.step.task_state import TaskState, draw_prompts
 from multitask_rl.tracking.timeline import Span, Timeline, intersect, subtract
 

@@ -24,8 +24,6 @@ from multitask_rl.training.credit import LearnerTask
 
 logger = logging.getLogger(__name__)
 
-"""An adaptive coefficient moves every step; an event is made when it has moved by a quarter."""
-
 __all__ = ["TaskState", "build_task_states", "draw_prompts", "render_rows", "suppress_control_tokens"]
 
 

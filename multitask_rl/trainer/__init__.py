@@ -23,7 +23,7 @@ from multitask_rl.errors import GuardStop, TrainingError
 from multitask_rl.guard.base import Guard
 from multitask_rl.lazy import lazy_names
 from multitask_rl.models.actor import Actor, load_actor, make_actor
-from multitask_rl.records import Event, TaskEvaluation, TaskStats
+from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.assembly import (
     RunParts,
@@ -36,7 +36,7 @@ from multitask_rl.run.assembly import (
 )
 from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.objects import name_objects
-from multitask_rl.run.plan import check_overlap, initial_weights, plan_run
+from multitask_rl.run.plan import check_overlap, plan_run
 from multitask_rl.run.profiling import memory_numbers
 from multitask_rl.run.state import RunProgress
 from multitask_rl.step.experience import Experience
@@ -114,7 +114,7 @@ class Trainer:
         elif config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.plan = plan = plan_run(config, dataloader, engine)
-        weights: Mapping[str, float] = initial_weights(plan.specs, plan.trained)
+        weights: Mapping[str, float] = {n: plan.specs[n].weight for n in plan.trained}
         if dataloader is not None and dataloader.given_weights:
             weights = dataloader.weights
         self.scheduler = build_scheduler(config, weights)

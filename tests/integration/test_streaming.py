@@ -7,8 +7,8 @@ import pytest
 from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.step.constraint_stage import sampling_stages
 from multitask_rl.step.flow import DataFlow
+from multitask_rl.step.stages import sampling_stages
 from multitask_rl.step.task_state import render_rows
 from multitask_rl.trainer import Trainer
 from run_builders import lines, run_config, train, weights_hash, write_run

@@ -14,7 +14,6 @@ from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
-from multitask_rl.run.plan import initial_weights
 
 REFERENCE = Path(__file__).parents[3] / "configs" / "reference_tasks.yaml"
 
@@ -261,7 +260,9 @@ def test_data_set_is_demanded_only_when_a_run_is_about_to_start() -> None:
 def test_a_missing_weight_in_a_tasks_file_is_one(tmp_path: Path) -> None:
     path = write(tmp_path, f"tasks: {{a: {{weight: 2, {OK}}}, b: {{{OK}}}, c: {{{OK}}}}}")
     specs = load_tasks(path)
-    scheduler = DynamicTaskWeightScheduler(initial_weights(specs, list(specs)), policy="static")
+    scheduler = DynamicTaskWeightScheduler(
+        {name: spec.weight for name, spec in specs.items()}, policy="static"
+    )
     scheduler.bind(list(specs))
     assert scheduler.weights() == pytest.approx({"a": 0.5, "b": 0.25, "c": 0.25})
 

@@ -11,8 +11,7 @@ import pytest
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Verdict
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
-from multitask_rl.step.constraint_stage import ConstraintStage
-from multitask_rl.step.stages import RolloutStage
+from multitask_rl.step.stages import ConstraintStage, RolloutStage
 
 
 class Steps(RolloutEngine):
