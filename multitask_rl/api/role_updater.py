@@ -9,7 +9,7 @@ from multitask_rl.api.rl_trainer import PPOTrainer
 from multitask_rl.config.ppo import PPOConfig
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.step.report import StepReport
+from multitask_rl.step.metrics import StepReport
 from multitask_rl.trainer import Trainer
 
 __all__ = ["PPORoleUpdater"]
