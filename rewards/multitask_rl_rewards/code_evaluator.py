@@ -16,7 +16,6 @@ from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Sc
 from multitask_rl.sandbox.base import (
     AssertsTask,
     Limits,
-    Outcome,
     Program,
     StdioTask,
     StdioTest,
@@ -121,7 +120,7 @@ class CodeEvaluator:
         return program if block.is_fenced or parses(program) else ""
 
     def _run_tests(self, rollouts: Sequence[Rollout], blocks: Sequence[str]) -> list[float | Failure | None]:
-        """Return the share of tests passed per rollout, or why there is none."""
+        """Return the share of tests passed per rollout, or its failure."""
         results: list[float | Failure | None] = [0.0] * len(rollouts)
         programs: dict[int, Program] = {}
         for i, (rollout, source) in enumerate(zip(rollouts, blocks, strict=True)):
@@ -133,14 +132,13 @@ class CodeEvaluator:
         if programs:
             outcomes = _sandbox().map(programs.values())
             for i, outcome in zip(programs, outcomes, strict=True):
-                results[i] = self._fraction(outcome)
+                fraction = outcome.pass_fraction
+                if fraction is None:
+                    message = f"sandbox: {outcome.message}"
+                    results[i] = Failure(kind=FailureKind.infra, message=message, source=_NAME)
+                else:
+                    results[i] = float(fraction == 1.0) if self.config.all_or_nothing else fraction
         return results
-
-    def _fraction(self, outcome: Outcome) -> float | Failure:
-        fraction = outcome.pass_fraction
-        if fraction is None:
-            return Failure(kind=FailureKind.infra, message=f"sandbox: {outcome.message}", source=_NAME)
-        return float(fraction == 1.0) if self.config.all_or_nothing else fraction
 
     def _combine(self, rollout: Rollout, source: str, tested: float | Failure | None) -> RewardResult:
         if isinstance(tested, Failure):
@@ -161,7 +159,7 @@ class CodeEvaluator:
 
 
 def sandbox_task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:
-    """Return the tests of a row as a task of the sandbox; a data failure where the row cannot be used."""
+    """Return the tests of a row as a task of the sandbox, or a ``data`` failure."""
     tests = row.get("tests")
     if isinstance(tests, str) or not isinstance(tests, Sequence) or not tests:
         return data_failure("the row has no `tests`: a program cannot pass none", _NAME)
@@ -218,7 +216,7 @@ def _lend_names(
 
 
 def _statements(source: Any) -> list[ast.stmt]:
-    """Return the statements of a text of the row; none where it is not code."""
+    """Return the statements of a text of the row; none if it is not code."""
     try:
         return parse_python(str(source or "")).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -246,7 +244,7 @@ def _stdio_test(stdin: Any, stdout: Any) -> StdioTest:
 
 
 def _entry_point(row: Mapping[str, Any]) -> str:
-    """Return the name that the program has to define; empty if neither the row nor its tests tell."""
+    """Return the name that the program has to define; empty if neither the row nor its tests have it."""
     if given := row.get("entry_point"):
         return str(given)
     task = sandbox_task(row)

@@ -54,12 +54,8 @@ def normalise(text: str) -> str:
     """
     text = _THOUSANDS.sub("", text.lower().translate(_DASHES))
     text = _DROPPED.sub("", _LONE_SIGN.sub(" ", text))
-    return " ".join(_shortest(word) for word in _ARTICLES.sub(" ", text).split())
-
-
-def _shortest(word: str) -> str:
-    """Return a decimal number without the zeros at its end, any other word as it is."""
-    return word.rstrip("0").rstrip(".") if _DECIMAL.fullmatch(word) else word
+    words = _ARTICLES.sub(" ", text).split()
+    return " ".join(word.rstrip("0").rstrip(".") if _DECIMAL.fullmatch(word) else word for word in words)
 
 
 class ReferenceMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types

@@ -43,6 +43,8 @@ class Mbpp(SourcedTask):
         if not tests:
             return None
         code = row.get("code") or row.get("reference")
+        defined = re.findall(r"^(?:def|class)\s+(\w+)", str(code), re.MULTILINE)
+        called = (name for name in defined if any(re.search(rf"\b{name}\s*\(", test) for test in tests))
         return {
             **row,
             "id": row.get("id") or f"mbpp-{row.get('task_id', index)}",
@@ -50,16 +52,10 @@ class Mbpp(SourcedTask):
             "reference": code,
             "tests": tests,
             "setup": row.get("test_setup_code") or row.get("setup") or "",
-            "entry_point": row.get("entry_point") or _entry_point(tests, str(code)),
+            "entry_point": row.get("entry_point") or next(called, ""),
             "example": tests[0],
         }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
         """The reference in a fence."""
         return f"```python\n{row['reference']}\n```"
-
-
-def _entry_point(tests: list[str], code: str) -> str:
-    """Return the function of ``code`` that the tests call."""
-    names = re.findall(r"^(?:def|class)\s+(\w+)", code, re.MULTILINE)
-    return next((name for name in names if any(re.search(rf"\b{name}\s*\(", test) for test in tests)), "")
