@@ -183,7 +183,7 @@ class VerifiersReward(ForeignReward):
     may read a metric), or an environment of its own, which may take several turns and give rewards.
     """
 
-    expects = "'verifiers:<environment id>'"
+    expects = "'verifiers:<taskset id>'"
     independent = True
 
     @dataclass(kw_only=True, slots=True)
@@ -346,8 +346,7 @@ class EvaluateReward(ForeignReward):
             raise PluginError(
                 f"{self.where}: the metric {self.target!r} cannot be loaded "
                 f"({type(error).__name__}: {error}); metrics come from the Hugging Face hub; without a "
-                "network, give the path of the metric's "
-                "script or directory (evaluate:path/to/metric)"
+                "network, give the path of the metric's script or directory (evaluate:path/to/metric)"
             ) from error
 
     def _one(self, rollout: Rollout) -> dict[str, Any]:

@@ -70,11 +70,7 @@ class Lane:
         runner.start()
 
     def wait_ready(self) -> None:
-        """Return once the first runner is up.
-
-        Raises:
-            MultitaskRLError: its plugin cannot be built.
-        """
+        """Return once the first runner is up; raises as its ``wait_up``."""
         assert self._first is not None, "the lane was not started"
         self._first.wait_up()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from multitask_rl.contracts import PluginTraits
@@ -45,7 +46,7 @@ def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
     if raw is None or isinstance(raw, NotApplicable):
         return NOT_APPLICABLE
     if isinstance(raw, Failure):
-        return _named(raw, source)
+        return raw if raw.source else replace(raw, source=source)
     if isinstance(raw, Score):
         return _checked(raw.value, raw.components, traits, source)
     if isinstance(raw, Mapping):
@@ -68,7 +69,7 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     if raw is None or isinstance(raw, NotApplicable):
         return Verdict(cost=0.0, violated=False, applicable=False)
     if isinstance(raw, Failure):
-        return _named(raw, source)
+        return raw if raw.source else replace(raw, source=source)
     is_verdict = isinstance(raw, Verdict)
     cost = _number(raw.cost if is_verdict else raw)
     if cost is None:
@@ -159,10 +160,6 @@ def _number(value: Any) -> float | None:
 
 def _grader(message: str, source: str) -> Failure:
     return Failure(kind=FailureKind.grader, message=message, source=source)
-
-
-def _named(failure: Failure, source: str) -> Failure:
-    return failure if failure.source else Failure(kind=failure.kind, message=failure.message, source=source)
 
 
 def _show(value: Any) -> str:

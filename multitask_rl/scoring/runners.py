@@ -41,11 +41,7 @@ class ProcessRunner(Runner):
         self._error: Exception | None = None
 
     def wait_up(self) -> None:
-        """Return once the first process is ready and the lane knows the plugin's facts.
-
-        Raises:
-            MultitaskRLError: the plugin cannot be built.
-        """
+        """Return once the first process is ready and the lane has the plugin's facts; raises its error."""
         self._up.wait()
         if self._error is not None:
             raise self._error

@@ -89,9 +89,9 @@ class EventLoop:
 
     def close(self) -> None:
         """Close the loop. Idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.close()
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
 
 class FunctionPlugin:
