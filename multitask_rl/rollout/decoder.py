@@ -35,13 +35,7 @@ SMALLEST_STEP = 16
 
 
 def prefill(
-    model: Any,
-    ids: Tensor,
-    cache: Any,
-    *,
-    mask: Tensor | None,
-    positions: Tensor,
-    chunk_tokens: int = CHUNK_TOKENS,
+    model: Any, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor, chunk_tokens: int
 ) -> Tensor:
     """Compute prompts into ``cache`` in forwards of at most ``chunk_tokens``; return the next logits [U, V].
 
@@ -118,7 +112,7 @@ class SharedDecoder:
                 slots[rows] = first + number * width + torch.arange(len(rows))
             ids, mask, positions = _left_padded(similar, filler, device)
             cache = DynamicCache(config=model.config)
-            last = prefill(model, ids, cache, mask=mask, positions=positions, chunk_tokens=prefill_tokens)
+            last = prefill(model, ids, cache, mask, positions, prefill_tokens)
             bias = None
             if mask is not None:
                 bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
@@ -183,14 +177,7 @@ class PlainDecoder:
         self._ids, self._mask, self._positions = _left_padded(unique, filler, device)
         self._cache: Any = DynamicCache(config=model.config) if cached else None
         logits: Tensor = (
-            prefill(
-                model,
-                self._ids,
-                self._cache,
-                mask=self._mask,
-                positions=self._positions,
-                chunk_tokens=prefill_tokens,
-            )
+            prefill(model, self._ids, self._cache, self._mask, self._positions, prefill_tokens)
             if cached
             else model(input_ids=self._ids, use_cache=False).logits[:, -1]
         )

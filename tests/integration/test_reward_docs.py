@@ -93,7 +93,7 @@ def test_every_block_of_the_page_works(page: str, tmp_path: Path, shell: Shell) 
                 build_actor().save(tmp_path / "MODEL")
             shell(tmp_path, "python", ["example_on_the_page.py"])
         elif language == "bash":
-            for line in text.splitlines():
+            for line in text.replace("\\\n", "").splitlines():
                 command(line, tmp_path, shell)
 
 
