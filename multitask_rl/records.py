@@ -28,6 +28,7 @@ __all__ = [
     "RewardResult",
     "Rollout",
     "SamplingParams",
+    "SamplingSettings",
     "Score",
     "Scored",
     "Statistic",
@@ -101,9 +102,9 @@ class Verdict:
     """False: the constraint does not apply to the sample, which counts in no rate and no mean cost."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams(Settings):
-    """Sampling settings of the engine; part of the policy, so the trainer uses the same values."""
+@dataclass(kw_only=True, slots=True)
+class SamplingSettings(Settings):
+    """Sampling settings that the run (``rollout``) and every task (``sampling``) have."""
 
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
@@ -117,6 +118,15 @@ class SamplingParams(Settings):
     stop: tuple[str, ...] = ()
     """Strings that end the response; they may be special tokens. ``response_ids`` keep the matched text,
     ``response`` does not."""
+
+
+@dataclass(kw_only=True, slots=True, unsafe_hash=True)  # a base of mutable settings cannot be frozen
+class SamplingParams(SamplingSettings):
+    """Sampling parameters of a response; part of the policy, so the trainer uses the same values.
+
+    It is a value: make another with ``dataclasses.replace``.
+    """
+
     grammar: str = field(default="", metadata={"derived": True})
     """Grammar of the response, as JSON text of the configuration of a constraint in mode ``grammar``; empty =
     none. A token that cannot lead to a sentence has probability 0, and so has an early end."""

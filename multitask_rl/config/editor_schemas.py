@@ -1,4 +1,4 @@
-"""JSON schemas of a tasks file and of a run's configuration: completion and red lines in an editor."""
+"""JSON schemas of a tasks file and of a run's configuration, for completion and errors in an editor."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _NAME = {"type": "string", "pattern": f"^(?!({'|'.join(RESERVED_NAMES)})$){NAME_
 def tasks_schema() -> dict[str, Any]:
     """Return the schema of a tasks file: its keys, types, ranges and choices.
 
-    What depends on several keys or on installed plugins is left to ``multitask-rl tasks validate``.
+    Rules over several keys and installed plugins are checked by ``multitask-rl tasks validate``.
     """
-    named = _task()
-    named["properties"] = {"name": _NAME, **named["properties"]}
-    named["required"] = ["name"]
+    task = _task()
+    named = {**task, "properties": {"name": _NAME, **task["properties"]}, "required": ["name"]}
     listed = {"type": "array", "items": named, "minItems": 1}
-    mapped = {"type": "object", **_by_name(_task()), "minProperties": 1}
+    mapped = {"type": "object", "propertyNames": _NAME, "additionalProperties": task, "minProperties": 1}
     return {
         **_DRAFT,
         "title": "multitask-rl: tasks file",
@@ -42,13 +41,10 @@ def run_schema() -> dict[str, Any]:
     A value may be a reference, ``${oc.env:NAME}``.
     """
     schema = object_schema(RunConfig, references=True)
-    schema["properties"]["tasks"] |= _by_name(_task(references=True))
+    tasks = {"propertyNames": _NAME, "additionalProperties": _task(references=True)}
+    schema["properties"]["tasks"] |= tasks
     schema["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
     return {**_DRAFT, "title": "multitask-rl: run", **schema}
-
-
-def _by_name(task: dict[str, Any]) -> dict[str, Any]:
-    return {"propertyNames": _NAME, "additionalProperties": task}
 
 
 def _task(*, references: bool = False) -> dict[str, Any]:

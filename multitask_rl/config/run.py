@@ -27,6 +27,7 @@ from multitask_rl.config.schema.ranges import (
 )
 from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.records import SamplingSettings
 
 __all__ = [
     "RECORD",
@@ -116,8 +117,11 @@ class CriticConfig(Settings):
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutConfig(Settings):
-    """How the actor is sampled; a task's ``sampling`` overrides the last five."""
+class RolloutConfig(SamplingSettings):
+    """How the actor is sampled; a task's ``sampling`` overrides the first five keys."""
+
+    temperature: Positive = 1.0
+    """Sampling temperature. The log-probabilities of training are computed at the same temperature."""
 
     engine: str = "hf"
     """Entry point of ``multitask_rl.rollout_engines``."""
@@ -131,16 +135,6 @@ class RolloutConfig(Settings):
     max_staleness: Natural = 0
     """Updates between sampling and learning at most: 0 = one after the other; 1 = the next rollout runs while
     rewards come in and the update is made; more = as many rollouts ahead, for slow rewards."""
-    max_new_tokens: Count = 256
-    """Longest response, in tokens."""
-    temperature: Positive = 1.0
-    """The log-probabilities of training are taken under it too."""
-    top_p: PositiveFraction = 1.0
-    """Nucleus: sample from the likeliest tokens that hold this probability; 1 = off."""
-    top_k: Natural = 0
-    """Sample from this many likeliest tokens; 0 = off."""
-    stop: list[str] = field(default_factory=list)
-    """Strings that end a response."""
     engine_config: dict[str, Any] = field(default_factory=dict)
     """Keys of the engine's own ``Config`` (vLLM: ``max_num_seqs``, ``tensor_parallel_size``...)."""
 

@@ -1,11 +1,11 @@
-"""Mappings into dataclasses, strictly: unknown keys, wrong types and missing keys are errors that say where.
+"""Strict building of dataclasses from mappings: errors say where a key or value is wrong.
 
-The type hints of the dataclass are the schema, ranges included (``ranges.py``); nothing else describes the
-keys.
+The type hints of the dataclass, ranges included (``ranges.py``), are the only schema.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -23,12 +23,11 @@ T = TypeVar("T")
 
 _KINDS: dict[type, str] = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 
-
 MOVED = {
     "scheduler.patience": "scheduler.policy_config.patience",
     "guard.guard_config.lower_is_better": "guard.guard_config.directions",
 }
-"""Keys that earlier versions had -> where they are now."""
+"""Keys of earlier versions -> their present names."""
 
 
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> None:
@@ -40,9 +39,10 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> No
     allowed = sorted(allowed)
     for key in given:
         if key not in allowed:
+            moved = [new for old, new in MOVED.items() if str(where.at(key)).endswith(old)]
+            hint = f"; it is {moved[0]} now" if moved else suggest(key, allowed)
             raise ConfigError(
-                f"{where.at(key)}: unknown key {key!r}{_moved(where, key) or suggest(key, allowed)} "
-                f"(allowed: {', '.join(allowed) or 'none'})"
+                f"{where.at(key)}: unknown key {key!r}{hint} (allowed: {', '.join(allowed) or 'none'})"
             )
 
 
@@ -53,18 +53,16 @@ def _moved(where: Where, key: str) -> str:
 
 def setting_fields(cls: Any, skip: Iterable[str] = ()) -> list[dataclasses.Field[Any]]:
     """Return the fields of the dataclass ``cls`` that are keys, less those named in ``skip``."""
-    return [
-        f
-        for f in dataclasses.fields(cls)
-        if f.init and not f.metadata.get("derived") and f.name not in set(skip)
-    ]
+    left_out = set(skip)
+    fields = (f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("derived"))
+    return [f for f in fields if f.name not in left_out]
 
 
 def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:
     """Return ``cls(**values)`` after checking every key, type and range against the hints of ``cls``.
 
     Nested dataclasses, lists and tuples are built too; whole numbers are accepted as numbers. A field with
-    the metadata ``derived`` is filled in from elsewhere and is no key.
+    the metadata ``derived`` is not a key.
 
     Raises:
         ConfigError: unknown or missing key, wrong type, value out of range, or refused by ``__post_init__``.
@@ -96,7 +94,11 @@ def _convert(hint: Any, value: Any, where: Where) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return _convert_union([a for a in args if a is not type(None)], value, where)
+        *options, last = (arg for arg in args if arg is not type(None))
+        for option in options:
+            with contextlib.suppress(ConfigError):
+                return _convert(option, value, where)
+        return _convert(last, value, where)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
             return value
@@ -108,37 +110,17 @@ def _convert(hint: Any, value: Any, where: Where) -> Any:
     if origin in (dict, Mapping):
         mapping = dict(_expect(Mapping, value, "a mapping", where))
         check_plain(mapping, where)
-        return (
-            {key: _convert(args[1], item, where.at(key)) for key, item in mapping.items()}
-            if args
-            else mapping
-        )
-    if hint in _KINDS:
-        return _scalar(hint, value, where)
-    return value
-
-
-def _convert_union(options: list[Any], value: Any, where: Where) -> Any:
-    for option in options[:-1]:
-        try:
-            return _convert(option, value, where)
-        except ConfigError:
-            continue
-    return _convert(options[-1], value, where)
-
-
-def _scalar(hint: type, value: Any, where: Where) -> Any:
+        return {k: _convert(args[1], v, where.at(k)) for k, v in mapping.items()} if args else mapping
+    if hint not in _KINDS:
+        return value
     accepted: Any = (int, float) if hint is float else hint
     if (isinstance(value, bool) and hint is not bool) or not isinstance(value, accepted):
         quote = "; put it in quotes" if hint is str and not isinstance(value, (dict, list)) else ""
         raise ConfigError(f"{where}: expected {_KINDS[hint]}, got {value!r} ({type(value).__name__}){quote}")
     check_plain(value, where)
-    if hint is not float:
-        return value
-    number = float(value)
-    if not math.isfinite(number):
-        raise ConfigError(f"{where}: must be a finite number, got {value!r}")
-    return number
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{where}: must be a finite number, got {float(value)!r}")
+    return float(value) if hint is float else value
 
 
 def _expect(kind: Any, value: Any, words: str, where: Where) -> Any:

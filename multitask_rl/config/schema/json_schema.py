@@ -18,18 +18,18 @@ from multitask_rl.config.schema.ranges import Rule, field_hints
 __all__ = ["REFERENCE", "meanings", "object_schema", "value_schema"]
 
 REFERENCE = {"type": "string", "pattern": r"^\$\{"}
-"""A value that Hydra fills in: ``${oc.env:NAME}``."""
+"""A reference that Hydra replaces: ``${oc.env:NAME}``."""
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool = False) -> dict[str, Any]:
-    """Return the schema of a mapping that ``build_dataclass`` takes for ``cls``.
+    """Return the schema of the mappings that ``build_dataclass`` accepts for the dataclass ``cls``.
 
     Args:
         cls: the dataclass.
-        skip: fields that are no keys.
-        references: values may be ``REFERENCE``.
+        skip: fields that are not keys.
+        references: whether values may be ``REFERENCE``.
     """
     hints, texts, properties, required = field_hints(cls), meanings(cls), {}, []
     for field in setting_fields(cls, skip):
@@ -46,7 +46,7 @@ def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool = Fals
 
 
 def value_schema(hint: Any, rules: Sequence[Rule] = (), *, references: bool = False) -> dict[str, Any]:
-    """Return the schema of a value that ``build_dataclass`` takes for ``hint``; for ``rules`` see it too."""
+    """Return the schema of a value of type ``hint`` that keeps ``rules``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return value_schema(args[0], (*rules, *args[1:]), references=references)

@@ -1,7 +1,7 @@
-"""YAML with places: every key knows its line, so that an error can point at it.
+"""YAML with places: every key has its line, so an error can name it.
 
-Two deviations from PyYAML's defaults, both because the default loses what the user wrote: a repeated key is
-an error (PyYAML keeps the last), and ``1e-6`` is a number (YAML 1.1 reads it as text).
+Two differences from PyYAML: a repeated key is an error (PyYAML keeps the last), and ``1e-6`` is a number
+(YAML 1.1 reads it as text).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["MAX_BYTES", "MAX_NODES", "OVERRIDE", "KeyPath", "Where", "check_plai
 
 KeyPath = tuple[str | int, ...]
 OVERRIDE = -1
-"""In place of a line: the value came from the command line or from Python."""
+"""Line of a value from the command line or from Python."""
 
 MAX_BYTES = 1 << 19
 """Size of a configuration file at most."""
 MAX_NODES = 50_000
-"""Values in a document at most: a few aliases of aliases are otherwise enough for more than memory holds."""
+"""Values in a document at most; a few aliases of aliases can otherwise exceed the memory."""
 
 _MAX_DEPTH = 60
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
@@ -47,7 +47,7 @@ _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_i
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
-# ours, whatever others do to SafeLoader: lm-format-enforcer, which vLLM imports, makes its dates text
+# other packages change SafeLoader: lm-format-enforcer, which vLLM imports, reads dates as text
 _Loader.yaml_constructors = {
     **yaml.SafeLoader.yaml_constructors,
     "tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_timestamp,
@@ -68,15 +68,13 @@ class Where:
 
     @property
     def line(self) -> int:
-        """Line of the key, or of the nearest key around it that has one; 0 = none has."""
-        for end in range(len(self.path), -1, -1):
-            if line := self.lines.get(self.path[:end]):
-                return line
-        return 0
+        """Line of the key, or of the nearest key above it that has one; 0 = none has."""
+        ends = range(len(self.path), -1, -1)
+        return next((line for end in ends if (line := self.lines.get(self.path[:end]))), 0)
 
     @property
     def source(self) -> str:
-        """``file:line``, or ``override`` for what did not come from the file."""
+        """``file:line``, or ``override`` for a value that is not from the file."""
         if self.line == OVERRIDE:
             return "override"
         return f"{self.file}:{self.line}" if self.line else self.file
@@ -112,15 +110,15 @@ def load_yaml(path: str | Path) -> tuple[Any, Where]:
 
 
 def parse_yaml(text: str, file: str) -> tuple[Any, Where]:
-    """Return the document that ``text`` is and the place of its root.
+    """Return the document in ``text`` and the place of its root.
 
     Args:
         text: YAML.
         file: its name in messages.
 
     Raises:
-        ConfigError: broken, holding several documents, a repeated key, an unknown tag, a value that
-            ``check_scalar`` refuses, more than ``MAX_NODES`` values (aliases count each time) or too deep.
+        ConfigError: broken YAML, several documents, a repeated key, an unknown tag, a value that
+            ``check_scalar`` refuses, more than ``MAX_NODES`` values (aliases count each time), or too deep.
     """
     lines: dict[KeyPath, int] = {}
     try:
@@ -143,7 +141,7 @@ def parse_yaml(text: str, file: str) -> tuple[Any, Where]:
 
 
 def check_scalar(value: Any, where: Where) -> None:
-    """Refuse text and numbers that no setting can be.
+    """Refuse text and numbers that are not allowed in any setting.
 
     Raises:
         ConfigError: text with a NUL or a lone surrogate (no file name, no UTF-8), a whole number beyond 64
@@ -158,7 +156,7 @@ def check_scalar(value: Any, where: Where) -> None:
 
 
 def check_plain(value: Any, where: Where, depth: int = 0) -> None:
-    """Hold plain values that come from elsewhere than a file to the same limits as those of a file.
+    """Check plain values that are not from a file against the limits of a file.
 
     Raises:
         ConfigError: a scalar that ``check_scalar`` refuses, or nested too deep.
@@ -177,7 +175,7 @@ def check_plain(value: Any, where: Where, depth: int = 0) -> None:
 
 
 class _Reader:
-    """Turns nodes into plain values and notes the line of every key in ``lines``."""
+    """Turns nodes into plain values and writes the line of every key into ``lines``."""
 
     def __init__(self, loader: yaml.SafeLoader, lines: dict[KeyPath, int]) -> None:
         self._loader = loader
@@ -208,7 +206,17 @@ class _Reader:
             self._open.discard(id(node))
 
     def _mapping(self, node: yaml.MappingNode, where: Where) -> dict[str, Any]:
-        _refuse_repeated_keys(node, where)
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+                continue
+            line = key_node.start_mark.line + 1
+            if key_node.value in seen:
+                raise ConfigError(
+                    f"{where.file}:{line}: {where.at(key_node.value).keys}: key {key_node.value!r} is given "
+                    f"twice (first on line {seen[key_node.value]}); keep one of them"
+                )
+            seen[key_node.value] = line
         self._loader.flatten_mapping(node)
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -228,21 +236,7 @@ class _Reader:
         try:
             value = self._loader.construct_object(node, deep=True)
         except (ValueError, LookupError, AttributeError, OverflowError) as error:
-            # dates that are none, numbers of thousands of digits, ``!!bool x``: PyYAML lets them through
+            # PyYAML raises these for impossible dates, huge numbers and ``!!bool x``
             raise ConfigError(f"{where}: {node.value!r:.80} is no value of its type") from error
         check_scalar(value, where)
         return value
-
-
-def _refuse_repeated_keys(node: yaml.MappingNode, where: Where) -> None:
-    seen: dict[str, int] = {}
-    for key_node, _ in node.value:
-        if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
-            continue
-        line = key_node.start_mark.line + 1
-        if key_node.value in seen:
-            raise ConfigError(
-                f"{where.file}:{line}: {where.at(key_node.value).keys}: key {key_node.value!r} is given "
-                f"twice (first on line {seen[key_node.value]}); keep one of them"
-            )
-        seen[key_node.value] = line

@@ -1,7 +1,6 @@
-"""What a setting may be, declared once on its field: ``dropout: Annotated[float, Range("[0, 1)")] = 0.0``.
+"""Ranges and choices, declared on the field: ``dropout: Annotated[float, Range("[0, 1)")] = 0.0``.
 
-``build_dataclass`` and ``Settings`` refuse other values; ``docs/configuration.md`` and the JSON schemas for
-editors are written from the same declaration.
+``build_dataclass`` and ``Settings`` check them; docs/configuration.md and the JSON schemas show them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Range:
 
     Args:
         interval: ``[`` and ``]`` include the end, ``(`` and ``)`` do not.
-        off: one more value that is allowed: it turns the setting off.
+        off: a further allowed value, which turns the setting off.
     """
 
     def __init__(self, interval: str, *, off: float | None = None) -> None:
@@ -65,7 +64,7 @@ class Range:
         return self._text
 
     def refuses(self, value: Any) -> bool:
-        """Whether ``value`` is no number of the range."""
+        """Whether ``value`` is not a number in the range."""
         if not isinstance(value, int | float) or not math.isfinite(value):
             return True
         too_low = value <= self._low if self._above else value < self._low
@@ -73,17 +72,21 @@ class Range:
         return value != self._off and (too_low or too_high)
 
     def schema(self) -> dict[str, Any]:
-        """Return the keywords of JSON schema that say the same."""
+        """Return the same rule as keywords of JSON schema."""
+
+        def plain(number: float) -> float:
+            return int(number) if number == int(number) else number
+
         ends: dict[str, Any] = {}
         if self._low != -math.inf:
-            ends["exclusiveMinimum" if self._above else "minimum"] = _plain(self._low)
+            ends["exclusiveMinimum" if self._above else "minimum"] = plain(self._low)
         if self._high != math.inf:
-            ends["exclusiveMaximum" if self._below else "maximum"] = _plain(self._high)
-        return ends if self._off is None else {"anyOf": [{"const": _plain(self._off)}, ends]}
+            ends["exclusiveMaximum" if self._below else "maximum"] = plain(self._high)
+        return ends if self._off is None else {"anyOf": [{"const": plain(self._off)}, ends]}
 
 
 class OneOf:
-    """One of the values given."""
+    """One of the given values."""
 
     def __init__(self, *values: str | int) -> None:
         self._values = values
@@ -92,11 +95,11 @@ class OneOf:
         return f"one of {', '.join(str(value) or repr('') for value in self._values)}"
 
     def refuses(self, value: Any) -> bool:
-        """Whether ``value`` is none of them."""
+        """Whether ``value`` is not one of them."""
         return value not in self._values
 
     def schema(self) -> dict[str, Any]:
-        """Return the keywords of JSON schema that say the same."""
+        """Return the same rule as keywords of JSON schema."""
         return {"enum": list(self._values)}
 
 
@@ -112,7 +115,7 @@ PositiveFraction = Annotated[float, Range("(0, 1]")]
 
 
 class Settings:
-    """Base of a dataclass of settings: refuses values outside the ranges of its fields, however it is built.
+    """Base of a dataclass of settings: refuses values outside the ranges of its fields.
 
     A subclass with rules between its fields calls ``Settings.__post_init__(self)`` before it checks them.
     """
@@ -140,7 +143,7 @@ def rules_of(hint: Any) -> Iterator[Rule]:
 
 
 def check_value(rules: Iterable[Rule], value: Any, where: object) -> None:
-    """Refuse a value outside one of ``rules``; None is none, of a list or mapping each value is checked.
+    """Refuse a value that breaks one of ``rules``. None is allowed; lists and mappings are checked by item.
 
     Raises:
         ConfigError: names the place, what is allowed, the value and a close choice.
@@ -165,7 +168,7 @@ def check_value(rules: Iterable[Rule], value: Any, where: object) -> None:
 def field_hints(cls: type) -> dict[str, Any]:
     """Return the type hint of every field of the dataclass ``cls``, with its rules.
 
-    A subclass that gives a field another default need not repeat the rules: those of the base hold.
+    A field that a subclass declares again without rules keeps the rules of the base.
     """
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -174,7 +177,3 @@ def field_hints(cls: type) -> dict[str, Any]:
             if any(rules_of(known[name])) or not any(rules_of(hints.get(name))):
                 hints[name] = known[name]
     return hints
-
-
-def _plain(number: float) -> float:
-    return int(number) if number == int(number) else number
