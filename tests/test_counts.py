@@ -22,7 +22,6 @@ FOREIGN = {
     "curriculum": (2, "attributes that a user's policy lists in ``per_task``"),
     "data": (10, "tokenizers, data sets and puzzles of other libraries; a user's task"),
     "lazy": (1, "a public name in its module"),
-    "guard": (1, "one field of a record, chosen by the name of a metric"),
     "models": (13, "transformers models, configurations and tokenizers; peft layers"),
     "plugins": (8, "a user's object"),
     "rollout": (16, "transformers models; objects inside vLLM"),
