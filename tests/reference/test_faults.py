@@ -167,10 +167,16 @@ def multiplier_misses_a_step(patch):
 
 
 def refill_draws_one_too_many(patch):
-    real = refill.Refill._missing
-    patch.setattr(
-        refill.Refill, "_missing", lambda self, *given: {n: c + 1 for n, c in real(self, *given).items()}
-    )
+    real = refill.Refill.collect
+
+    def collect(self, quotas, experience, *given):
+        def draw(counts):
+            more = 0 if counts is quotas else 1
+            return experience({name: count + more for name, count in counts.items()})
+
+        return real(self, quotas, draw, *given)
+
+    patch.setattr(refill.Refill, "collect", collect)
 
 
 def whole_groups_are_dropped(patch):
