@@ -107,8 +107,8 @@ class HostWatch:
     def _remove_baits(self) -> None:
         os.environ.pop("SBX_CANARY_SECRET", None)
         shutil.rmtree(_CANARY, ignore_errors=True)
-        for key in list(self._selector.get_map().values()):  # the lock among them, so after the directory
-            key.fileobj.close()  # type: ignore[union-attr]
+        for key in reversed(list(self._selector.get_map().values())):  # the lock last
+            key.fileobj.close()
         self._selector.close()
 
     def _listen(self) -> None:
