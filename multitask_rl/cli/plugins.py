@@ -15,12 +15,12 @@ from multitask_rl.testing.listing import describe
 
 __all__ = ["main"]
 
-_USAGE = """usage: multitask-rl plugins list [KIND] | check NAME ... | new KIND NAME ...
+_USAGE = f"""usage: multitask-rl plugins list [KIND] | check NAME ... | new KIND NAME ...
 
   list   show installed plugins: kind, name, distribution, description (imports none)
   check  test a plugin against the contract of its kind
   new    write an installable plugin with tests
-kinds of check and new: reward, constraint, task, algorithm, scheduler, guard
+kinds of check and new: {", ".join(scaffold.KINDS)}
 """
 
 

@@ -1,21 +1,23 @@
-"""What plugin authors test with: contract suites and public fakes (``testing.engine`` needs torch)."""
+"""Contract suites and public fakes for plugin authors (``testing.engine`` needs torch)."""
 
 from __future__ import annotations
 
 from multitask_rl.testing.builders import make_evaluation, make_prompt, make_rollout
-from multitask_rl.testing.contract import assert_constraint_contract, assert_reward_contract
-from multitask_rl.testing.fakes import FakeEngine
-from multitask_rl.testing.kinds import (
+from multitask_rl.testing.check import (
     assert_algorithm_contract,
+    assert_contract,
     assert_guard_contract,
     assert_scheduler_contract,
     assert_task_contract,
 )
+from multitask_rl.testing.contract import assert_constraint_contract, assert_reward_contract
+from multitask_rl.testing.fakes import FakeEngine
 
 __all__ = [
     "FakeEngine",
     "assert_algorithm_contract",
     "assert_constraint_contract",
+    "assert_contract",
     "assert_guard_contract",
     "assert_reward_contract",
     "assert_scheduler_contract",

@@ -5,38 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError, path_errors
-from multitask_rl.plugins import ALGORITHMS, CONSTRAINTS, GUARDS, REWARDS, SCHEDULERS, TASKS, list_plugins
+from multitask_rl.plugins import list_plugins
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.testing.contract import Finding, check_constraint, check_reward
-from multitask_rl.testing.kinds import check_algorithm, check_guard, check_scheduler, check_task
+from multitask_rl.testing.contract import Finding, assert_findings, check_constraint, check_reward
+from multitask_rl.testing.scaffold import KINDS
 
-__all__ = ["CheckReport", "check_plugin", "main", "report"]
-
-_GROUPS = {
-    "reward": REWARDS,
-    "constraint": CONSTRAINTS,
-    "task": TASKS,
-    "algorithm": ALGORITHMS,
-    "scheduler": SCHEDULERS,
-    "guard": GUARDS,
-}
-_SUITES = {
-    "task": check_task,
-    "algorithm": check_algorithm,
-    "scheduler": check_scheduler,
-    "guard": check_guard,
-}
+__all__ = ["CheckReport", "assert_contract", "check_plugin", "main", "report"]
 
 _EXAMPLE_ROW: dict[str, Any] = {
     "prompt": "What is 2 + 2?",
@@ -94,54 +81,65 @@ def check_plugin(
 
     Args:
         name_or_ref: as in a tasks file or run configuration.
-        row: a row of the data it is for; None = a sum with ``prompt``, ``reference`` and ``answer`` (rewards,
-            constraints).
-        kind: ``reward``, ``constraint``, ``task``, ``algorithm``, ``scheduler`` or ``guard``; None = by its
-            entry point, or as its methods tell rewards and constraints apart, else ``reward``.
+        row: a row of its data (rewards, constraints); None = a sum.
+        kind: a key of ``scaffold.KINDS``; None = the kind of its entry point, else ``constraint`` for an
+            object that is one and no reward, else ``reward``.
         gold: a response that deserves the full score (rewards).
         config: keys of its ``Config``.
 
     Raises:
         PluginError, ConfigError, MissingExtraError: it cannot be loaded or built.
     """
-    kind = kind or _kind_of(name_or_ref)
-    if kind in _SUITES:
-        return CheckReport(name_or_ref, kind, None, tuple(_SUITES[kind](name_or_ref, config)))
+
+    def fits(other: str) -> bool:
+        try:
+            find_plugin(other, name_or_ref, "check")
+        except PluginError:
+            return False
+        return True
+
+    if kind is None and ":" not in name_or_ref:
+        groups = {info.group for info in list_plugins() if info.name == name_or_ref}
+        kind = next((kind for kind, one in KINDS.items() if one.group in groups), "reward")
+    elif kind is None:
+        kind = "constraint" if not fits("reward") and fits("constraint") else "reward"
+    if kind not in ("reward", "constraint"):
+        suite = pkgutil.resolve_name(f"{KINDS[kind].suite}:check_{kind}")
+        return CheckReport(name_or_ref, kind, None, tuple(suite(name_or_ref, config)))
     source = find_plugin(kind, name_or_ref, "check")
     own_row = dict(_EXAMPLE_ROW if row is None else row)
     if kind == "constraint":
         findings = check_constraint(name_or_ref, row=own_row, config=config)
     else:
         findings = check_reward(name_or_ref, row=own_row, gold=gold, config=config)
-        if row is None:
-            findings = [_excused(finding) for finding in findings]
+        if row is None:  # the example row need not be one of the plugin's data
+            findings = [
+                Finding(f.name, True, f"not tried, give --row ({f.detail})")
+                if not f.passed and f.detail.startswith("data failure")
+                else f
+                for f in findings
+            ]
     return CheckReport(name_or_ref, kind, source.traits, tuple(findings))
 
 
-def _excused(finding: Finding) -> Finding:
-    """Return ``finding``, passed if it only says that the example row is not of the plugin's data."""
-    if finding.passed or not finding.detail.startswith("data failure"):
-        return finding
-    return Finding(finding.name, True, f"not tried, give --row ({finding.detail})")
+def assert_contract(kind: str, plugin: str, config: Mapping[str, Any] | None = None) -> None:
+    """Assert that a plugin keeps the contract of its kind.
+
+    Args:
+        kind: a key of ``scaffold.KINDS``.
+        plugin: as a tasks file or a run configuration names it.
+        config: keys of its ``Config`` (tracker: of ``tracking``).
+
+    Raises:
+        AssertionError: lists every check that failed.
+    """
+    assert_findings(check_plugin(plugin, kind=kind, config=config).findings)
 
 
-def _kind_of(name: str) -> str:
-    if ":" not in name:
-        groups = {info.group for info in list_plugins() if info.name == name}
-        return next((kind for kind, group in _GROUPS.items() if group in groups), "reward")
-    try:
-        find_plugin("reward", name, "check")
-    except PluginError:
-        return "constraint" if _is_constraint(name) else "reward"
-    return "reward"
-
-
-def _is_constraint(name: str) -> bool:
-    try:
-        find_plugin("constraint", name, "check")
-    except PluginError:
-        return False
-    return True
+assert_algorithm_contract = partial(assert_contract, "algorithm")
+assert_guard_contract = partial(assert_contract, "guard")
+assert_scheduler_contract = partial(assert_contract, "scheduler")
+assert_task_contract = partial(assert_contract, "task")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -159,20 +157,30 @@ def main(argv: Sequence[str]) -> int:
         answer.seek(0)
         text = answer.read()
     if not text:
-        error = PluginError(_ends_its_process(arguments.plugin, ended.returncode))
+        code = ended.returncode
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        error = PluginError(
+            f"plugins check: {arguments.plugin!r} ends its process {how} where it is imported, built or "
+            "called, so there is no report. A run would end there too. Find what ends the process (os._exit, "
+            "sys.exit, a crash of a compiled library) and raise an error instead."
+        )
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    code, out, err = json.loads(text)
+    exit_code, out, err = json.loads(text)
     sys.stdout.write(out)
     sys.stderr.write(err)
-    return int(code)
+    return int(exit_code)
 
 
 def report(descriptor: int, argv: Sequence[str]) -> None:
     """Check the plugin named in ``argv``, write exit code, report and error to ``descriptor``, and exit."""
     try:
         arguments = _parser().parse_args(argv)
-        row = None if arguments.row is None else _row(arguments.row)
+        text, allowed = arguments.row, "a JSON object, or a .jsonl file whose first row is taken"
+        if text is not None and not text.lstrip().startswith("{"):
+            with path_errors("--row:", text, allowed), Path(text).open(encoding="utf-8") as file:
+                text = file.readline()
+        row = None if text is None else _json(text, "--row")
         config = _json(arguments.config, "--config")
         found = check_plugin(arguments.plugin, row, kind=arguments.kind, gold=arguments.gold, config=config)
         answer = (0 if found.passed else 1, found.text() + "\n", "")
@@ -188,28 +196,11 @@ def report(descriptor: int, argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="multitask-rl plugins check", description=__doc__)
     parser.add_argument("plugin", help="installed name, module:object, file.py:object or a foreign prefix")
-    parser.add_argument("--kind", choices=tuple(_GROUPS))
+    parser.add_argument("--kind", choices=tuple(KINDS))
     parser.add_argument("--row", help="a JSON object, or a .jsonl file whose first row is taken")
     parser.add_argument("--gold", help="a response that deserves the full score")
     parser.add_argument("--config", default="{}", help="a JSON object with keys of its Config")
     return parser
-
-
-def _ends_its_process(plugin: str, code: int) -> str:
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-    return (
-        f"plugins check: {plugin!r} ends its process {how} where it is imported, built or called, so there "
-        "is no report. A run would end there too. Find what ends the process (os._exit, sys.exit, a crash of "
-        "a compiled library) and raise an error instead."
-    )
-
-
-def _row(text: str) -> dict[str, Any]:
-    if not text.lstrip().startswith("{"):
-        allowed = "a JSON object, or a .jsonl file whose first row is taken"
-        with path_errors("--row:", text, allowed), Path(text).open(encoding="utf-8") as file:
-            text = file.readline()
-    return _json(text, "--row")
 
 
 def _json(text: str, option: str) -> dict[str, Any]:

@@ -1,20 +1,21 @@
-"""The contract suites for rewards and constraints: an author's test runs them, ``plugins check`` prints them.
+"""The contract suites of rewards and constraints, and what suites of all kinds share.
 
-Every check is a finding with a name, so that a report can say what holds and what does not, and why.
+A suite returns a ``Finding`` per check: ``plugins check`` prints them, ``assert_*`` functions raise them.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
+from multitask_rl.errors import MultitaskRLError
 from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.grader import Grader
@@ -23,25 +24,25 @@ from multitask_rl.scoring.results import Result
 from multitask_rl.testing.builders import make_rollout
 
 __all__ = [
-    "NON_ANSWERS",
     "Finding",
     "assert_constraint_contract",
     "assert_findings",
     "assert_reward_contract",
     "check_constraint",
     "check_reward",
+    "run_check",
 ]
 
-NON_ANSWERS = (
-    "",
-    " \n\t ",
-    "I cannot determine the answer from the given information.",
-    "As an AI language model, I am unable to help with that.",
-    "```python\nraise SystemExit(0)\n```",
-    "\x00\x07\ufffd \U0001f600 ßé 漢字 " + "(" * 2000,
-    "a" * 20000,
-)
-"""Empty, blank, two evasions, a program that only exits, broken text, endless text."""
+NON_ANSWERS = {
+    "empty": "",
+    "blank": " \n\t ",
+    "evasion": "I cannot determine the answer from the given information.",
+    "evasion of a model": "As an AI language model, I am unable to help with that.",
+    "exit(0)": "```python\nraise SystemExit(0)\n```",
+    "broken text": "\x00\x07\ufffd \U0001f600 ßé 漢字 " + "(" * 2000,
+    "endless text": "a" * 20000,
+}
+"""Responses that deserve nothing, by name."""
 
 _GOLD_COLUMNS = ("gold", "reference", "answer", "solution")
 
@@ -54,6 +55,23 @@ class Finding:
     passed: bool
     detail: str = ""
     """What was seen; why it failed."""
+
+
+def run_check(name: str, check: Callable[[], str | None]) -> Finding:
+    """Return the finding of ``check``, which returns what is wrong ("" or None = nothing) or raises it."""
+    try:
+        problem = check() or ""
+    except (AssertionError, MultitaskRLError) as error:
+        problem = str(error) or type(error).__name__
+    except Exception as error:  # noqa: BLE001 - any exception of a plugin is the finding
+        problem = f"{type(error).__name__}: {error}"
+    return Finding(name, not problem, problem)
+
+
+def assert_findings(findings: Sequence[Finding]) -> None:
+    """Raise ``AssertionError`` with every check that failed, if one did."""
+    failed = [f"  {f.name}: {f.detail or 'no'}" for f in findings if not f.passed]
+    assert not failed, "the plugin breaks its contract:\n" + "\n".join(failed)
 
 
 def assert_reward_contract(
@@ -112,48 +130,44 @@ def check_reward(
 ) -> list[Finding]:
     """Return the findings behind ``assert_reward_contract``.
 
-    A plugin named by a text runs in a worker process first. One that hangs or ends its process there is not
+    A plugin named by a text runs in a worker process first. If it hangs or ends that process, it is not
     called in this one.
     """
-    if isinstance(plugin, str):
-        known = gold or _gold_of(row) or "4"
-        works = _pool("reward", plugin, config, _rollouts([known, *NON_ANSWERS], row))
-        if not works.passed:
-            return [works]
-    grader, prompt_text = _grader("reward", plugin, config), str(row.get("prompt", "What is 2 + 2?"))
-    guessed = "" if gold is not None else _gold_column(row)
-    gold = _gold_of(row) if gold is None else gold
-    hostile = _rollouts([*NON_ANSWERS, prompt_text], row)
-    findings, results = _common(grader, hostile)
-    worst = [r.value for r in results if isinstance(r, Score)]
-    if gold is not None:
-        if guessed and full is None and not _compares(grader, gold, row, guessed):
-            name = "the gold answer earns at least as much as any non-answer"
-            findings.append(
-                Finding(name, True, f"it does not judge by {guessed!r}: no answer is the right one")
-            )
-        else:
-            findings.append(_gold(grader, _rollouts([gold], row), full, worst))
-    high = grader.traits.high
-    if math.isfinite(high):
-        paid = [i for i, r in enumerate(results) if isinstance(r, Score) and r.value >= high]
-        named = [
-            "empty",
-            "blank",
-            "evasion",
-            "evasion",
-            "exit(0)",
-            "broken text",
-            "endless text",
-            "prompt echo",
-        ]
-        detail = "full score for: " + ", ".join(named[i] for i in paid) if paid else ""
-        findings.append(Finding("non-answers earn less than the full score", not paid, detail))
-    findings.append(_missing_columns(grader, row))
-    if isinstance(plugin, str):
-        grader.close()
-        findings.append(works)
-    return findings
+    columns = (c for c in _GOLD_COLUMNS if isinstance(row.get(c), (str, int, float)))
+    column = next(columns, "") if gold is None else ""
+    answer = str(row[column]) if column else gold
+    prompt = str(row.get("prompt", "What is 2 + 2?"))
+
+    def pays(grader: Grader, results: Sequence[Result]) -> list[Finding]:
+        findings, high, wanted = [], grader.traits.high, full
+        if wanted is None and math.isfinite(high) and grader.traits.higher_is_better:
+            wanted = high
+        if answer is not None:
+            at_least = "the gold answer earns at least as much as any non-answer"
+            result = grader.grade(_rollouts([answer], row))[0]
+            # a reward of form or length does not read the column
+            other = {**row, column: f"not {row[column]}"} if column else row
+            compares = not column or full is not None or math.isfinite(high)
+            if not compares and [result] == grader.grade(_rollouts([answer], other)):
+                detail = f"it does not judge by {column!r}: no answer is the right one"
+                findings.append(Finding(at_least, True, detail))
+            elif not isinstance(result, Score):
+                findings.append(Finding("the gold answer earns the full score", False, _show(result)))
+            elif wanted is not None:
+                is_full = math.isclose(result.value, wanted, abs_tol=1e-6)
+                detail = f"{result.value:g}, expected {wanted:g}"
+                findings.append(Finding("the gold answer earns the full score", is_full, detail))
+            else:
+                best = max((r.value for r in results if isinstance(r, Score)), default=-math.inf)
+                findings.append(Finding(at_least, result.value >= best, f"{result.value:g}"))
+        if math.isfinite(high):
+            named = zip([*NON_ANSWERS, "prompt echo"], results, strict=True)
+            paid = [name for name, r in named if isinstance(r, Score) and r.value >= high]
+            detail = f"full score for: {', '.join(paid)}" if paid else ""
+            findings.append(Finding("non-answers earn less than the full score", not paid, detail))
+        return findings
+
+    return _findings("reward", plugin, config, row, prompt, answer or "4", pays)
 
 
 def check_constraint(
@@ -165,93 +179,90 @@ def check_constraint(
     config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """Return the findings behind ``assert_constraint_contract``; see ``check_reward``."""
-    if isinstance(plugin, str):
-        works = _pool("constraint", plugin, config, _rollouts(["4", *NON_ANSWERS], row))
-        if not works.passed:
-            return [works]
-    grader = _grader("constraint", plugin, config)
-    findings, _ = _common(grader, _rollouts([*NON_ANSWERS, str(row.get("prompt", "Hello"))], row))
-    for text, violated in ((accepted, False), (violating, True)):
-        if text is not None:
-            verdict = grader.grade(_rollouts([text], row))[0]
-            word = "refuses the violating" if violated else "lets the accepted"
-            right = isinstance(verdict, Verdict) and verdict.violated is violated
-            findings.append(Finding(f"{word} response", right, _show(verdict)))
-    findings.append(_missing_columns(grader, row))
-    if isinstance(plugin, str):
-        grader.close()
-        findings.append(works)
-    return findings
+
+    def judges(grader: Grader, results: Sequence[Result]) -> list[Finding]:
+        findings = []
+        for text, violated in ((accepted, False), (violating, True)):
+            if text is not None:
+                verdict = grader.grade(_rollouts([text], row))[0]
+                name = f"{'refuses the violating' if violated else 'lets the accepted'} response"
+                is_right = isinstance(verdict, Verdict) and verdict.violated is violated
+                findings.append(Finding(name, is_right, _show(verdict)))
+        return findings
+
+    prompt = str(row.get("prompt", "Hello"))
+    return _findings("constraint", plugin, config, row, prompt, "4", judges)
 
 
-def _common(grader: Grader, rollouts: list[Rollout]) -> tuple[list[Finding], list[Result]]:
-    """Run the checks that rewards and constraints share; return the results of ``rollouts`` too."""
+def _findings(
+    kind: str,
+    plugin: str | Any,
+    config: Mapping[str, Any] | None,
+    row: Mapping[str, Any],
+    prompt: str,
+    answer: str,
+    own: Callable[[Grader, Sequence[Result]], list[Finding]],
+) -> list[Finding]:
+    """Run the checks that rewards and constraints share, and those of ``own`` on results of non-answers."""
+    works = []
+    texts = list(NON_ANSWERS.values())
+    if isinstance(plugin, str):
+        works = [_works_in_worker(kind, plugin, config, _rollouts([answer, *texts], row))]
+        if not works[0].passed:
+            return works
+        grader = Grader(kind, find_plugin(kind, plugin, "check").build(config or {}), plugin)
+        grader.warm_up()
+    else:
+        grader = Grader(kind, plugin, type(plugin).__name__)
+    rollouts = _rollouts([*texts, prompt], row)
     began = time.monotonic()
     results = grader.grade(rollouts)
     seconds = time.monotonic() - began
-    failures = [r for r in results if isinstance(r, Failure) and r.kind is FailureKind.grader]
-    limit = grader.traits.timeout_s * len(rollouts)
+
+    def same(others: Sequence[Result]) -> str:
+        pairs = [(a, b) for a, b in zip(results, others, strict=True) if a != b]
+        example = " and ".join(map(_show, pairs[0])) if pairs else ""
+        return f"{len(pairs)} of {len(results)} differ, e.g. {example}" if pairs else ""
+
+    def threads() -> str:
+        with ThreadPoolExecutor(2) as pool:
+            return "; ".join(filter(None, map(same, pool.map(grader.grade, [rollouts, rollouts]))))
+
+    def travel() -> str:
+        return "" if pickle.loads(pickle.dumps(results)) == results else "pickling changes them"
+
+    is_deterministic = grader.traits.deterministic
+    errors = {r.message for r in results if isinstance(r, Failure) and r.kind is FailureKind.grader}
+    limit, per_response = grader.traits.timeout_s * len(rollouts), 1000 * seconds / len(rollouts)
+    alone = "a response's result does not depend on its batch"
     findings = [
-        Finding(
-            "hostile responses are graded without an error",
-            not failures,
-            "; ".join(sorted({f.message for f in failures})),
-        ),
-        Finding(
-            "within its time limit", seconds <= limit, f"{1000 * seconds / len(rollouts):.2f} ms per response"
-        ),
-        _same(
-            "a response's result does not depend on its batch",
-            results,
-            [grader.grade([r])[0] for r in rollouts],
-        )
-        if grader.traits.deterministic
-        else Finding(
-            "a response's result does not depend on its batch", True, "declares that it is not deterministic"
-        ),
+        Finding("hostile responses are graded without an error", not errors, "; ".join(sorted(errors))),
+        Finding("within its time limit", seconds <= limit, f"{per_response:.2f} ms per response"),
+        run_check(alone, lambda: same([grader.grade([rollout])[0] for rollout in rollouts]))
+        if is_deterministic
+        else Finding(alone, True, "declares that it is not deterministic"),
         Finding("an empty batch gives no result", grader.grade([]) == []),
     ]
-    if grader.traits.deterministic:
-        findings.append(_same("deterministic, as it declares", results, grader.grade(rollouts)))
-        findings.append(_threads(grader, rollouts, results))
-    findings.append(_pickles(results))
-    return findings, results
+    if is_deterministic:
+        again = "the same from another thread (no signals, no global state)"
+        findings.append(run_check("deterministic, as it declares", lambda: same(grader.grade(rollouts))))
+        findings.append(run_check(again, threads))
+    findings.append(run_check("its results can travel between processes", travel))
+    findings += own(grader, results)
+    lacking = grader.grade([make_rollout("4", row={})])[0]
+    if isinstance(lacking, Failure):
+        passed, detail = lacking.kind is FailureKind.data, f"{lacking.kind.value}: {lacking.message}"
+    else:
+        passed, detail = not grader.traits.needs, "it reads no column, or has defaults" if row else ""
+    findings.append(Finding("a row without its columns is a data failure", passed, detail))
+    if isinstance(plugin, str):
+        grader.close()
+    return findings + works
 
 
-def _gold(grader: Grader, rollouts: list[Rollout], full: float | None, worst: Sequence[float]) -> Finding:
-    result = grader.grade(rollouts)[0]
-    name = "the gold answer earns the full score"
-    if not isinstance(result, Score):
-        return Finding(name, False, _show(result))
-    value = result.value
-    best_wrong = max(worst, default=-math.inf)
-    if full is None and math.isfinite(grader.traits.high) and grader.traits.higher_is_better:
-        full = grader.traits.high
-    if full is not None:
-        return Finding(name, math.isclose(value, full, abs_tol=1e-6), f"{value:g}, expected {full:g}")
-    return Finding(
-        "the gold answer earns at least as much as any non-answer", value >= best_wrong, f"{value:g}"
-    )
-
-
-def _compares(grader: Grader, gold: str, row: Mapping[str, Any], column: str) -> bool:
-    """Whether the reward of ``gold`` depends on the row's ``column``; one of form or length does not."""
-    if math.isfinite(grader.traits.high):
-        return True
-    other = {**row, column: f"not {row[column]}"}
-    return grader.grade(_rollouts([gold], row)) != grader.grade(_rollouts([gold], other))
-
-
-def _missing_columns(grader: Grader, row: Mapping[str, Any]) -> Finding:
-    name = "a row without its columns is a data failure"
-    result = grader.grade([make_rollout("4", row={})])[0]
-    if isinstance(result, Failure):
-        detail = f"{result.kind.value}: {result.message}"
-        return Finding(name, result.kind is FailureKind.data, detail)
-    return Finding(name, not grader.traits.needs, "" if not row else "it reads no column, or has defaults")
-
-
-def _pool(kind: str, plugin: str, config: Mapping[str, Any] | None, rollouts: list[Rollout]) -> Finding:
+def _works_in_worker(
+    kind: str, plugin: str, config: Mapping[str, Any] | None, rollouts: list[Rollout]
+) -> Finding:
     """Grade through the pool: the plugin starts in a worker, rollouts and results travel."""
     spec = TaskSpec(name="task")
     if kind == "reward":
@@ -272,53 +283,6 @@ def _pool(kind: str, plugin: str, config: Mapping[str, Any] | None, rollouts: li
     return Finding("works in a worker process", not detail, detail)
 
 
-def _gold_of(row: Mapping[str, Any]) -> str | None:
-    column = _gold_column(row)
-    return str(row[column]) if column else None
-
-
-def _gold_column(row: Mapping[str, Any]) -> str:
-    return next((c for c in _GOLD_COLUMNS if isinstance(row.get(c), (str, int, float))), "")
-
-
-def _threads(grader: Grader, rollouts: list[Rollout], expected: list[Result]) -> Finding:
-    others: list[list[Result]] = []
-    threads = [threading.Thread(target=lambda: others.append(grader.grade(rollouts))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    name = "the same from another thread (no signals, no global state)"
-    return next((f for o in others if not (f := _same(name, expected, o)).passed), Finding(name, True))
-
-
-def _pickles(results: list[Result]) -> Finding:
-    try:
-        same = pickle.loads(pickle.dumps(results)) == results
-    except Exception as error:  # noqa: BLE001 - whatever pickling a foreign object raises is the finding
-        return Finding("its results can travel between processes", False, f"{type(error).__name__}: {error}")
-    return Finding("its results can travel between processes", same)
-
-
-def _same(name: str, first: Sequence[Result], second: Sequence[Result]) -> Finding:
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
-    detail = (
-        f"{len(pairs)} of {len(first)} differ, e.g. {_show(pairs[0][0])} and {_show(pairs[0][1])}"
-        if pairs
-        else ""
-    )
-    return Finding(name, not pairs, detail)
-
-
-def _grader(kind: str, plugin: str | Any, config: Mapping[str, Any] | None) -> Grader:
-    if not isinstance(plugin, str):
-        return Grader(kind, plugin, type(plugin).__name__)
-    built = find_plugin(kind, plugin, "check").build(config or {})
-    grader = Grader(kind, built, plugin)
-    grader.warm_up()
-    return grader
-
-
 def _rollouts(texts: Sequence[str], row: Mapping[str, Any]) -> list[Rollout]:
     return [make_rollout(text, row=row, draw=index) for index, text in enumerate(texts)]
 
@@ -331,9 +295,3 @@ def _show(result: Any) -> str:
     if isinstance(result, Failure):
         return f"{result.kind.value} failure: {result.message}"
     return repr(result)
-
-
-def assert_findings(findings: Sequence[Finding]) -> None:
-    """Raise ``AssertionError`` with every check that failed, if one did."""
-    failed = [f"  {f.name}: {f.detail or 'no'}" for f in findings if not f.passed]
-    assert not failed, "the plugin breaks its contract:\n" + "\n".join(failed)

@@ -6,62 +6,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 
-__all__ = ["ANSWER_KINDS", "answers", "hostile_texts", "near_misses", "numbers", "same_answers"]
+__all__ = ["ANSWER_KINDS", "answers", "hostile_texts", "near_misses", "same_answers"]
 
+_WORDS = r"""** << >> [a a. .) ." *** ****** ``` \boxed{ \frac{ \left( $$ ^{ sqrt( #### <think> </think>
+<answer> [1, {"a": f(x)= <|im_end|> <|endoftext|> [INST] </s>"""
 _UNITS = (
     *"([{<*_`#.,!?-+\"'\\|/$^&~=:;%@ \n\t0a",
-    "\n\n",
-    "\n ",
-    " \n",
-    "* ",
-    "- ",
-    "**",
-    "<<",
-    ">>",
-    "[a",
-    "a.",
-    ". ",
-    ".)",
-    '."',
-    "Word. ",
-    "e.g. ",
-    "***",
-    "******",
-    "```",
-    "```\n",
-    "~~~ \n",
-    "``` x\n",
-    "\\boxed{",
-    "\\fbox {",
-    "\\frac{",
-    "\\left(",
-    "$",
-    "$$",
-    "^{",
-    "sqrt(",
-    "####",
-    "answer is ",
-    "<think>",
-    "</think>",
-    "<answer>",
-    "[1,",
-    '{"a":',
-    "f(x)=",
-    "def f():\n",
-    "x, ",
-    "the the ",
-    "I can't ",
-    "\u0301",
-    "\u202e",
-    "\U0001f469\u200d",
-    "\x00",
-    "\x1b[2J",
-    "\ud800",
-    "\ufeff",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "[INST]",
-    "</s>",
+    *_WORDS.split(),
+    *("\n\n", "\n ", " \n", "* ", "- ", ". ", "x, ", "```\n", "~~~ \n", "``` x\n", "\\fbox {", "def f():\n"),
+    *("Word. ", "e.g. ", "answer is ", "the the ", "I can't "),
+    *("\u0301", "\u202e", "\U0001f469\u200d", "\x00", "\x1b[2J", "\ud800", "\ufeff"),
 )
 _WHOLE = {
     "huge power": "The answer is $10^{10^{10^{10}}}$.",
@@ -80,11 +34,11 @@ _WHOLE = {
 
 
 def hostile_texts(size: int = 30_000, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield name and text: units repeated to ``size`` characters, also between others, mixtures, whole texts.
+    """Yield name and text: units repeated to ``size`` characters, mixtures, random and whole texts.
 
     Args:
-        size: characters of those that are repeated.
-        seed: of the mixtures and of random bytes.
+        size: characters of a repeated or random text.
+        seed: of the mixtures and the random texts.
     """
     stream = random.Random(seed)
     for unit in _UNITS:
@@ -93,10 +47,8 @@ def hostile_texts(size: int = 30_000, seed: int = 0) -> Iterator[tuple[str, str]
         yield f"{unit!r} repeated, then x", f"x{text}x"
     for number in range(8):
         few = stream.sample(_UNITS, 3)
-        yield (
-            f"mixture {number}: {few}",
-            "".join(stream.choice(few) for _ in range(size // max(map(len, few)))),
-        )
+        text = "".join(stream.choice(few) for _ in range(size // max(map(len, few))))
+        yield f"mixture {number}: {few}", text
     yield "random bytes", stream.randbytes(size).decode("latin-1")
     yield "random code points", "".join(chr(stream.randrange(0xD7FF)) for _ in range(size))
     yield from _WHOLE.items()
@@ -141,33 +93,15 @@ _SAME: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def near_misses(kind: str) -> Iterator[tuple[str, str]]:
-    """Yield right answer and a wrong one that looks like it; ``kind``: ``number`` or ``name``."""
+    """Yield pairs of a right answer and a wrong one that looks like it; ``kind``: ``number`` or ``name``."""
     for right, wrong in _NEAR_MISSES[kind].items():
         yield from ((right, text) for text in wrong)
 
 
 def same_answers(kind: str) -> Iterator[tuple[str, str]]:
-    """Yield right answer and another spelling of it; ``kind``: ``number`` or ``name``."""
+    """Yield pairs of a right answer and another spelling of it; ``kind``: ``number`` or ``name``."""
     for right, spellings in _SAME[kind].items():
         yield from ((right, text) for text in spellings)
-
-
-def numbers(count: int, seed: int = 0) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield ``count`` numbers with wrong answers that look like them and with other spellings of them."""
-    stream = random.Random(seed)
-    for _ in range(count):
-        digits = stream.randint(1, 6)
-        whole = str(stream.randint(10 ** (digits - 1), 10**digits - 1))
-        part = stream.choice(["", "", f".{stream.randint(1, 9)}", f".{stream.randint(10, 98)}1"])
-        sign = stream.choice(["", "", "-"])
-        right = f"{sign}{whole}{part}"
-        other = "" if sign else "-"
-        wrong = [f"{other}{whole}{part}", f"{right}1" if part else f"{right}0", f"{sign}1{whole}{part}"]
-        wrong += [f"{right}%", f"{sign}{whole[:-1] or 0}{(int(whole[-1]) + 1) % 10}{part}", f"{right} or 77"]
-        wrong += [f"{sign}{whole}{part[1:]}"] if part else [f"{right}/7", f"{right}.5"]
-        same = [right, f" {right}. ", f"**{right}**", f"{right}0" if part else f"{right}.0"]
-        same += [f"{sign}{int(whole):,}{part}", f"\u2212{whole}{part}" if sign else f"+{right}"]
-        yield right, wrong, same
 
 
 Case = tuple[str, list[str], list[str]]
@@ -175,7 +109,19 @@ Case = tuple[str, list[str], list[str]]
 
 
 def _number(stream: random.Random) -> Case:
-    return next(numbers(1, stream.randrange(1 << 30)))
+    stream = random.Random(stream.randrange(1 << 30))
+    digits = stream.randint(1, 6)
+    whole = str(stream.randint(10 ** (digits - 1), 10**digits - 1))
+    part = stream.choice(["", "", f".{stream.randint(1, 9)}", f".{stream.randint(10, 98)}1"])
+    sign = stream.choice(["", "", "-"])
+    right = f"{sign}{whole}{part}"
+    other = "" if sign else "-"
+    wrong = [f"{other}{whole}{part}", f"{right}1" if part else f"{right}0", f"{sign}1{whole}{part}"]
+    wrong += [f"{right}%", f"{sign}{whole[:-1] or 0}{(int(whole[-1]) + 1) % 10}{part}", f"{right} or 77"]
+    wrong += [f"{sign}{whole}{part[1:]}"] if part else [f"{right}/7", f"{right}.5"]
+    same = [right, f" {right}. ", f"**{right}**", f"{right}0" if part else f"{right}.0"]
+    same += [f"{sign}{int(whole):,}{part}", f"\u2212{whole}{part}" if sign else f"+{right}"]
+    return right, wrong, same
 
 
 def _fraction(stream: random.Random) -> Case:
@@ -194,13 +140,8 @@ def _interval(stream: random.Random) -> Case:
     low, high = sorted(stream.sample(range(-20, 40), 2))
     left, end = stream.choice([("[", ")"), ("(", "]")])
     right = f"{left}{low}, {high}{end}"
-    wrong = [
-        f"({low}, {high})",
-        f"[{low}, {high}]",
-        f"{left}{low}, {high + 1}{end}",
-        f"{left}{low - 1}, {high}{end}",
-    ]
-    wrong += [f"{left}{high}, {low}{end}", f"{low}", f"{{{low}, {high}}}"]
+    wrong = [f"({low}, {high})", f"[{low}, {high}]", f"{left}{low}, {high + 1}{end}"]
+    wrong += [f"{left}{low - 1}, {high}{end}", f"{left}{high}, {low}{end}", f"{low}", f"{{{low}, {high}}}"]
     same = [right, f"${right}$", f"{left}{low},{high}{end}", rf"$\left{left}{low}, {high}\right{end}$"]
     return right, wrong, same
 
@@ -232,7 +173,7 @@ def _date(stream: random.Random) -> Case:
 
 def _choice(stream: random.Random) -> Case:
     right = stream.choice("ABCD")
-    others = [letter for letter in "ABCD" if letter != right]
+    others = "ABCD".replace(right, "")
     wrong = [*others, f"{right} or {others[0]}", f"{right}{others[0]}", "", "ABCD"]
     return right, wrong, [right, f"({right})", f"{right}.", f"**{right}**", f" {right} "]
 

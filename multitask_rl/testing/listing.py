@@ -1,9 +1,9 @@
-"""What an installed plugin says of itself, read from its source without importing anything."""
+"""Summary and columns of an installed plugin, read from its source without importing the plugin."""
 
 from __future__ import annotations
 
 import ast
-import sys
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,57 +15,41 @@ __all__ = ["Description", "describe"]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The outside of a plugin."""
+    """What ``plugins list`` shows of a plugin."""
 
     summary: str = ""
     """First line of its docstring, or of its module's."""
     needs: tuple[str, ...] = ()
-    """Columns of the row it declares to read."""
+    """Columns of a row that it declares to read."""
 
 
 def describe(info: PluginInfo) -> Description:
-    """Return what the source behind ``info`` says; empty where no source can be found or read."""
+    """Return the description in the source behind ``info``; empty if no source is found."""
     module, _, name = info.value.partition(":")
-    path = _source(module)
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)  # imports nothing, which holds for a top-level name alone
+    files = [Path(spec.origin)] if spec and spec.origin and not rest else []
+    for folder in spec.submodule_search_locations or () if spec and rest else ():
+        base = Path(folder).joinpath(*rest)
+        files += [base.with_name(f"{base.name}.py"), base / "__init__.py"]
+    path = next((file for file in files if file.suffix == ".py" and file.is_file()), None)
     if path is None:
         return Description()
     try:
         tree = parse_python(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return Description(summary="(its source cannot be read)")
-    node = next((n for n in tree.body if getattr(n, "name", None) == name.split(".")[0]), None)
     text = ast.get_docstring(tree) or ""
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        text = ast.get_docstring(node) or text
-    return Description(text.strip().partition("\n")[0], _needs(node) if node is not None else ())
-
-
-def _source(module: str) -> Path | None:
-    """Find the file of ``module``. Only the top-level package is looked up, which imports nothing."""
-    top, *rest = module.split(".")
-    spec = None
-    for finder in sys.meta_path:
-        spec = finder.find_spec(top, None) if hasattr(finder, "find_spec") else None
-        if spec is not None:
-            break
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    for folder in spec.submodule_search_locations or ():
-        base = Path(folder).joinpath(*rest)
-        for candidate in (base.with_name(base.name + ".py"), base / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
-
-
-def _needs(node: ast.AST) -> tuple[str, ...]:
-    """Return the literal ``needs=(...)`` of the ``PluginTraits`` in ``node``."""
-    for call in ast.walk(node):
-        if isinstance(call, ast.Call):
-            for keyword in call.keywords:
-                if keyword.arg == "needs" and isinstance(keyword.value, (ast.Tuple, ast.List)):
-                    values = [e.value for e in keyword.value.elts if isinstance(e, ast.Constant)]
-                    return tuple(str(value) for value in values)
-    return ()
+    needs: tuple[str, ...] = ()
+    for node in tree.body:
+        if (
+            isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and node.name == name.split(".")[0]
+        ):
+            text = ast.get_docstring(node) or text
+            given = [k for k in ast.walk(node) if isinstance(k, ast.keyword) and k.arg == "needs"]
+            for keyword in given[:1]:  # needs=(...) of its PluginTraits
+                if isinstance(keyword.value, (ast.Tuple, ast.List)):
+                    columns = [e.value for e in keyword.value.elts if isinstance(e, ast.Constant)]
+                    needs = tuple(map(str, columns))
+    return Description(text.strip().partition("\n")[0], needs)

@@ -1,4 +1,4 @@
-"""Write an installable plugin with tests that pass."""
+"""The kinds of plugins, and an installable plugin of each kind with tests that pass."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import keyword
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
 from multitask_rl.errors import ConfigError
-from multitask_rl.plugins import ALGORITHMS, CONSTRAINTS, GUARDS, REWARDS, SCHEDULERS, TASKS, list_plugins
+from multitask_rl.plugins import (
+    ALGORITHMS,
+    CONSTRAINTS,
+    GUARDS,
+    REWARDS,
+    ROLLOUT_ENGINES,
+    SCHEDULERS,
+    TASKS,
+    TRACKERS,
+    list_plugins,
+)
 
-__all__ = ["main", "scaffold"]
+__all__ = ["KINDS", "Kind", "main", "scaffold"]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
 
@@ -100,7 +111,9 @@ A $kind for `multitask-rl`, found through its entry point `$name`.
     pytest                               # the contract suite and your own tests
     multitask-rl plugins check $name
 
-Use it in $use
+Use it:
+
+    $use
 """)
 
 _TASK = Template('''"""The task ``$name``: its rows, and what goes with them."""
@@ -210,57 +223,142 @@ class $attribute(Guard):
         self.best = {(renamed or {}).get(task, task): value for task, value in state["best"].items()}
 ''')
 
+_ENGINE = Template('''"""The rollout engine ``$name``."""
+
+import torch
+
+from multitask_rl.errors import EngineError
+from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
+from multitask_rl.rollout.base import Generation, RolloutEngine
+
+
+class $attribute(RolloutEngine):
+    """Samples from the actor's own weights, one response at a time."""
+
+    shares_weights = True
+
+    @classmethod
+    def build(cls, actor, config, *, seed, output_dir):
+        """Return an engine with the weights of ``actor``."""
+        engine = cls()
+        engine.actor = actor
+        return engine
+
+    @torch.no_grad()
+    def generate(self, requests):
+        """Return ``len(seeds)`` generations per request."""
+        return [[self.sample(request, seed) for seed in request.seeds] for request in requests]
+
+    def sample(self, request, seed):
+        """Return one response: the same weights, prompt and seed give the same tokens."""
+        actor, params, ids, logprobs = self.actor, request.sampling, [], []
+        if params.grammar:
+            raise EngineError("$name has no grammars; use rollout.engine=hf")
+        for uniform in torch.from_numpy(draw_uniforms(seed, params.max_new_tokens)).split(1):
+            text = torch.tensor([[*request.prompt_ids, *ids]], device=actor.model.device)
+            logits = actor.model(input_ids=text).logits[:, -1].float().cpu()
+            if params.suppressed_ids:
+                logits = suppress(logits, torch.tensor(params.suppressed_ids))
+            filters = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+            token, logprob = sample_tokens(logits, uniform, **filters)
+            ids.append(int(token))
+            logprobs.append(float(logprob))
+            response = actor.tokenizer.decode(ids, skip_special_tokens=False)
+            if ids[-1] in actor.eos_token_ids or any(stop in response for stop in params.stop):
+                return Generation(response_ids=ids, rollout_logprobs=logprobs, finish_reason="stop")
+        return Generation(response_ids=ids, rollout_logprobs=logprobs, finish_reason="length")
+
+    def update_weights(self, weights, policy_version):
+        """Take the version; the weights are the actor's own."""
+        self.policy_version = policy_version
+''')
+
+_TRACKER = Template('''"""The tracker ``$name``."""
+
+from multitask_rl.tracking.base import Tracker
+
+
+class $attribute(Tracker):
+    """Writes the mean reward of every task to ``$name.csv`` in the output directory."""
+
+    def __init__(self, output_dir, config, run_id):
+        self.path = output_dir / "$name.csv"
+
+    def start(self, parameters, resume_step=None):
+        """Keep the lines up to the step that a resumed run continues from."""
+        is_resumed = resume_step is not None and self.path.exists()
+        lines = self.path.read_text().splitlines() if is_resumed else []
+        kept = [line for line in lines if int(line.partition(",")[0]) <= resume_step]
+        self.path.write_text("".join(f"{line}\\n" for line in kept))
+
+    def log_metrics(self, metrics, step):
+        """Append a line per task."""
+        with self.path.open("a") as file:
+            for name, value in metrics.items():
+                if name.startswith("task/") and name.endswith("/reward_mean"):
+                    file.write(f"{step},{name.split('/')[1]},{value}\\n")
+''')
+
 _PLAIN_TEST = Template('''"""The contract of ``$name``."""
 
-from multitask_rl.testing import assert_${kind}_contract
+from multitask_rl.testing import assert_contract
 
 
 def test_contract():
-    assert_${kind}_contract("$package:$attribute")
+    assert_contract("$kind", "$package:$attribute")
 ''')
+_TASK_KEYS = "tasks:\n      my_task:\n        dataset: data.jsonl\n        "
 
-_IN_TASKS = "a tasks file:\n\n    tasks:\n      my_task:\n        dataset: data.jsonl\n        "
-_KINDS: dict[str, tuple[str, Template, Template, str]] = {
-    "reward": (REWARDS, _REWARD, _REWARD_TEST, _IN_TASKS + "rewards: [{plugin: $name}]"),
-    "constraint": (CONSTRAINTS, _CONSTRAINT, _CONSTRAINT_TEST, _IN_TASKS + "constraints: [{plugin: $name}]"),
-    "task": (
-        TASKS,
-        _TASK,
-        _PLAIN_TEST,
-        "a tasks file:\n\n    tasks:\n      my_task: {dataset: plugin:$name}",
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of plugin that ``plugins new`` writes and ``plugins check`` checks."""
+
+    group: str
+    module: Template
+    use: str
+    """A line of a tasks file, or a command, that names the plugin."""
+    suite: str = "multitask_rl.testing.kinds"
+    """Module of its contract suite, ``check_<kind>``."""
+    test: Template = _PLAIN_TEST
+
+
+KINDS: dict[str, Kind] = {
+    "reward": Kind(REWARDS, _REWARD, _TASK_KEYS + "rewards: [{plugin: $name}]", test=_REWARD_TEST),
+    "constraint": Kind(
+        CONSTRAINTS, _CONSTRAINT, _TASK_KEYS + "constraints: [{plugin: $name}]", test=_CONSTRAINT_TEST
     ),
-    "algorithm": (ALGORITHMS, _ALGORITHM, _PLAIN_TEST, _IN_TASKS + "type: $name"),
-    "scheduler": (
-        SCHEDULERS,
-        _SCHEDULER,
-        _PLAIN_TEST,
-        "a run:\n\n    multitask-rl train scheduler.policy=$name",
+    "task": Kind(TASKS, _TASK, "tasks:\n      my_task: {dataset: plugin:$name}"),
+    "algorithm": Kind(ALGORITHMS, _ALGORITHM, _TASK_KEYS + "type: $name"),
+    "scheduler": Kind(SCHEDULERS, _SCHEDULER, "multitask-rl train scheduler.policy=$name"),
+    "guard": Kind(GUARDS, _GUARD, "multitask-rl train guard.plugin=$name"),
+    "engine": Kind(
+        ROLLOUT_ENGINES, _ENGINE, "multitask-rl train rollout.engine=$name", "multitask_rl.testing.engine"
     ),
-    "guard": (GUARDS, _GUARD, _PLAIN_TEST, "a run:\n\n    multitask-rl train guard.plugin=$name"),
+    "tracker": Kind(TRACKERS, _TRACKER, "multitask-rl train 'tracking.trackers=[console,jsonl,$name]'"),
 }
-"""Kind -> its group, the plugin's file, its test, and how it is used."""
 
 
 def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
     """Write a distribution with one plugin into ``directory/<name>`` and return that path.
 
     Args:
-        kind: ``reward``, ``constraint``, ``task``, ``algorithm``, ``scheduler`` or ``guard``.
+        kind: a key of ``KINDS``.
         name: the plugin's name: lower-case letters, digits, ``_``.
-        directory: where.
+        directory: of the new folder.
 
     Raises:
-        ConfigError: an unusable or taken name or kind, or the folder exists.
+        ConfigError: unknown kind, unusable or taken name, or the folder exists.
     """
-    if kind not in _KINDS:
-        raise ConfigError(f"cannot write a plugin of kind {kind!r}; kinds: {', '.join(_KINDS)}")
+    if kind not in KINDS:
+        raise ConfigError(f"cannot write a plugin of kind {kind!r}; kinds: {', '.join(KINDS)}")
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError(
             f"{name!r} cannot name a plugin: it starts with a lower-case letter, holds a-z, 0-9 and _, and "
             "is no word of Python"
         )
-    group, plugin, test, use = _KINDS[kind]
-    for info in list_plugins(group):
+    chosen = KINDS[kind]
+    for info in list_plugins(chosen.group):
         if info.name == name:
             raise ConfigError(
                 f"a {kind} {name!r} is installed already ({info.distribution}); choose another name"
@@ -271,17 +369,17 @@ def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
     # The module's name has a prefix: a plugin called "math" must not hide the module math.
     values = {
         "kind": kind,
-        "group": group,
+        "group": chosen.group,
         "name": name,
-        "use": Template(use).substitute(name=name),
+        "use": Template(chosen.use).substitute(name=name),
         "package": f"multitask_rl_{name}",
         "attribute": name,
         "distribution": f"multitask-rl-{name.replace('_', '-')}",
     }
     files = {
         "pyproject.toml": _PYPROJECT,
-        f"multitask_rl_{name}.py": plugin,
-        f"tests/test_{name}.py": test,
+        f"multitask_rl_{name}.py": chosen.module,
+        f"tests/test_{name}.py": chosen.test,
         "README.md": _README,
     }
     for path, template in files.items():
@@ -291,9 +389,9 @@ def scaffold(kind: str, name: str, directory: str | Path = ".") -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the plugin that ``argv`` asks for and say what comes next."""
+    """Write the plugin that ``argv`` asks for and print the next command."""
     parser = argparse.ArgumentParser(prog="multitask-rl plugins new", description=__doc__)
-    parser.add_argument("kind", choices=tuple(_KINDS))
+    parser.add_argument("kind", choices=tuple(KINDS))
     parser.add_argument("name")
     parser.add_argument("--directory", default=".")
     arguments = parser.parse_args(argv)

@@ -8,63 +8,13 @@ import tomllib
 import pytest
 
 from multitask_rl.config.run import GuardConfig, RolloutConfig, SchedulerConfig, TrackingConfig
-from multitask_rl.plugins import GROUPS, ROLLOUT_ENGINES, SANDBOXES, TRACKERS, list_plugins
+from multitask_rl.plugins import GROUPS, SANDBOXES, list_plugins
 from multitask_rl.sandbox.shared import open_sandbox
 from multitask_rl.testing.check import check_plugin
-from multitask_rl.testing.scaffold import scaffold
+from multitask_rl.testing.scaffold import KINDS, scaffold
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, write_run
 
-ENGINE = '''
-from multitask_rl.rollout.base import Generation, RolloutEngine
-
-
-class Engine(RolloutEngine):
-    """Samples one token that the seed decides."""
-
-    @classmethod
-    def build(cls, actor, config, *, seed, output_dir):
-        engine = cls()
-        engine.size = len(actor.tokenizer)
-        return engine
-
-    def generate(self, requests):
-        return [
-            [
-                Generation(response_ids=[seed % self.size], rollout_logprobs=[-1.0], finish_reason="length")
-                for seed in request.seeds
-            ]
-            for request in requests
-        ]
-
-    def update_weights(self, weights, policy_version):
-        self.policy_version = policy_version
-'''
-TRACKER = '''
-class Tracker:
-    """Counts the steps."""
-
-    run_id = None
-    steps = []
-
-    def __init__(self, *, output_dir, config, run_id):
-        pass
-
-    def start(self, parameters, resume_step=None):
-        pass
-
-    def log_metrics(self, metrics, step):
-        self.steps.append(step)
-
-    def log_event(self, event):
-        pass
-
-    def log_rollouts(self, scored, step):
-        pass
-
-    def finish(self, status):
-        pass
-'''
 SANDBOX = '''
 class Sandbox:
     """Runs nothing."""
@@ -81,11 +31,8 @@ class Sandbox:
         pass
 '''
 WRITTEN = {
-    "engine": (ROLLOUT_ENGINES, ENGINE, "Engine"),
-    "tracker": (TRACKERS, TRACKER, "Tracker"),
     "sandbox": (SANDBOXES, SANDBOX, "Sandbox"),
 }
-SCAFFOLDED = ("reward", "constraint", "task", "algorithm", "scheduler", "guard")
 RUN = """
 tasks:
   sums:
@@ -104,7 +51,7 @@ def site(tmp_path_factory):
     """A distribution with a plugin of every kind, as an installer leaves it."""
     folder = tmp_path_factory.mktemp("own")
     entries: dict[str, dict[str, str]] = {}
-    for kind in SCAFFOLDED:
+    for kind in KINDS:
         project = scaffold(kind, f"own_{kind}", folder)
         declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
         entries.update(declared)
@@ -129,7 +76,7 @@ def test_every_kind_has_one(site):
     assert own == set(GROUPS)
 
 
-@pytest.mark.parametrize("kind", SCAFFOLDED[2:])
+@pytest.mark.parametrize("kind", list(KINDS)[2:])
 def test_what_the_scaffold_writes_keeps_its_contract(site, kind):
     report = check_plugin(f"own_{kind}")
     assert report.kind == kind
@@ -153,8 +100,11 @@ def test_a_run_uses_each(site, tmp_path, monkeypatch):
         assert trainer.step == 2
         assert type(trainer.guard).__name__ == "own_guard"
         assert trainer.scheduler.policy_name == "own_scheduler"
-        tracker = sys.modules["own_tracker_file"].Tracker
-        assert {1, 2} <= set(tracker.steps)
+        assert type(trainer.parts.engine).__name__ == "own_engine"
+    means = (tmp_path / "run" / "own_tracker.csv").read_text().splitlines()
+    assert {line.rpartition(",")[0] for line in means} >= {
+        f"{step},{task}" for step in (1, 2) for task in ("sums", "by_module")
+    }
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert {"own_reward"} == {name for row in rows if row["task"] == "sums" for name in row["breakdown"]}
     assert open_sandbox("own_sandbox", answer=3).run("") == 3

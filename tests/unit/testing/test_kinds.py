@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from multitask_rl.plugins import ALGORITHMS, GUARDS, SCHEDULERS, list_plugins
-from multitask_rl.testing.contract import Finding
-from multitask_rl.testing.kinds import (
+from multitask_rl.plugins import ALGORITHMS, GUARDS, SCHEDULERS, TRACKERS, list_plugins
+from multitask_rl.testing import (
     assert_algorithm_contract,
+    assert_contract,
     assert_guard_contract,
     assert_scheduler_contract,
     assert_task_contract,
+)
+from multitask_rl.testing.contract import Finding
+from multitask_rl.testing.engine import check_engine
+from multitask_rl.testing.kinds import (
     check_algorithm,
     check_guard,
     check_scheduler,
     check_task,
+    check_tracker,
 )
 
 
@@ -42,6 +47,16 @@ def test_bundled_algorithms(name: str) -> None:
 
 def test_a_bundled_task() -> None:
     assert_task_contract("long_context_kv")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", names(TRACKERS))
+def test_bundled_trackers(name: str) -> None:
+    assert_contract("tracker", name)
+
+
+def test_a_bundled_engine() -> None:
+    assert_contract("engine", "hf")
 
 
 GUARD = """
@@ -107,3 +122,59 @@ def test_what_others_do_wrong_is_found(
 ) -> None:
     (tmp_path / "x.py").write_text(body)
     assert finding in [f.name for f in check(f"{tmp_path / 'x.py'}:X") if not f.passed]
+
+
+TRACKER = """
+from multitask_rl.tracking.base import Tracker
+class T(Tracker):
+    def __init__(self, output_dir, config, run_id): self.run_id = RUN_ID
+    def log_metrics(self, metrics, step): BODY
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "run_id", "told"),
+    [
+        ("pass", "run_id or 'a'", []),
+        ("metrics.clear()", "None", ["it changed what it was given"] * 2),
+        ("sum(map(int, metrics.values()))", "None", ["ValueError: cannot convert float NaN to integer"] * 2),
+        ("pass", "__import__('uuid').uuid4().hex", ["run_id '"] * 2),
+        ("pass", "7", ["run_id is 7, no text"] * 2),
+    ],
+)
+def test_what_breaks_the_contract_of_trackers_is_named(
+    tmp_path: Path, body: str, run_id: str, told: list[str]
+) -> None:
+    file = tmp_path / "own_tracker.py"
+    file.write_text(TRACKER.replace("BODY", body).replace("RUN_ID", run_id))
+    failed = [finding.detail for finding in check_tracker(f"{file}:T") if not finding.passed]
+    assert len(failed) == len(told), failed
+    assert all(detail.startswith(start) for detail, start in zip(failed, told, strict=True)), failed
+
+
+ENGINE = """
+from multitask_rl.rollout.hf import HFEngine
+class E(HFEngine):
+    def generate(self, requests):
+        results = super().generate(requests)
+        for group in results:
+            for sample in group:
+                sample.BODY
+        return results
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "failed"),
+    [
+        ("__class__", 0),
+        ("rollout_logprobs[0] -= 0.01", 3),
+        ("response_ids.append(5)", 8),
+    ],
+)
+def test_what_breaks_the_contract_of_engines_is_named(tmp_path: Path, body: str, failed: int) -> None:
+    file = tmp_path / "own_engine.py"
+    file.write_text(ENGINE.replace("BODY", body))
+    findings = check_engine(f"{file}:E")
+    broken = [f"{finding.name}: {finding.detail}" for finding in findings if not finding.passed]
+    assert len(broken) == failed, broken
