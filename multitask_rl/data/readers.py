@@ -1,7 +1,7 @@
-"""Readers of files and hub data sets: sequences of rows that do not hold parsed rows in memory.
+"""Readers of files and hub data sets: sequences that parse a row when it is asked for.
 
-JSON lines are scanned once, so that a bad line is found before the run, and parsed again on access; memory
-holds one offset per row. Parquet and Hugging Face data stay in Arrow.
+JSON lines are scanned once, so that a bad line is found before the run; memory holds one offset per row.
+Parquet and Hugging Face data stay in Arrow.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Rows: TypeAlias = Sequence[Row]
 
 _FREE_BYTES = 1 << 28
 _RATIO = 100
-"""A compressed file may expand to ``_FREE_BYTES``, or to ``_RATIO`` times its size where that is more: text
+"""A compressed file may expand to ``_FREE_BYTES`` or ``_RATIO`` times its size, whichever is more: text
 shrinks to a tenth, a file made to fill the memory to a thousandth."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Lazy(Sequence[Row]):
-    """Rows made when asked for."""
+    """Rows made by ``get`` when asked for."""
 
     def __init__(self, length: int, get: Callable[[int], Row]) -> None:
         self._length = length
@@ -71,20 +71,32 @@ def read_file(path: str | Path) -> Rows:
     """Return the rows of a .jsonl, .jsonl.gz, .json or .parquet file.
 
     Raises:
-        DataError: missing, unreadable, without rows, or with a line that is no JSON object (names the line).
+        DataError: it is missing, unreadable or empty, or a line is no JSON object (names the line).
     """
     place = Path(path).expanduser()
     name = place.name
     allowed = f"a file that can be read and ends in {', '.join(DATA_SUFFIXES)}"
     with path_errors("the data set", place, allowed, DataError):
         if name.endswith(".jsonl.gz"):
-            text = _expand(place)
+            limit = max(_FREE_BYTES, _RATIO * place.stat().st_size)
+            try:
+                with gzip.open(place) as file:
+                    text = file.read(limit + 1)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise DataError(f"{place}: not a whole gzip file: {error}") from error
+            if len(text) > limit:
+                raise _bomb(place, limit)
             rows = _read_lines(io.BytesIO(text), lambda start, end: text[start:end], place)
         elif name.endswith(".jsonl"):
             data = _OpenFile(place)
             rows = _read_lines(data.lines(), data.read, place)
         elif name.endswith(".json"):
-            rows = _read_json(place)
+            try:
+                rows = _parse_json(place.read_bytes())
+            except ValueError as error:
+                raise DataError(f"{place}: not JSON: {error}") from error
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise DataError(f"{place}: expected a JSON list of objects (rows)")
         elif name.endswith(".parquet"):
             rows = _read_parquet(place)
         else:
@@ -98,7 +110,7 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
     """Return the rows of every split of a Hugging Face data set.
 
     Raises:
-        DataError: not in the cache and not to be had from the hub, or not understood by ``datasets``.
+        DataError: it is neither in the cache nor on the hub, or ``datasets`` cannot read it.
     """
     import datasets  # heavy: 0.6 s, only for data sets of the hub
 
@@ -121,21 +133,16 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
 
 
 class _OpenFile:
-    """A file that is read in parts for as long as the run lasts; never mapped.
+    """A file that stays open for the run: after a replacement under its name the old content is read.
 
-    A mapped file that is cut ends the process without a word (SIGBUS). A file that is replaced under its name
-    is read on as it was.
+    It is never mapped: a mapped file that is cut ends the process without a message (SIGBUS).
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
-        self._version = self._now()
-
-    def _now(self) -> tuple[int, int]:
-        status = os.fstat(self._descriptor)
-        return status.st_size, status.st_mtime_ns
+        self._opened = os.fstat(self._descriptor)
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines with their ends."""
@@ -149,31 +156,14 @@ class _OpenFile:
         Raises:
             DataError: it was changed since it was opened.
         """
-        data = os.pread(self._descriptor, end - start, start)
-        if self._now() != self._version:
+        data, now = os.pread(self._descriptor, end - start, start), os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise DataError(
                 f"data set {str(self._path)!r} was changed while the run reads it: its rows are not those "
                 "that were checked. Write a new file and rename it over the old one, which runs go on "
                 "reading, or start the run again"
             )
         return data
-
-
-def _expand(path: Path) -> bytes:
-    """Return the content of a .gz file.
-
-    Raises:
-        DataError: it is no gzip file, or expands to more than is allowed.
-    """
-    allowed = max(_FREE_BYTES, _RATIO * path.stat().st_size)
-    try:
-        with gzip.open(path) as file:
-            data = file.read(allowed + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file: {error}") from error
-    if len(data) > allowed:
-        raise _bomb(path, allowed)
-    return data
 
 
 def _bomb(path: Path, allowed: int) -> DataError:
@@ -184,40 +174,30 @@ def _bomb(path: Path, allowed: int) -> DataError:
 
 
 def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path: Path) -> Rows:
-    """Return the rows of JSON lines.
-
-    Args:
-        lines: all of them, once, with their ends.
-        read: returns the bytes from one place to another.
-        path: for messages.
-    """
+    """Return the rows of JSON ``lines``; ``read`` returns the bytes between two offsets."""
     starts, ends = array("Q"), array("Q")
     start = 0
     for number, line in enumerate(lines, 1):
         end = start + len(line)
         if line.strip():
-            _parse_line(line, path, number)
+            try:
+                value = _parse_json(line)
+            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+                raise DataError(f"{path}:{number}: not a line of JSON: {error}") from error
+            if not isinstance(value, dict):
+                name = type(value).__name__
+                raise DataError(f"{path}:{number}: expected a JSON object (a row), got {name}")
             starts.append(start)
             ends.append(end)
         start = end
-    return _Lazy(len(starts), lambda i: _as_row(_parse_json(read(starts[i], ends[i]))))
-
-
-def _parse_line(line: bytes, path: Path, number: int) -> None:
-    try:
-        value = _parse_json(line)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise DataError(f"{path}:{number}: not a line of JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path}:{number}: expected a JSON object (a row), got {type(value).__name__}")
+    return _Lazy(len(starts), lambda i: _parse_json(read(starts[i], ends[i])))
 
 
 def _parse_json(data: bytes) -> Any:
-    """Return what ``data`` says in JSON, in UTF-8.
+    """Return the value of JSON ``data`` in UTF-8.
 
     Raises:
-        ValueError: it is none, is nested too deep, or holds half a character (a lone surrogate), which no
-            tokenizer and no file takes.
+        ValueError: no JSON, nested too deep, or with a lone surrogate, which no tokenizer and no file takes.
     """
     try:
         value = json.loads(data.decode("utf-8-sig"))
@@ -228,29 +208,23 @@ def _parse_json(data: bytes) -> Any:
     return value
 
 
-def _as_row(value: Any) -> Row:
-    return value  # type: ignore[no-any-return]  # checked to be a dict by the scan
-
-
-def _read_json(path: Path) -> Rows:
-    try:
-        value = _parse_json(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise DataError(f"{path}: expected a JSON list of objects (rows)")
-    return value
-
-
 def _read_parquet(path: Path) -> Rows:
     import pyarrow as pa  # comes with datasets; 0.1 s
     import pyarrow.parquet as pq
 
     try:
-        # not mapped: a mapped file that is cut ends the process without a word
+        # not mapped, as in _OpenFile
         with pq.ParquetFile(path) as file:
-            _check_size(file.metadata, path)
-            texts = _text_columns(file.metadata)
+            about = file.metadata
+        groups = [about.row_group(number) for number in range(about.num_row_groups)]
+        columns = [group.column(index) for group in groups for index in range(about.num_columns)]
+        allowed = max(_FREE_BYTES, _RATIO * path.stat().st_size)
+        # eight bytes a value: a run of equal ones takes next to nothing in the file
+        if sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in columns) > allowed:
+            raise _bomb(path, allowed)
+        declared = [about.schema.column(index) for index in range(about.num_columns)]
+        declared = [c for c in declared if c.physical_type == "BYTE_ARRAY"]
+        texts = [c.path for c in declared if c.logical_type.type != "DECIMAL"]
         # dictionaries stay dictionaries: a value that is repeated a million times is held once
         table = pq.read_table(path, read_dictionary=texts)
         table.validate(full=True)
@@ -270,21 +244,16 @@ def _read_parquet(path: Path) -> Rows:
                     f"{path}: row {index} repeats texts until they take {size >> 20} MiB; a row may hold "
                     f"{_FREE_BYTES >> 20} MiB"
                 )
-            return _as_row(cut.to_pylist()[0])
+            (values,) = cut.to_pylist()
+            return values  # type: ignore[no-any-return]
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(f"{path}: row {index} cannot be read: {error}") from error
 
     return _Lazy(table.num_rows, row)
 
 
-def _text_columns(metadata: Any) -> list[str]:
-    """Return the paths of the columns of texts and bytes, nested ones too."""
-    columns = [metadata.schema.column(index) for index in range(metadata.num_columns)]
-    return [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.logical_type.type != "DECIMAL"]
-
-
 def _text_bytes(array: Any) -> int:
-    """Return how many bytes the texts of a nested ``array`` take once each is written out."""
+    """Return the bytes of the texts of a nested ``array`` when each is written out."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -296,16 +265,3 @@ def _text_bytes(array: Any) -> int:
     if pa.types.is_struct(array.type):
         return sum(map(_text_bytes, array.flatten()))
     return _text_bytes(array.flatten()) if pa.types.is_nested(array.type) else 0
-
-
-def _check_size(metadata: Any, path: Path) -> None:
-    """Refuse a file whose columns, by what it says of them, expand to more than is allowed."""
-    allowed = max(_FREE_BYTES, _RATIO * path.stat().st_size)
-    columns = [
-        metadata.row_group(group).column(index)
-        for group in range(metadata.num_row_groups)
-        for index in range(metadata.num_columns)
-    ]
-    # eight bytes a value: a run of equal ones takes next to nothing in the file
-    if sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in columns) > allowed:
-        raise _bomb(path, allowed)

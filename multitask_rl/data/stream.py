@@ -66,7 +66,17 @@ class PromptStream:
 
     def next(self, n: int) -> list[tuple[int, Row]]:
         """Return the next ``n`` rows, each with its draw number."""
-        return [self._next_one() for _ in range(n)]
+        rows = []
+        for _ in range(n):
+            if self._shuffled[0] != self.epoch:
+                order = list(range(len(self._rows)))
+                seed, task = self._shuffled_by
+                random_stream(seed, "data", task, self.epoch).shuffle(order)
+                self._shuffled = (self.epoch, order)
+            index = self._shuffled[1][(self._draw - self._first_draw) % len(self._rows)]
+            rows.append((self._draw, self._rows[index]))
+            self._draw += 1
+        return rows
 
     def skip_to(self, later: Mapping[str, Any]) -> None:
         """Go on behind the rows given up to a later ``state_dict``, and keep what is known about the rows."""
@@ -123,14 +133,3 @@ class PromptStream:
             length,
             len(self._rows),
         )
-
-    def _next_one(self) -> tuple[int, Row]:
-        draw, epoch = self._draw, self.epoch
-        if self._shuffled[0] != epoch:
-            order = list(range(len(self._rows)))
-            seed, task = self._shuffled_by
-            random_stream(seed, "data", task, epoch).shuffle(order)
-            self._shuffled = (epoch, order)
-        row = self._rows[self._shuffled[1][(draw - self._first_draw) % len(self._rows)]]
-        self._draw += 1
-        return draw, row
