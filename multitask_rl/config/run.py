@@ -64,7 +64,7 @@ class LoraConfig(Settings):
     dropout: Annotated[float, Range("[0, 1)")] = 0.0
     """Dropout before the adapters."""
     target_modules: str = "all-linear"
-    """As ``peft`` reads it: ``all-linear`` or a comma-separated list of module names."""
+    """Modules that get adapters: ``all-linear`` or a comma-separated list of names."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,30 +74,29 @@ class ModelConfig(Settings):
     name_or_path: str = ""
     """Directory or Hugging Face id of a causal language model with its tokenizer."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
-    """Dtype of the weights: ``auto`` (float32 on CPU, bfloat16 on CUDA), ``float32``, ``bfloat16``. The
-    optimizer moves bfloat16 weights through float32 masters, and their gradients add up in float32."""
+    """Dtype of the weights; ``auto``: float32 on CPU, bfloat16 on CUDA. The optimizer updates bfloat16
+    weights through float32 copies, and sums their gradients in float32."""
     autocast: bool = False
     """bfloat16 autocast in the training forward and in the ``hf`` engine."""
     compile: bool = False
-    """Fuse norms and feed-forward blocks by ``torch.compile``: faster steps after a first one that takes up
-    to a minute. On a CPU it needs a C++ compiler."""
+    """Fuse norms and feed-forward blocks with ``torch.compile``. The first step takes up to a minute more,
+    later steps are faster. On a CPU it needs a C++ compiler."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     activation_offload: bool = False
-    """Keep what the backward pass needs in host memory (CUDA): less device memory, more time."""
+    """Keep saved activations in host memory (CUDA): less device memory, more time."""
     rope_scaling: dict[str, Any] = field(default_factory=dict)
-    """Contexts beyond the trained length: ``{type: yarn, factor: 4.0}``; types are ``linear``, ``ntk``,
-    ``yarn`` and ``dynamic``, further keys those of ``transformers``' ``rope_parameters``; empty = as the
-    model is."""
+    """Contexts beyond the trained length: ``{type: yarn, factor: 4.0}``. Types are ``linear``, ``ntk``,
+    ``yarn`` and ``dynamic``; further keys are ``rope_parameters`` of ``transformers``. Empty = unchanged."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
     reference_decay: Fraction = 1.0
-    """The KL's reference after each step: decay * reference + (1 - decay) * actor; 1 = the actor
-    as it was at the start."""
+    """After each step the reference of the KL becomes decay * reference + (1 - decay) * actor; 1 = the
+    initial actor for the whole run."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        """Check that the reference is one that adapters leave room for."""
+        """Check ranges, and that a moving reference is not combined with adapters."""
         Settings.__post_init__(self)
         if self.reference_decay < 1.0 and self.lora.rank > 0:
             raise ConfigError(
@@ -111,9 +110,9 @@ class CriticConfig(Settings):
     """The value function of tasks whose algorithm needs one."""
 
     trunk: Annotated[str, OneOf("actor", "separate")] = "actor"
-    """``actor``: heads on the actor's last hidden state; ``separate``: an own copy of the model."""
+    """``actor``: heads on the actor's last hidden state; ``separate``: a second copy of the model."""
     learning_rate: NotNegative = 0.0
-    """Learning rate of heads and own trunk; 0 = 10 x the actor's."""
+    """Learning rate of the heads and a separate trunk; 0 = 10 x the actor's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,25 +125,25 @@ class RolloutConfig(SamplingSettings):
     engine: str = "hf"
     """Entry point of ``multitask_rl.rollout_engines``."""
     max_prompt_tokens: Natural = 1024
-    """Longer prompts are left out (training) with a count; 0 = the model's limit less the response."""
+    """Training leaves out longer prompts and counts them; 0 = the model's limit minus the response."""
     max_batch_tokens: Count = 65536
-    """Prompt and response tokens generated at once at most (memory)."""
+    """Most prompt and response tokens in one generation batch; limits memory."""
     prefill_tokens: Count = 8192
     """Prompt tokens of one forward pass of the engine ``hf``, over all rows: bounds the memory of long
     prompts. vLLM has its own bound."""
     max_staleness: Natural = 0
-    """Updates between sampling and learning at most: 0 = one after the other; 1 = the next rollout runs while
-    rewards come in and the update is made; more = as many rollouts ahead, for slow rewards."""
+    """Most updates between sampling and learning. 0 = stages run one after another; 1 = the next rollout runs
+    beside rewards and update; more = as many rollouts ahead, for slow rewards."""
     engine_config: dict[str, Any] = field(default_factory=dict)
     """Keys of the engine's own ``Config`` (vLLM: ``max_num_seqs``, ``tensor_parallel_size``...)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class BatchConfig(Settings):
-    """How much a step samples and how it is cut for the optimizer."""
+    """How much a step samples, and how its samples are divided for the optimizer."""
 
     prompts_per_step: Count = 32
-    """Prompts of all tasks together; the scheduler splits them."""
+    """Prompts of all tasks together; the scheduler divides them among the tasks."""
     group_size: Count = 8
     """Rollouts per prompt."""
     num_minibatches: Count = 1
@@ -154,18 +153,17 @@ class BatchConfig(Settings):
     tokens_per_microbatch: Count = 16384
     """Token budget of one forward/backward."""
     layout: Annotated[str, OneOf("auto", "shared", "bucketed", "packed")] = "auto"
-    """``shared`` (samples one after another, a group's prompt once, attention in blocks), ``bucketed`` (rows
-    sorted by length, right-padded), ``packed`` (no padding, a mask of tokens x tokens), or ``auto``:
-    ``shared`` if the model can, else ``bucketed``. ``shared`` and ``packed`` are refused where the model
-    cannot."""
+    """``shared``: samples one after another, a group's prompt once, attention in blocks. ``bucketed``: rows
+    sorted by length, right-padded. ``packed``: no padding, a mask of tokens x tokens. ``auto``: ``shared`` if
+    the model supports it, else ``bucketed``. A layout that the model does not support is refused."""
     context_ranks: Count = 1
-    """Learner ranks (devices of ``device_map.actor``) that compute each sequence together, in parts; must
-    divide their number. 1 = whole sequences."""
+    """Learner ranks (devices of ``device_map.actor``) that share each sequence; must divide the number of
+    ranks. 1 = whole sequences."""
     refill_rounds: Natural = 1
     """Extra rounds of prompts for tasks whose groups gave no gradient; 0 = off."""
     quorum: PositiveFraction = 1.0
-    """Share of a step's groups that must be scored for the step to go on; late ones join a later step within
-    ``rollout.max_staleness`` (one update of it is kept for them) or are dropped."""
+    """Share of a step's groups that must be scored before the update. Late groups join a later step within
+    ``rollout.max_staleness`` (one update of it is reserved for them), or are dropped."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -181,8 +179,7 @@ class OptimizerConfig(Settings):
     max_grad_norm: NotNegative = 1.0
     """Gradients are scaled down to this global norm; 0 = off."""
     warmup_steps: Natural = 0
-    """Training steps, as ``max_steps`` counts them, over which the learning rate rises from 0; all updates of
-    a step (``batch.num_epochs``, ``batch.num_minibatches``) have one rate."""
+    """Training steps over which the learning rate rises from 0. All updates of a step have the same rate."""
     schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = "constant"
     """After the warm-up: ``constant``, ``linear`` or ``cosine`` (to 0 at ``max_steps``)."""
 
@@ -198,22 +195,22 @@ class GuardConfig(Settings):
     """The guard over held-out abilities."""
 
     enabled: bool = True
-    """Whether regressions are watched for at all."""
+    """Whether the guard runs."""
     plugin: str = "safety_guard"
     """Entry point of ``multitask_rl.guards``, ``module:Class`` or ``file.py:Class``."""
     monitor_metrics: list[str] = field(default_factory=list)
-    """What is watched: a task (its primary metric), ``task/metric``, or a metric or reward, in every task
-    that has it; empty = the primary metric of every task. Of ``safety_guard`` alone, as are
-    ``threshold_delta``, ``absolute`` and ``max_rollbacks``."""
+    """Watched metrics: a task (its primary metric), ``task/metric``, or a metric or reward of every task that
+    has it; empty = the primary metric of every task. Only ``safety_guard`` reads this, ``threshold_delta``,
+    ``absolute`` and ``max_rollbacks``."""
     threshold_delta: float = -0.15
-    """Fall that counts as regression: a fraction of the demonstrated value, or in the metric's unit with
+    """Fall that counts as a regression: a fraction of the demonstrated value, or in the metric's unit with
     ``absolute``. The sign is ignored, 0 is refused."""
     absolute: bool = False
     """``threshold_delta`` is in the metric's own unit."""
     rollback_steps: Count = 100
     """How far back a rollback may reach."""
     max_rollbacks: Natural = 3
-    """After as many within ``rollback_window`` steps the next one stops the run with exit code 3."""
+    """Rollbacks allowed within ``rollback_window`` steps; one more stops the run with exit code 3."""
     guard_config: dict[str, Any] = field(default_factory=dict)
     """Keys of the guard's own ``Config`` (of ``safety_guard``: detector, cooldown, confirmation)."""
 
@@ -237,9 +234,9 @@ class EvalConfig(Settings):
     every: Natural = 25
     """Steps between evaluations; 0 = only at the start and the end."""
     num_prompts: Natural = 256
-    """Per task, always the same ones."""
+    """Held-out prompts per task, always the same ones."""
     temperature: NotNegative = 1.0
-    """0 = greedy."""
+    """Sampling temperature of evaluations; 0 = greedy."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -249,7 +246,7 @@ class CheckpointConfig(Settings):
     every: Natural = 25
     """Steps between checkpoints; 0 = only at the end."""
     keep: Count = 4
-    """Newest kept; judged-good and best are kept besides."""
+    """Number of newest checkpoints kept; the judged-good and the best are kept too."""
     resume: str = "auto"
     """``auto`` (newest in the output directory, if any), ``never``, or a checkpoint's directory."""
 
@@ -261,19 +258,19 @@ class ScoringConfig(Settings):
     num_workers: Count = 2
     """Killable worker processes for rewards written in Python."""
     max_concurrency: Count = 8
-    """Plugin calls under way at once over all tasks."""
+    """Most plugin calls at the same time, over all tasks."""
     max_failure_rate: Fraction = 0.5
-    """Error budget per task over the last 200 samples: warn at half of it, stop the run above it."""
+    """Highest share of failures in the last 200 samples of a task; more stops the run, half of it warns."""
     retries: Natural = 2
-    """Of ``infra`` failures only."""
+    """Times that a call is repeated after a failure of kind ``infra``."""
     worker_memory_mb: Natural = 1024
-    """What scoring may add to the memory of a worker process, in MiB, above what its plugin holds when it is
-    ready; 0 = no limit. A response that passes it pays alone (see ``overrun`` of a reward)."""
+    """Memory in MiB that scoring may add to a worker process after its plugin is built; 0 = no limit. A
+    response that exceeds it gets the reward's ``overrun``; other responses are not affected."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrackingConfig(Settings):
-    """Where numbers go."""
+    """Where metrics are recorded."""
 
     trackers: list[str] = field(default_factory=lambda: ["console", "jsonl", "mlflow"])
     """Entry points of ``multitask_rl.trackers``."""
@@ -289,7 +286,7 @@ class TrackingConfig(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class RayConfig(Settings):
-    """What ``executor=ray`` spreads over the cluster; ``RAY_ADDRESS`` names one, else this machine is it."""
+    """Parts that ``executor=ray`` runs on the cluster of ``RAY_ADDRESS``; without it, on this machine."""
 
     num_engines: Count = 1
     """Replicas of the rollout engine, each an actor with its own weights."""
@@ -317,9 +314,9 @@ class RunConfig(Settings):
     """``local`` (in process) or ``ray``."""
     device_map: dict[str, str] = field(default_factory=dict)
     """Role -> devices: ``actor``, ``critic``, ``reward.<task>``, ``constraint.<task>``; default: cuda if
-    there is one, else cpu. ``reference`` and ``rollout`` live on the actor's devices; others are refused.
-    Each device of the actor (``cuda:0-3``, ``cpu:0-1``) is a learner rank with a copy of the weights; with a
-    part of them where it says ``cuda:0-3 sharded`` (FSDP)."""
+    there is one, else cpu. ``reference`` and ``rollout`` use the actor's devices. Each device of the actor
+    (``cuda:0-3``, ``cpu:0-1``) is a learner rank with a copy of the weights, or with a part of them
+    (``cuda:0-3 sharded``, FSDP)."""
     profile: Annotated[str, OneOf("", "torch")] = ""
     """``torch``: a trace of three steps and a memory report in ``<output_dir>/profile``; empty = off."""
     num_threads: Natural = 0
@@ -338,7 +335,7 @@ class RunConfig(Settings):
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        """Check ranges, and that late groups may be learnt from."""
+        """Check ranges, and that late groups can still be used."""
         Settings.__post_init__(self)
         if self.rollout_lag < 0:
             raise ConfigError(
@@ -348,7 +345,7 @@ class RunConfig(Settings):
 
     @property
     def rollout_lag(self) -> int:
-        """Steps that sampling is ahead of learning; one update of the bound is kept for late groups."""
+        """Steps that sampling runs ahead of learning; one update of the bound is reserved for late groups."""
         return self.rollout.max_staleness - (self.batch.quorum < 1.0)
 
 

@@ -1,4 +1,4 @@
-"""One task as the tasks file describes it, after reading and checking (``tasks_file.py``)."""
+"""The settings of one task; ``tasks_file.py`` builds and checks them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ class RewardSpec(Settings):
     weight: float = 1.0
     """Weight in the task's reward; 0 = metric only."""
     overrun: float | None = None
-    """Value of a response that passes the reward's limit of time or memory where the same row with an empty
-    response does not. Default: the worst end of the declared range; without one 0, or a failure where lower
-    values are better."""
+    """Value of a response that exceeds the reward's limit of time or memory while an empty response does not.
+    Default: the worst end of the declared range. Without a range: 0, or a failure if lower is better."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the plugin's ``Config``."""
     device: str = ""
-    """Device of a model-backed plugin; empty = from the device map, else its default."""
+    """Device of a plugin with a model; empty = from the device map, else its default."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,8 +60,8 @@ class MultiplierSpec(Settings):
     mode: Annotated[str, OneOf("pid", "log")] = "pid"
     """``pid`` (damped, the default) or ``log`` (gradient ascent on log lambda, as Safe RLHF)."""
     setpoint: PositiveFraction = 0.6
-    """Part of the limit that is the controller's aim for the mean cost. It is below 1 because the upper
-    confidence bound, which is tested against the limit, lies above the mean."""
+    """Target of the mean cost, as a part of the limit. It is below 1 because the upper confidence bound, not
+    the mean, is tested against the limit."""
     smoothing: PositiveFraction = 0.2
     """Gain of the moving average of the cost."""
     initial_value: NotNegative = 0.0
@@ -70,7 +69,7 @@ class MultiplierSpec(Settings):
     max_value: Positive = 10.0
     """Bound of lambda."""
     proportional: NotNegative = 2.0
-    """``pid``: factor of the present excess."""
+    """``pid``: factor of the current excess."""
     integral: NotNegative = 0.05
     """``pid``: factor of the summed excess, per step."""
     derivative: NotNegative = 2.0
@@ -97,42 +96,42 @@ class ConstraintSpec(Settings):
     """Name in logs; default: the plugin's."""
     mode: Annotated[str, OneOf("reject", "penalty", "lagrangian", "grammar")] = "reject"
     """``reject``: refuse the response and sample again; ``penalty``: subtract ``weight * cost``;
-    ``lagrangian``: a multiplier keeps the mean cost at ``limit``; ``grammar``: nothing else is sampled."""
+    ``lagrangian``: a multiplier keeps the mean cost at ``limit``; ``grammar``: mask tokens in sampling."""
     limit: Fraction | None = None
-    """Every evaluation tests the held-out violation rate against it, by the upper end of its
-    one-sided 95 % interval; ``lagrangian`` (needs it) also keeps the mean cost of training below it."""
+    """Highest violation rate: every evaluation compares it with the upper end of the rate's one-sided 95 %
+    interval. ``lagrangian`` requires it and also keeps the mean cost of training below it."""
     multiplier: MultiplierSpec = field(default_factory=MultiplierSpec)
     weight: NotNegative = 1.0
     """Weight of the cost (``penalty``)."""
     max_attempts: Count = 4
-    """Responses sampled at most per slot, the first included (``reject``)."""
+    """Most responses sampled per slot, the first included (``reject``)."""
     stream_every: Natural = 0
-    """Tokens between two looks at a response while it is generated; the first look that finds a violation
-    ends it there. For limits that no later token can mend. 0 = judged when complete."""
+    """Tokens between two checks of a response during generation; a violation ends it at once. For violations
+    that no later token can undo. 0 = only complete responses are judged."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the plugin's ``Config``; in mode ``grammar`` one of ``regex`` (the whole response matches),
     ``json_schema``, ``choices`` (a list of texts)."""
     device: str = ""
-    """Device of a model-backed plugin; empty = from the device map, else its default."""
+    """Device of a plugin with a model; empty = from the device map, else its default."""
 
 
 @dataclass(kw_only=True, slots=True)
 class KLSpec(Settings):
-    """The leash to the reference policy: the actor as it was at the start (see ``model.reference_decay``)."""
+    """KL to the reference policy: the initial actor, unless ``model.reference_decay`` moves it."""
 
     coefficient: NotNegative = 0.0
     """beta; 0 = no reference model is kept for the task."""
     placement: Annotated[str, OneOf("reward", "loss")] = "reward"
-    """``reward`` (k1 inside the reward: the unbiased choice, arXiv:2512.21852) or ``loss``."""
+    """``reward``: k1 in the reward, unbiased (arXiv:2512.21852); ``loss``: ``estimator`` in the loss."""
     estimator: Annotated[str, OneOf("k1", "k2", "k3")] = "k3"
-    """Estimator in the loss: ``k2`` or ``k3``; ``k1`` belongs into the reward: as a loss it does nothing."""
+    """Estimator in the loss. ``k1`` has an expected gradient of 0 there: use it in the reward."""
     target: Positive | None = None
-    """Nats per response; given = adaptive coefficient (Ziegler et al., arXiv:1909.08593), None = fixed."""
+    """Nats per response for an adaptive coefficient (Ziegler et al., arXiv:1909.08593); None = fixed."""
     horizon: Annotated[float, Range("[1, inf)")] = 100.0
     """Steps over which the adaptive controller corrects."""
 
     def __post_init__(self) -> None:
-        """Check ranges, and that the adaptive controller has something to multiply."""
+        """Check ranges, and that an adaptive coefficient starts above 0."""
         Settings.__post_init__(self)
         if self.target is not None and self.coefficient == 0.0:
             raise ConfigError(
@@ -146,12 +145,12 @@ class CurriculumSpec(Settings):
     """Difficulty pools: which of the task's prompts are drawn more often."""
 
     by: str = ""
-    """``pass_rate`` (observed, per prompt) or a column of the rows (a level, a length); empty = every prompt
+    """``pass_rate`` (observed, per prompt) or a column of the rows (a level, a length); empty = all prompts
     equally often."""
     pools: Annotated[int, Range("[2, inf)")] = 5
-    """Pools at most."""
+    """Largest number of pools."""
     floor: Fraction = 0.1
-    """Part of the draws that stays uniform over the prompts; the rest follows learnability."""
+    """Share of draws that is uniform over the prompts; the rest follows learnability."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,49 +168,49 @@ class TaskSpec(Settings):
     """Keys of the task plugin's ``Config``, keywords of ``datasets.load_dataset`` (Hugging Face id), or the
     generator's keys and ``size`` (reasoning-gym)."""
     split: str = "train"
-    """Split to train on; rows with another ``split`` column are left out, rows without one are not."""
+    """Split to train on: rows whose column ``split`` has this value, and rows without that column."""
     eval_dataset: str = ""
     """Held-out data; empty = ``dataset`` with ``eval_split``, or a hashed 10 % held out of it."""
     eval_split: str = ""
-    """Split to evaluate on, not the one trained on; empty = first of ``validation``, ``dev`` with rows, else
-    held out. Guard, scheduler and best checkpoint choose by it: ``test`` is read only where it is named."""
+    """Split to evaluate on; empty = the first of ``validation``, ``dev`` that has rows, else held-out rows.
+    It selects weights and checkpoints, so ``test`` is read only if it is named."""
     prompt: str = "{prompt}"
     """Template over the row's columns; with ``chat`` it becomes the user's message."""
     system: str = ""
-    """System message (chat only); replaces that of rows which are chat messages."""
+    """System message (chat only); replaces the system message of rows that are chat messages."""
     chat: bool | None = None
-    """Use the tokenizer's chat template; None = if it has one."""
+    """Whether to use the tokenizer's chat template; None = if it has one."""
     weight: NotNegative = 1.0
-    """Initial weight: its share of a step's prompts is in proportion to it; 0 = not trained, unless it
-    has a ``min_share``."""
+    """Initial weight; the share of a step's prompts is proportional to it. 0 = not trained, unless
+    ``min_share`` is above 0."""
     min_share: Fraction | None = None
-    """Floor of its share of a step's prompts; None = the scheduler's ``min_weight``."""
+    """Least share of a step's prompts; None = the scheduler's ``min_weight``."""
     loss_weight: NotNegative = 1.0
     """Factor on the task's loss, after normalisation."""
     group_size: Count | None = None
     """Rollouts per prompt; None = the run's ``batch.group_size``."""
     sampling: SamplingParams | None = None
-    """None = the run's ``rollout`` settings; keys given override them one by one."""
+    """Sampling settings that replace those of ``rollout``, key by key; None = the run's."""
     sampling_keys: tuple[str, ...] = field(default=(), metadata={"derived": True})
-    """Which keys of ``sampling`` the tasks file gave; empty = all of them count."""
+    """Keys of ``sampling`` that the tasks file gave; empty = all."""
     kl: KLSpec = field(default_factory=KLSpec)
     curriculum: CurriculumSpec = field(default_factory=CurriculumSpec)
     rewards: list[RewardSpec] = field(default_factory=list)
-    """What a response is worth: plugins, their weights and configuration; a plain name is enough."""
+    """Reward plugins with weights and configuration; a name is enough."""
     constraints: list[ConstraintSpec] = field(default_factory=list)
-    """What a response must not do, and what happens if it does."""
+    """Constraint plugins, and what follows a violation."""
     algorithm_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the algorithm's ``Config``."""
     device: str = ""
-    """Device of its model-backed plugins that name none themselves."""
+    """Device of the task's plugins with a model that name no device."""
     evaluation_only: bool = False
-    """Never trained; evaluated and guarded."""
+    """Whether the task is only evaluated and guarded, never trained."""
     primary_metric: str = "reward"
     """``reward``, the name of one of its rewards, or a ``reward/component``."""
     higher_is_better: bool | None = None
     """Direction of the primary metric; None = as its reward declares."""
     target: float = 1.0
-    """Level of the primary metric at which the task counts as learnt (schedulers)."""
+    """Value of the primary metric at which a scheduler treats the task as learnt."""
     renamed_from: str = ""
     """Name of the task in an older checkpoint."""
     source: str = field(default="", metadata={"derived": True})
@@ -219,7 +218,7 @@ class TaskSpec(Settings):
 
     @property
     def judged(self) -> list[ConstraintSpec]:
-        """Constraints that judge a response; a grammar does not, it decides what can be sampled."""
+        """Constraints that judge responses: all but a grammar."""
         return [c for c in self.constraints if c.mode != "grammar"]
 
     @property
@@ -228,7 +227,7 @@ class TaskSpec(Settings):
         return next((json.dumps(c.config) for c in self.constraints if c.mode == "grammar"), "")
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
-        """Return how the task is sampled, given the run's ``default``."""
+        """Return the task's sampling parameters, given the run's ``default``."""
         if self.sampling is None:
             result = default
         elif not self.sampling_keys:
