@@ -64,7 +64,14 @@ class PooledStream(PromptStream):
     def _start(self) -> None:
         order = list(range(len(self._rows)))
         random_stream(self._seed, "data", self._task, 0).shuffle(order)
-        names, pool_of = self._first_pools()
+        if self._spec.by == PASS_RATE:
+            edges = [i / self._spec.pools for i in range(self._spec.pools + 1)]
+            self._labels = [f"{PASS_RATE} {a:.2f} to {b:.2f}" for a, b in itertools.pairwise(edges)]
+            names = [*map(str, range(self._spec.pools)), UNSEEN]
+            pool_of = [UNSEEN] * len(self._rows)
+        else:
+            self._labels, members = pools_by_column(self._rows, self._spec, self._task)
+            names, pool_of = [str(i) for i in range(len(self._labels))], [str(i) for i in members]
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in names}
         for index in order:
             self._pools[pool_of[index]][index] = None
@@ -77,15 +84,6 @@ class PooledStream(PromptStream):
         self._last_draw: dict[int, int] = {}
         self._reported = self._shares()
         self._step_draws: Counter[str] = Counter()
-
-    def _first_pools(self) -> tuple[list[str], list[str]]:
-        """Return the pools' names, and the pool of every row."""
-        if self._spec.by != PASS_RATE:
-            self._labels, members = pools_by_column(self._rows, self._spec, self._task)
-            return [str(i) for i in range(len(self._labels))], [str(i) for i in members]
-        edges = [i / self._spec.pools for i in range(self._spec.pools + 1)]
-        self._labels = [f"{PASS_RATE} {a:.2f} to {b:.2f}" for a, b in itertools.pairwise(edges)]
-        return [*map(str, range(self._spec.pools)), UNSEEN], [UNSEEN] * len(self._rows)
 
     def next(self, n: int) -> list[tuple[int, Row]]:
         """Return the next ``n`` rows, each with its draw number; no row twice while there are others."""
@@ -260,7 +258,8 @@ class PooledStream(PromptStream):
         super().load_state_dict(state)
         saved = state.get("curriculum")
         same_rows = (state["length"], state["fingerprint"]) == (len(self._rows), self._fingerprint)
-        if saved is None or not same_rows or not self._makes_same_pools(saved["spec"]):
+        own = (self._spec.by, self._spec.pools)
+        if saved is None or not same_rows or (saved["spec"]["by"], saved["spec"]["pools"]) != own:
             self._start()
             logger.warning(
                 "the difficulty pools of task %r start anew: rows or curriculum changed", self._task
@@ -276,9 +275,6 @@ class PooledStream(PromptStream):
         self._reported = dict(saved["reported"])
         self._step_draws = Counter(saved["step_draws"])
         self._last_draw = {int(index): draw for index, draw in saved.get("last_draw", {}).items()}
-
-    def _makes_same_pools(self, spec: Mapping[str, Any]) -> bool:
-        return (spec["by"], spec["pools"]) == (self._spec.by, self._spec.pools)
 
 
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:

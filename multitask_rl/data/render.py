@@ -45,12 +45,18 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
     hidden = _Hidden(row, tokenizer)
     content = render_content(spec, hidden.row)
     if has_template and spec.chat is not False:
-        text = _render_chat(spec, content, tokenizer)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        if spec.system:
+            if messages[0].get("role") == "system":  # models are trained with one
+                del messages[0]
+            messages.insert(0, {"role": "system", "content": spec.system})
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         # the template's text holds the begin-of-sequence token; the tokenizer must not add a second one
         ids = hidden.encode(text, tokenizer, begun=True)
     else:
         text = content if isinstance(content, str) else "\n\n".join(str(m["content"]) for m in content)
-        ids = _encode_plain(text, tokenizer, hidden)
+        bos = tokenizer.bos_token
+        ids = hidden.encode(text, tokenizer, begun=bool(bos) and text.startswith(str(bos)))
     if not ids:
         raise DataError(f"task {spec.name!r}: row {row_id(row)!r} renders to an empty prompt")
     return hidden.shown(text), ids
@@ -167,21 +173,16 @@ def render_template(template: str, row: Row, *, task: str = "") -> str:
                 f"need the prompt '{{{column}}}' alone, anything else a column of text (or "
                 f"'{{{column}!r}}' for how Python writes it)"
             )
-        parts.append(_formatted(value, column, spec or "", conversion, row, task))
+        try:
+            if conversion is not None:
+                value = repr(value) if conversion == "r" else str(value)
+            parts.append(format(value, spec or ""))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"task {task!r}: column {column!r} of row {row_id(row)!r} cannot be written as "
+                f"{{{column}:{spec or ''}}}: {error}; leave the format out or give the column another type"
+            ) from error
     return "".join(parts)
-
-
-def _formatted(value: Any, column: str, form: str, conversion: str | None, row: Row, task: str) -> str:
-    """Return ``value`` as the template wants it."""
-    try:
-        if conversion is not None:
-            value = repr(value) if conversion == "r" else str(value)
-        return format(value, form)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(
-            f"task {task!r}: column {column!r} of row {row_id(row)!r} cannot be written as "
-            f"{{{column}:{form}}}: {error}; leave the format out or give the column another type"
-        ) from error
 
 
 def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
@@ -193,19 +194,3 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
         return value
     return []
-
-
-def _render_chat(
-    spec: TaskSpec, content: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> str:
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-    if spec.system:
-        if messages[0].get("role") == "system":  # models are trained with one
-            del messages[0]
-        messages.insert(0, {"role": "system", "content": spec.system})
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def _encode_plain(text: str, tokenizer: PreTrainedTokenizerBase, hidden: _Hidden) -> list[int]:
-    bos = tokenizer.bos_token
-    return hidden.encode(text, tokenizer, begun=bool(bos) and text.startswith(str(bos)))

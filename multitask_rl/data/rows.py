@@ -172,7 +172,7 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
 
 
 def _of_task(spec: TaskSpec, grouped: Mapping[str, dict[str, Rows]], source: str) -> dict[str, Rows]:
-    """Keep the rows tagged with the task; rows that all carry one tag belong to whoever names the file."""
+    """Return the rows tagged with the task; rows that all carry one tag fit every task."""
     if spec.name in grouped:
         sizes = {tag or "(none)": sum(map(len, splits.values())) for tag, splits in grouped.items()}
         if others := {tag: size for tag, size in sizes.items() if tag != spec.name}:
@@ -205,18 +205,16 @@ def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
 
 def _hold_out(rows: Rows) -> tuple[Rows, Rows]:
     """Split off a tenth by hash; at least one row on each side where there are two."""
-    keys = [_hash_fraction(row_id(row)) for row in rows]
+    keys = []
+    for row in rows:
+        digest = hashlib.blake2b(row_id(row).encode(), digest_size=8, person=b"held-out").digest()
+        keys.append(int.from_bytes(digest, "big") / 2**64)
     border = max(_HELD_OUT, min(keys) + 1e-12)
     held = [i for i, key in enumerate(keys) if key < border]
     kept = [i for i, key in enumerate(keys) if key >= border]
     if not kept:
         return rows, rows
     return RowView(rows, kept), RowView(rows, held)
-
-
-def _hash_fraction(text: str) -> float:
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"held-out").digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 def fingerprint(rows: Rows) -> str:
