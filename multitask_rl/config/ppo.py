@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.config.run import RunConfig
@@ -25,6 +25,8 @@ from multitask_rl.errors import ConfigError
 __all__ = ["PPOConfig", "get_ppo_default_config", "new_run_directory"]
 
 logger = logging.getLogger(__name__)
+
+P = TypeVar("P")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,6 +100,11 @@ class PPOHybridEngine(Settings):
     """Prompt tokens of one forward pass while sampling; 0 = the default."""
 
 
+def _part(kind: type[P], name: str, given: P | Mapping[str, Any]) -> P:
+    """Return a part of the settings, which Python may give as a mapping."""
+    return build_dataclass(kind, given, Where("config", (name,))) if isinstance(given, Mapping) else given
+
+
 @dataclass(kw_only=True, slots=True)
 class PPOConfig(Settings):
     """A PPO run: what ``RLTrainer`` and ``PPOTrainer`` take."""
@@ -129,6 +136,14 @@ class PPOConfig(Settings):
     hybrid_engine: PPOHybridEngine = field(default_factory=PPOHybridEngine)
     run: dict[str, Any] = field(default_factory=dict)
     """Any key of ``RunConfig``, nested (``{"eval": {"every": 10}}``); overrides what the others say."""
+
+    def __post_init__(self) -> None:
+        """Read parts that are given as mappings, and check ranges."""
+        self.rollout = _part(PPORollout, "rollout", self.rollout)
+        self.actor_train = _part(PPOTraining, "actor_train", self.actor_train)
+        self.critic_train = _part(PPOCritic, "critic_train", self.critic_train)
+        self.hybrid_engine = _part(PPOHybridEngine, "hybrid_engine", self.hybrid_engine)
+        Settings.__post_init__(self)
 
     @classmethod
     def of(cls, config: PPOConfig | Mapping[str, Any] | None) -> PPOConfig:
@@ -175,6 +190,7 @@ class PPOConfig(Settings):
             raise ConfigError(
                 f"rollout.response_length={response} leaves no room for a prompt in {length} tokens"
             )
+        own_critic = self.critic_train.model_name
         given: dict[str, Any] = {
             "output_dir": self.output_dir or new_run_directory(),
             "max_steps": steps,
@@ -184,7 +200,12 @@ class PPOConfig(Settings):
                 "gradient_checkpointing": self.actor_train.gradient_checkpointing
                 or (self.critic_train.gradient_checkpointing and not self.critic_train.model_name),
             },
-            "critic": {"learning_rate": self.critic_train.lr},
+            "critic": {
+                "learning_rate": self.critic_train.lr,
+                "trunk": "separate" if own_critic else "actor",
+                "name_or_path": own_critic,
+                "gradient_checkpointing": bool(own_critic) and self.critic_train.gradient_checkpointing,
+            },
             "rollout": {
                 "engine": self.rollout.engine,
                 "max_prompt_tokens": length - response,

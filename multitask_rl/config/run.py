@@ -110,9 +110,26 @@ class CriticConfig(Settings):
     """The value function of tasks whose algorithm needs one."""
 
     trunk: Annotated[str, OneOf("actor", "separate")] = "actor"
-    """``actor``: heads on the actor's last hidden state; ``separate``: a second copy of the model."""
+    """``actor``: heads on the actor's last hidden state; ``separate``: a model of its own."""
+    name_or_path: str = ""
+    """``separate``: directory or Hugging Face id of the critic's model, which must have the actor's
+    tokenizer; empty = a copy of the actor."""
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+    """``separate``: dtype of its weights; ``auto`` = as the actor's."""
+    gradient_checkpointing: bool = False
+    """``separate``: recompute its activations in the backward pass."""
     learning_rate: NotNegative = 0.0
     """Learning rate of the heads and a separate trunk; 0 = 10 x the actor's."""
+
+    def __post_init__(self) -> None:
+        """Check ranges, and that a model of its own is asked for where one is described."""
+        Settings.__post_init__(self)
+        own = {"name_or_path": "", "dtype": "auto", "gradient_checkpointing": False}
+        if self.trunk == "actor" and (key := next((k for k in own if getattr(self, k) != own[k]), "")):
+            raise ConfigError(
+                f"critic.{key}={getattr(self, key)!r} is for a critic with a model of its own; set "
+                "critic.trunk=separate, or leave it out: heads on the actor's model follow model.*"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from multitask_rl.models.rope import context_length, scale_rope
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Actor", "load_actor", "make_actor"]
+__all__ = ["Actor", "learning", "load_actor", "make_actor"]
 
 
 class Actor:
@@ -168,29 +168,9 @@ class Actor:
                 f"be {own}; set model.name_or_path as it was"
             )
 
-    @contextlib.contextmanager
-    def learning(self) -> Iterator[None]:
-        """Put the model into the mode of an update: as for sampling, but with gradient checkpointing.
-
-        Dropout stays off, because the update needs the sampled distribution and many architectures (GPT-2)
-        have dropout by default. Only the adapters' own dropout is on, if configured.
-        """
-        self.model.eval()
-        layers = [m for m in self.model.modules() if getattr(m, "gradient_checkpointing", False)]
-        dropouts = [m for n, m in self.model.named_modules() if n.rpartition(".")[0].endswith("lora_dropout")]
-        for module in (*layers, *dropouts):
-            # the module alone: ``train()`` would switch on the dropout inside it
-            module.training = True
-        # some layers drop by functions with a share of their own, not by modules (OPT)
-        own = [(m, n, s) for m in layers for n, s in vars(m).items() if "drop" in n and isinstance(s, float)]
-        for module, name, _ in own:
-            setattr(module, name, 0.0)
-        try:
-            yield
-        finally:
-            for module, name, share in own:
-                setattr(module, name, share)
-            self.model.eval()
+    def learning(self) -> contextlib.AbstractContextManager[None]:
+        """Put the model into the mode of an update (see ``learning``)."""
+        return learning(self.model)
 
     @contextlib.contextmanager
     def reference_policy(self, reference: PreTrainedModel | None) -> Iterator[PreTrainedModel]:
@@ -276,6 +256,31 @@ def fit_weights(
         if name in weights and (at_least is None or at_least <= weights[name].shape[0] <= number):
             fitted[name] = fit_rows(weights[name], number)
     return fitted
+
+
+@contextlib.contextmanager
+def learning(model: nn.Module) -> Iterator[None]:
+    """Put the model into the mode of an update: as for sampling, but with gradient checkpointing.
+
+    Dropout stays off, because the update needs the sampled distribution and many architectures (GPT-2)
+    have dropout by default. Only the adapters' own dropout is on, if configured.
+    """
+    model.eval()
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    dropouts = [m for n, m in model.named_modules() if n.rpartition(".")[0].endswith("lora_dropout")]
+    for module in (*layers, *dropouts):
+        # the module alone: ``train()`` would switch on the dropout inside it
+        module.training = True
+    # some layers drop by functions with a share of their own, not by modules (OPT)
+    own = [(m, n, s) for m in layers for n, s in vars(m).items() if "drop" in n and isinstance(s, float)]
+    for module, name, _ in own:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, share in own:
+            setattr(module, name, share)
+        model.eval()
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

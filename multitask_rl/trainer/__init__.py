@@ -131,7 +131,7 @@ class Trainer:
                 config.model, plan.devices.get("actor", ""), config.seed, tokenizer
             )
             device = plan.devices.get("critic", str(self.actor.device))
-            self.critic = critic or Critic(trunk=config.critic.trunk, device=device)
+            self.critic = critic or Critic(config.critic.trunk, device, config.critic)
             self.tasks = build_task_states(plan.specs, plan.algorithms, plan.rows, config, self.actor)
 
     @classmethod

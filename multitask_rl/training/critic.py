@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from multitask_rl.config.devices import resolve_devices
-from multitask_rl.config.run import ModelConfig
+from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor, load_actor, make_actor
+from multitask_rl.models.actor import Actor, learning, load_actor, make_actor
 from multitask_rl.training.forward import response_hidden
 from multitask_rl.training.microbatch import MicroBatch
 
@@ -27,12 +28,14 @@ class Critic(nn.Module):
     """Values of states, with one linear head per task, because tasks differ in the scale of their returns.
 
     With ``trunk="actor"`` the heads read the actor's last hidden state: one forward serves policy and value.
-    With ``trunk="separate"`` they read that of a copy of the actor, on the critic's device.
+    With ``trunk="separate"`` they read that of a model of its own, on the critic's device: a copy of the
+    actor, or the one that ``config`` names.
     Heads start at zero: the first advantages are the plain returns.
     """
 
-    def __init__(self, trunk: str = "actor", device: str = "cpu") -> None:
+    def __init__(self, trunk: str = "actor", device: str = "cpu", config: CriticConfig | None = None) -> None:
         super().__init__()
+        self._config = config or CriticConfig(trunk=trunk)
         self.trunk_kind = trunk
         self.device = torch.device(device)
         self.trunk: PreTrainedModel | None = None
@@ -40,18 +43,65 @@ class Critic(nn.Module):
         self._keys: dict[str, str] = {}
 
     def build(self, actor: Actor, tasks: Sequence[str]) -> None:
-        """Add heads for ``tasks`` (in order) and, if it is separate, the trunk; existing heads stay."""
+        """Add heads for ``tasks`` (in order) and, if it is separate, the trunk; existing heads stay.
+
+        Raises:
+            ConfigError: the critic's own model is not there, or its tokenizer is not the actor's.
+        """
         if not tasks:
             return
         if self.trunk_kind == "separate" and self.trunk is None:
-            self.trunk = copy.deepcopy(actor.model).to(self.device).requires_grad_(True)
+            self.trunk = self._load_trunk(actor).requires_grad_(True)
+        width = actor.hidden_size
+        if self.trunk is not None:
+            width = int(self.trunk.config.get_text_config().hidden_size)
         for task in tasks:
             key = self._keys.setdefault(task, _key(task))
             if key not in self.heads:
-                head = nn.Linear(actor.hidden_size, 1, dtype=torch.float32)
+                head = nn.Linear(width, 1, dtype=torch.float32)
                 nn.init.zeros_(head.weight)
                 nn.init.zeros_(head.bias)
                 self.heads[key] = head.to(self.device)
+
+    def _load_trunk(self, actor: Actor) -> PreTrainedModel:
+        config = self._config
+        if config.name_or_path:
+            dtype = config.dtype if config.dtype != "auto" else str(actor.model.dtype).removeprefix("torch.")
+            own = ModelConfig(
+                name_or_path=config.name_or_path,
+                dtype=dtype,
+                trust_remote_code=actor.config.trust_remote_code,
+                lora=LoraConfig(),
+            )
+            loaded = load_actor(own, str(self.device))
+            vocabulary, known = loaded.tokenizer.get_vocab(), actor.tokenizer.get_vocab()
+            # control tokens are the actor's alone
+            if vocabulary != {token: i for token, i in known.items() if token in vocabulary} or (
+                len(known) - len(vocabulary) > len(actor.control_token_ids)
+            ):
+                raise ConfigError(
+                    f"critic.name_or_path {config.name_or_path!r} has another tokenizer than the actor, so "
+                    "it cannot read the actor's tokens; take a model of the same family"
+                )
+            trunk = loaded.model
+            rows = actor.model.get_input_embeddings().weight.shape[0]
+            if trunk.get_input_embeddings().weight.shape[0] < rows:
+                trunk.resize_token_embeddings(rows, mean_resizing=False)
+        else:
+            trunk = copy.deepcopy(actor.model).to(self.device)
+            if config.dtype != "auto":
+                trunk = trunk.to(getattr(torch, config.dtype))
+            if actor.config.gradient_checkpointing:
+                trunk.gradient_checkpointing_disable()
+        if config.gradient_checkpointing:
+            trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        return trunk
+
+    def learning(self) -> contextlib.AbstractContextManager[None]:
+        """Let a trunk of its own recompute activations, where that is asked for."""
+        if self.trunk is None or not self._config.gradient_checkpointing:
+            return contextlib.nullcontext()
+        return learning(self.trunk)
 
     @property
     def is_used(self) -> bool:

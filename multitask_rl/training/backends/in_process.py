@@ -59,7 +59,7 @@ class InProcess(TrainingBackend):
         """Make one optimizer step on this process's samples; ranks sum their gradients."""
         runner, means, total = self.runner, TokenMeans(), 0.0
         self.optimizer.zero_grad()
-        with runner.actor.learning():
+        with runner.actor.learning(), runner.critic.learning():
             batches = runner.cut([c.sample for c, _ in active])
             own = [batch for batch in batches if batch.indices]
             means.add_padding(padding_share(own), sum(b.num_cells for b in own))
