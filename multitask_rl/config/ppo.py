@@ -229,7 +229,10 @@ class PPOConfig(Settings):
         if self.actor_train.micro_batch_size_per_gpu:
             given["batch"]["tokens_per_microbatch"] = self.actor_train.micro_batch_size_per_gpu * length
         if self.rollout.num_workers > 1:
-            given |= {"executor": "ray", "ray": {"num_engines": self.rollout.num_workers}}
+            cores = (os.cpu_count() or 1) - 1  # one is the reward pool's
+            room = min(1.0, cores / self.rollout.num_workers)
+            ray = {"num_engines": self.rollout.num_workers, "cpus_per_engine": room}
+            given |= {"executor": "ray", "ray": ray}
         if devices > 1:
             kind = "cuda" if count_cuda_devices() else "cpu"
             sharding = self.actor_train.fsdp

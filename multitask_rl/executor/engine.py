@@ -43,11 +43,13 @@ class EngineFactory(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayEngineFactory:
-    """Builds ``num_replicas`` of an engine in Ray actors with one CPU each, behind one engine."""
+    """Builds ``num_replicas`` of an engine in Ray actors, behind one engine."""
 
     engine: type[RolloutEngine]
     num_replicas: int
     num_gpus: float = 0.0
+    """Per replica."""
+    num_cpus: float = 1.0
     """Per replica."""
 
     def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RayEngine:
@@ -67,7 +69,9 @@ class RayEngineFactory:
             own = directory / f"replica-{index}"
             return EngineReplica(engine_class.build(copy, config, seed=seed, output_dir=own), copy)
 
-        engine = RayEngine(make, self.num_replicas, self.num_gpus, can_watch=self.engine.can_watch)
+        engine = RayEngine(
+            make, self.num_replicas, self.num_gpus, self.num_cpus, can_watch=self.engine.can_watch
+        )
         engine.update_weights(actor.state_dict(), actor.policy_version)
         return engine
 
@@ -79,6 +83,7 @@ class RayEngine(RolloutEngine):
         make: builds replica ``index`` in its actor.
         num_replicas: number of actors.
         num_gpus: per replica.
+        num_cpus: per replica.
         can_watch: of the replicas' engine.
 
     Raises:
@@ -86,13 +91,19 @@ class RayEngine(RolloutEngine):
     """
 
     def __init__(
-        self, make: Callable[[int], EngineReplica], num_replicas: int, num_gpus: float, *, can_watch: bool
+        self,
+        make: Callable[[int], EngineReplica],
+        num_replicas: int,
+        num_gpus: float,
+        num_cpus: float = 1.0,
+        *,
+        can_watch: bool,
     ) -> None:
         self.can_watch = can_watch
         self.policy_version = 0
         self._weights: Any = None
         self._group: ActorGroup | None = ActorGroup(
-            "rollout replica", make, num_replicas, num_cpus=1.0, num_gpus=num_gpus
+            "rollout replica", make, num_replicas, num_cpus=num_cpus, num_gpus=num_gpus
         )
 
     def _open(self) -> ActorGroup:

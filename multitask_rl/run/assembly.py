@@ -133,6 +133,7 @@ def build_parts(
                     engine=plan.engine_class,
                     num_replicas=config.ray.num_engines,
                     num_gpus=config.ray.gpus_per_engine,
+                    num_cpus=config.ray.cpus_per_engine,
                 )
             elif config.rollout_lag > 0 and plan.engine_class.shares_weights:
                 factory = SnapshotFactory(plan.engine_class)
