@@ -191,6 +191,8 @@ class OptimizerConfig(Settings):
     """Peak learning rate of the actor."""
     betas: list[Annotated[float, Range("[0, 1)")]] = field(default_factory=lambda: [0.9, 0.99])
     """AdamW's decay rates of the two moments."""
+    adam_eps: Positive = 1e-8
+    """AdamW's addend to the root of the second moment; larger: smaller updates where gradients are small."""
     weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: NotNegative = 1.0

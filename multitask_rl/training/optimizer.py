@@ -75,6 +75,7 @@ class ActorCriticOptimizer:
                 for group, rate in zip(self.parameters, self._rates, strict=True)
             ],
             betas=(config.betas[0], config.betas[1]),
+            eps=config.adam_eps,
             weight_decay=config.weight_decay,
             fused=True,
         )

@@ -75,6 +75,8 @@ def draw_case(seed: int) -> Case:
         policy=rng.choice(POLICY_NAMES),
         min_weight=rng.choice([None, None, 0.0, 0.05]),
     )
+    # a stream of its own, so that all other draws of a seed stay as they were
+    settings.adam_eps = random.Random(f"adam_eps {seed}").choice([1e-8, 1e-8, 1e-3])
     settings.policy_config = _policy(rng, settings.policy)
     num_steps = rng.choice([1, 2, 3])
     if settings.eval_every:

@@ -205,6 +205,7 @@ class Product:
             optimizer=OptimizerConfig(
                 learning_rate=settings.learning_rate,
                 betas=list(settings.betas),
+                adam_eps=settings.adam_eps,
                 weight_decay=settings.weight_decay,
                 max_grad_norm=settings.max_grad_norm,
                 warmup_steps=settings.warmup_steps,

@@ -46,7 +46,7 @@ class AdamW:
             mean = first / (1.0 - first_decay**count)
             root = (second / (1.0 - second_decay**count)).sqrt()
             decayed = weights[name] * (1.0 - rate * self.settings.weight_decay)
-            result[name] = decayed - rate * mean / (root + 1e-8)
+            result[name] = decayed - rate * mean / (root + self.settings.adam_eps)
         return result
 
 

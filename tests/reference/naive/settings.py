@@ -148,6 +148,7 @@ class Settings:
     learning_rate: float = 1e-6
     critic_learning_rate: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
+    adam_eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
