@@ -168,7 +168,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         size = len(VOCABULARY)
         shape = {"vocab_size": size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-        shape |= {"num_attention_heads": 4, "max_position_embeddings": 512}
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
         shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
         save(Qwen2ForCausalLM(Qwen2Config(**shape)), "Qwen/Qwen2-7B-Instruct", chat=True)
         save(LlamaForCausalLM(LlamaConfig(**shape)), "meta-llama/Llama-3-8b")
@@ -237,3 +237,81 @@ def test_the_snippets_that_train_made_runs_with_metrics_and_checkpoints(
         assert any("train/loss" in json.dumps(line) for line in steps), run
         assert yaml.safe_load((run / "config.yaml").read_text())["max_steps"] <= 2
         assert any((run / "checkpoints").iterdir())
+
+
+FSDP = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import AutoModelForCausalLM
+from multitask_rl import HfModelAdapter, PPOConfig, RLTrainer
+from reward_fn import reward_fn
+torch.distributed.init_process_group("gloo")
+actors = []
+for version in (1, 2):
+    model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3-8b")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    if version == 1:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    actors.append(HfModelAdapter(model))
+    assert all(torch.equal(before[name], value) for name, value in actors[-1].model.state_dict().items())
+for actor in actors:
+    config = PPOConfig(lr=1e-3, max_steps=1, batch_size=4)
+    RLTrainer(actor, config=config, reward_fn=reward_fn).train(["what", "why", "how", "who"])
+"""
+
+
+def torchrun(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(workspace: Path) -> None:
+    script = str(ROOT / "examples" / "ppo_train.py")
+    flags = ["--actor_model", "meta-llama/Llama-3-8b", "--lr", "1e-3", "--batch_size", "4", "--use_fsdp"]
+    ended = torchrun(workspace, script, *flags, "--output_dir", "torchrun")
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    # the same ranks, started by the trainer: it takes the number of devices from the environment
+    command = [sys.executable, script, *flags, "--output_dir", "spawned"]
+    own = environment(WORLD_SIZE="2")
+    alone = subprocess.run(
+        command, cwd=workspace, env=own, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    weights = [
+        (workspace / run / "checkpoints" / "step_00000002" / "actor" / "model.safetensors").read_bytes()
+        for run in ("torchrun", "spawned")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_a_model_that_fsdp_wraps_is_trained(workspace: Path) -> None:
+    """Both generations of FSDP, one run after the other: the waiting ranks serve both."""
+    (workspace / "wrapped.py").write_text(FSDP)
+    ended = torchrun(workspace, "wrapped.py")
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    assert ended.stdout.count("run finished") == 2
+
+
+def test_the_simple_example_trains_with_two_rollout_workers_and_a_critic_of_its_own(workspace: Path) -> None:
+    flags = ["--num_rollout_workers", "2", "--actor_model", "gpt2", "--critic_model", "gpt2"]
+    command = [sys.executable, str(ROOT / "examples" / "ppo_simple.py"), *flags, "--output_dir", "simple"]
+    ended = subprocess.run(
+        command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    config = yaml.safe_load((workspace / "simple" / "config.yaml").read_text())
+    assert config["critic"]["name_or_path"] == "gpt2"
+    assert config["ray"]["num_engines"] == 2
