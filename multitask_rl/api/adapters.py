@@ -99,6 +99,8 @@ class VLLMActorModel(Actor):
     ) -> list[list[Generation]]:
         """Return ``num_samples`` generations per prompt, sampled by vLLM with the weights as they are.
 
+        Not while a run is open: vLLM runs one engine in a process. A run that begins stops this one.
+
         Raises:
             MissingExtraError, ConfigError, EngineError: vLLM is not installed, cannot start, or cannot go on.
         """
@@ -119,8 +121,8 @@ class VLLMActorModel(Actor):
         ]
         return self._own_engine.generate(requests)
 
-    def close(self) -> None:
-        """Stop the engine that ``generate`` started. Idempotent."""
+    def release_engine(self) -> None:
+        """Stop the engine that ``generate`` started; the next call starts another. Idempotent."""
         self._own_engine = None
         self._closing.close()
 

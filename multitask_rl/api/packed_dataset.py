@@ -21,9 +21,9 @@ IGNORED = -100
 class PackedDataset(Dataset[dict[str, Tensor]]):
     """Packs rows into sequences of at most ``max_seq_len`` tokens; each item is what a causal model takes.
 
-    ``model(input_ids=item["input_ids"][None], position_ids=item["position_ids"][None])`` computes
-    every packed row as if it stood alone, in models of ``transformers`` that tell rows apart by their
-    restarted positions (Llama, Qwen, Phi-3 and most others).
+    ``model(input_ids=..., position_ids=..., use_cache=False)`` computes every packed row as if it stood
+    alone, in models of ``transformers`` that tell rows apart by their restarted positions (Llama, Qwen, Phi-3
+    and most others).
 
     Args:
         raw_data: rows with ``input_ids``, or with the texts ``prompt`` and ``response`` (or ``text``). A

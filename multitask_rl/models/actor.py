@@ -67,6 +67,9 @@ class Actor:
         if config.autocast:
             use_float32_attention(model)
 
+    def release_engine(self) -> None:
+        """Stop an engine of the actor's own: a run is about to start one. Default: nothing."""
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out compiled grammars: they cannot be pickled and are made again."""
         return {**self.__dict__, "_grammars": None}

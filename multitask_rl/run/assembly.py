@@ -125,6 +125,7 @@ def build_parts(
         suppress_control_tokens(tasks, actor)
         critic.build(actor, [n for n in plan.trained if tasks[n].algorithm.needs_critic])
         timeline = Timeline(store.timeline if track else None)
+        actor.release_engine()
         engine = plan.engine
         if engine is None:
             factory: EngineFactory = plan.engine_class

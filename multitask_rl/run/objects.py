@@ -145,7 +145,9 @@ def plugin_reference(value: Any, directory: Path) -> str:
         found = getattr(found, part, None)
     if found is value:
         return f"{module}:{name}"
-    label = (getattr(value, "__name__", "") or type(value).__name__).strip("<>")
+    label = getattr(value, "__name__", "") or type(value).__name__
+    if not label.isidentifier():
+        label = "reward"  # <lambda>
     try:
         content = cloudpickle.dumps(value)
     except Exception as error:

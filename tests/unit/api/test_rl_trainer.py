@@ -1,0 +1,142 @@
+"""Front doors on tiny models: what they ask of the trainer, and what they refuse."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_builders import build_model, build_tokenizer
+from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer
+from multitask_rl.config import get_ppo_default_config
+from multitask_rl.config.run import RunConfig
+from multitask_rl.errors import ConfigError
+
+PROMPTS = [f"{i}+{i}=" for i in range(8)]
+
+
+def digits(responses: list[str]) -> list[float]:
+    """Return 1 for a response that begins with a digit."""
+    return [float(response[:1].isdigit()) for response in responses]
+
+
+def config(tmp_path: Path, **changes: object) -> PPOConfig:
+    own = {"max_steps": 2, "batch_size": 4, "lr": 1e-3, "output_dir": str(tmp_path / "run")}
+    return PPOConfig(**{**own, "rollout": {"response_length": 4}, **changes})  # type: ignore[arg-type]
+
+
+def test_a_model_learns_from_prompts_and_a_local_function_and_goes_on_in_a_second_call(
+    tmp_path: Path,
+) -> None:
+    threshold = 0.5  # a closure: it cannot be imported by a worker
+    model = build_model()
+    before = model.state_dict()["model.norm.weight"].clone()
+    trainer = RLTrainer(
+        model,
+        build_tokenizer(),
+        algorithm="grpo",
+        config=config(tmp_path, group_size=2, output_dir=""),
+        reward_fn=lambda texts: [float(score > threshold) for score in digits(texts)],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        found = trainer.train(PROMPTS)
+        first = trainer.run
+        trainer.train(PROMPTS)
+    assert set(found) == {"prompts"}
+    assert trainer.run is not first
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    assert trainer.actor.model is model, "the model is trained in place"
+    assert not torch.equal(before, model.state_dict()["model.norm.weight"])
+    assert trainer.run is not None
+    assert trainer.run.config.batch.prompts_per_step == 2
+
+
+def test_steps_by_hand_and_stages_of_a_run_that_is_opened(tmp_path: Path) -> None:
+    updater = PPORoleUpdater(
+        build_model(),
+        overlap_comm=True,
+        config=config(tmp_path),
+        prompts=PROMPTS,
+        tokenizer=build_tokenizer(),
+        reward_fn=digits,
+    )
+    assert [updater.update().step for _ in range(2)] == [0, 1]
+    assert updater.trainer.config.rollout.max_staleness == 1
+    updater.close()
+    with pytest.raises(ConfigError, match="engine must be 'hybrid' or 'vllm'"):
+        PPORoleUpdater(engine="megatron")
+
+
+def test_the_nested_settings_become_a_run() -> None:
+    settings = get_ppo_default_config()
+    settings.update(
+        rollout={
+            "seq_len": 512,
+            "response_length": 128,
+            "batch_size_per_gpu": 8,
+            "micro_batch_size_per_gpu": 2,
+        },
+        actor_train={"seq_len": 512, "micro_batch_size_per_gpu": 4, "fsdp": {"enabled": True}},
+        critic_train={"seq_len": 512, "gradient_checkpointing": True, "model_name": "other"},
+        hybrid_engine={"overlap": True, "chunk_size": 64},
+        mini_batch_size=4,
+        run={"eval": {"every": 3}},
+    )
+    run = PPOTrainer(settings).config.run_config(num_prompts=100, num_epochs=2)  # type: ignore[union-attr]
+    assert (run.rollout.max_prompt_tokens, run.rollout.max_new_tokens) == (384, 128)
+    assert (run.rollout.max_batch_tokens, run.batch.tokens_per_microbatch) == (1024, 2048)
+    assert (run.batch.prompts_per_step, run.batch.num_minibatches, run.max_steps) == (8, 2, 26)
+    assert (run.rollout.max_staleness, run.rollout.prefill_tokens, run.eval.every) == (1, 64, 3)
+    assert (run.critic.trunk, run.critic.name_or_path) == ("separate", "other")
+    assert run.critic.gradient_checkpointing
+    assert not run.model.gradient_checkpointing
+    assert run.device_map == {}, "a single device holds all of the weights"
+
+
+def test_a_short_model_cuts_the_sequence_length(caplog: pytest.LogCaptureFixture) -> None:
+    run = PPOConfig(seq_len=8192).run_config(num_prompts=10, max_length=512)
+    assert run.rollout.max_prompt_tokens + run.rollout.max_new_tokens == 512
+    assert "cut to the 512 positions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batchsize": 3}, "unknown key 'batchsize'; did you mean 'batch_size'"),
+        ({"lr": -1}, "lr must be"),
+        ({"rollout": {"seq_len": 64}, "actor_train": {"seq_len": 32}}, "actor_train.seq_len=32 is below"),
+        ({"rollout": {"seq_len": 64, "response_length": 64}}, "leaves no room for a prompt"),
+        ({"run": {"batch": {"groupsize": 2}}}, "unknown key 'groupsize'"),
+    ],
+)
+def test_wrong_settings_say_where_and_what(given: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(given).config.run_config(num_prompts=4)  # type: ignore[union-attr]
+
+
+def test_what_is_missing_is_said_before_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no tasks: give train"):
+        PPOTrainer().train()
+    with pytest.raises(ConfigError, match="needs reward_fn"):
+        RLTrainer(model_name="nowhere").train(PROMPTS)
+    with pytest.raises(ConfigError, match="either model or model_name"):
+        RLTrainer(build_model(), model_name="x")
+    with pytest.raises(ConfigError, match="no tokenizer comes with the model"):
+        RLTrainer(build_model(), reward_fn=digits).train(PROMPTS)
+    with pytest.raises(ConfigError, match="must be a causal language model of transformers"):
+        RLTrainer(torch.nn.Linear(2, 2), reward_fn=digits).train(PROMPTS)  # type: ignore[arg-type]
+    tagged = [{"task": name, "prompt": "a"} for name in ("x", "y")]
+    with pytest.raises(ConfigError, match="the rows name 2 tasks"):
+        RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train(tagged)
+
+
+def test_a_run_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
+    run = RunConfig(output_dir=str(tmp_path / "own"), max_steps=1)
+    run.batch.prompts_per_step, run.batch.group_size, run.rollout.max_new_tokens = 2, 2, 4
+    run.tracking.trackers = ["jsonl"]
+    trainer = RLTrainer(build_model(), build_tokenizer(), algorithm="grpo", config=run, reward_fn=digits)
+    trainer.train(PROMPTS)
+    assert (tmp_path / "own" / "metrics.jsonl").is_file()
