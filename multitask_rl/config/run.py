@@ -73,9 +73,10 @@ class ModelConfig(Settings):
 
     name_or_path: str = ""
     """Directory or Hugging Face id of a causal language model with its tokenizer."""
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
-    """Dtype of the weights; ``auto``: float32 on CPU, bfloat16 on CUDA. The optimizer updates bfloat16
-    weights through float32 copies, and sums their gradients in float32."""
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
+    """Dtype of the weights; ``auto``: float32 on CPU, bfloat16 on CUDA. The optimizer updates bfloat16 and
+    float16 weights through float32 copies, and sums their gradients in float32. With float16 it scales the
+    loss, so that small gradients do not vanish."""
     autocast: bool = False
     """bfloat16 autocast in the training forward and in the ``hf`` engine."""
     compile: bool = False
@@ -96,8 +97,13 @@ class ModelConfig(Settings):
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        """Check ranges, and that a moving reference is not combined with adapters."""
+        """Check ranges, and that no two settings exclude each other."""
         Settings.__post_init__(self)
+        if self.autocast and self.dtype == "float16":
+            raise ConfigError(
+                "model.autocast computes in bfloat16, which has other digits than model.dtype=float16; set "
+                "model.autocast=false, or model.dtype=float32 or bfloat16"
+            )
         if self.reference_decay < 1.0 and self.lora.rank > 0:
             raise ConfigError(
                 "model.reference_decay below 1 needs a reference of its own, but with model.lora.rank > 0 "
@@ -114,7 +120,7 @@ class CriticConfig(Settings):
     name_or_path: str = ""
     """``separate``: directory or Hugging Face id of the critic's model, which must have the actor's
     tokenizer; empty = a copy of the actor."""
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """``separate``: dtype of its weights; ``auto`` = as the actor's."""
     gradient_checkpointing: bool = False
     """``separate``: recompute its activations in the backward pass."""

@@ -356,9 +356,9 @@ def load_actor(
             "(owner/name); check the path"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(config.dtype)
-    if dtype is None:
-        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, **trust)

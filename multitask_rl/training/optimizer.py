@@ -16,6 +16,12 @@ from multitask_rl.training.masters import Masters
 __all__ = ["ActorCriticOptimizer", "StateSharing", "schedule_factor"]
 
 MASTER = "master"
+LOSS_SCALE = "loss_scale"
+FIRST_SCALE, SMALLEST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**-8, 2.0**24
+GROWTH = 2.0 ** (1 / 64)
+"""Of the loss scale after each step: it doubles in 64."""
+SHRINKAGE = 0.25
+"""Of the loss scale at an overflow."""
 
 
 def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
@@ -56,6 +62,8 @@ class ActorCriticOptimizer:
 
     Parameters without a gradient in a step neither decay nor move by momentum (a value head whose task had no
     sample). Weights below float32 move through float32 masters.
+
+    ``scales_loss``: a model computes in float16, where small gradients vanish and large ones overflow.
     """
 
     def __init__(
@@ -64,6 +72,8 @@ class ActorCriticOptimizer:
         critic: list[nn.Parameter],
         config: OptimizerConfig,
         critic_config: CriticConfig,
+        *,
+        scales_loss: bool = False,
     ) -> None:
         self._rates = [config.learning_rate, critic_config.learning_rate or 10.0 * config.learning_rate]
         self.parameters = (actor, critic)
@@ -79,6 +89,8 @@ class ActorCriticOptimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.scales_loss = scales_loss
+        self._scale = FIRST_SCALE if scales_loss else 1.0
         self.num_loads = 0
         """How often the state was replaced; other processes then need their parts again."""
         self._sharing: StateSharing | None = None
@@ -94,6 +106,11 @@ class ActorCriticOptimizer:
         states = [v for s in self._adamw.state.values() for v in s.values() if isinstance(v, Tensor)]
         return sum(v.numel() * v.element_size() for v in (*states, *self._masters.tensors().values()))
 
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in backward passes; ``step`` divides gradients by it. A power of 2: exact."""
+        return 2.0 ** math.floor(math.log2(self._scale))
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for group in self.parameters:
@@ -105,11 +122,14 @@ class ActorCriticOptimizer:
 
         Returns:
             ``grad_norm`` (and ``critic_grad_norm``) before clipping; None when a gradient was not finite, in
-            which case nothing was applied.
+            which case nothing was applied, and the next loss scale is smaller.
 
         Raises:
             TrainingError: another process has ended.
         """
+        if self.scales_loss:
+            grads = [p.grad for group in self.parameters for p in group if p.grad is not None]
+            torch._foreach_div_(grads, self.loss_scale)
         if self._sharing is None:
             found = [[p.grad for p in group if p.grad is not None] for group in self.parameters]
             norms = [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
@@ -118,7 +138,9 @@ class ActorCriticOptimizer:
             norms = self._sharing.norms()
         if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
+            self._rescale(SHRINKAGE)
             return None
+        self._rescale(GROWTH)
         moved = [self._masters.take_gradients(group) for group in self.parameters]
         for params, norm in zip(moved, norms, strict=True):
             if norm is not None and self._max_grad_norm > 0:
@@ -133,6 +155,10 @@ class ActorCriticOptimizer:
         names = ("grad_norm", "critic_grad_norm")
         return {name: norm for name, norm in zip(names, norms, strict=True) if norm is not None}
 
+    def _rescale(self, factor: float) -> None:
+        if self.scales_loss:
+            self._scale = min(max(self._scale * factor, SMALLEST_SCALE), LARGEST_SCALE)
+
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return the state in this process for a checkpoint, ``<parameter name>|<key>`` -> tensor.
 
@@ -144,6 +170,8 @@ class ActorCriticOptimizer:
             name = names[id(self._masters.owner(moved))]
             for key, value in values.items():
                 state[f"{name}|{key}"] = torch.as_tensor(value)
+            if self.scales_loss:  # with each parameter, as ranks keep the state of different ones
+                state[f"{name}|{LOSS_SCALE}"] = torch.tensor(self._scale, dtype=torch.float64)
         for parameter, master in self._masters.tensors().items():
             state[f"{names[id(parameter)]}|{MASTER}"] = master
         return state
@@ -171,6 +199,9 @@ class ActorCriticOptimizer:
         self._adamw.state.clear()
         self._masters.clear()
         for parameter, values in state.items():
+            scale = values.pop(LOSS_SCALE, None)
+            if self.scales_loss and scale is not None:
+                self._scale = float(scale)
             moved = self._masters.load(parameter, values.pop(MASTER, None))
             self._adamw.state[moved] = {
                 key: value.to(moved.dtype) if value.dim() else value for key, value in values.items()

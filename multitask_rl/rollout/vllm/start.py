@@ -49,8 +49,7 @@ class VLLMConfig(Settings):
     enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts faster, runs slower. Always so on a CPU."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
-    """``auto`` (as the model was saved, float32 too), ``float32`` or ``bfloat16``; float16 loses the
-    tails of the distribution."""
+    """``auto`` (as the actor's weights, float16 too), ``float32`` or ``bfloat16``."""
     sleep_level: Annotated[int, OneOf(0, 1, 2)] = 0
     """What the engine gives back while the actor learns on the same device (CUDA): 0 = nothing, 1 = the
     key-value cache, weights go to host memory, 2 = both are given up, the next update brings weights."""

@@ -19,6 +19,9 @@ from multitask_rl.training.runner import ModelRunner, scatter
 
 __all__ = ["InProcess"]
 
+MAX_OVERFLOWS = 12
+"""Times that the passes of a step are made again with a smaller loss scale (float16)."""
+
 
 class InProcess(TrainingBackend):
     """The backend of this process. Each learner rank has one, for its part of the samples.
@@ -37,7 +40,14 @@ class InProcess(TrainingBackend):
         self.tasks = tasks
         actor = runner.actor.trainable_parameters() if parameters is None else list(parameters)
         critic = list(runner.critic.parameters()) if runner.critic.is_used else []
-        self.optimizer = ActorCriticOptimizer(actor, critic, config.optimizer, config.critic)
+        models = (runner.actor.model, runner.critic)
+        self.optimizer = ActorCriticOptimizer(
+            actor,
+            critic,
+            config.optimizer,
+            config.critic,
+            scales_loss=any(p.dtype == torch.float16 for model in models for p in model.parameters()),
+        )
 
     @torch.no_grad()
     def step_start_outputs(
@@ -57,6 +67,16 @@ class InProcess(TrainingBackend):
 
     def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
         """Make one optimizer step on this process's samples; ranks sum their gradients."""
+        result = self._step(active, factor)
+        if self.optimizer.scales_loss:
+            # all ranks see the same norms, so they make the same number of passes
+            for _ in range(MAX_OVERFLOWS):
+                if result.norms is not None:
+                    break
+                result = self._step(active, factor)
+        return result
+
+    def _step(self, active: Sequence[Weighted], factor: float) -> StepResult:
         runner, means, total = self.runner, TokenMeans(), 0.0
         self.optimizer.zero_grad()
         with runner.actor.learning(), runner.critic.learning():
@@ -68,7 +88,7 @@ class InProcess(TrainingBackend):
                     loss = self._loss(batch.to(runner.actor.device), active, means)
                     total += float(loss.detach())
                     if loss.requires_grad:
-                        torch.autograd.backward(loss)
+                        torch.autograd.backward(loss * self.optimizer.loss_scale)
             return StepResult(loss=total, norms=self.optimizer.step(factor), means=means)
 
     def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
