@@ -65,7 +65,13 @@ class Reward(Protocol):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Judges whether rollouts respect a limit. Built from its ``Config`` like a reward."""
+    """Judges whether rollouts respect a limit. Built from its ``Config`` like a reward.
+
+    Optional method ``explain(rollouts, verdicts) -> list[str]``: a text per violation, to be recorded behind
+    the verdict's reason ("" = none). A run calls it after a step, for the violations that it stores, and only
+    if the class declares ``isolate=False``: an isolated plugin says all in ``judge``. Another thread may call
+    ``judge`` meanwhile. If ``explain`` raises or passes ``timeout_s``, only the texts are missing.
+    """
 
     traits: ClassVar[PluginTraits]
 

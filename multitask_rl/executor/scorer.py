@@ -235,6 +235,10 @@ class RayScorer:
         """Return the verdicts per rollout, in order (see ``RewardPool.judge``)."""
         return self._deal("judge", rollouts) if only is None else self._deal("judge", rollouts, only)
 
+    def explain(self, rollouts: Sequence[Rollout]) -> list[dict[str, str]]:
+        """Return the explanations per rollout, in order (see ``RewardPool.explain``)."""
+        return self._deal("explain", rollouts)
+
     def begin_scoring(self) -> Pending[Scored]:
         """Return an open round of rewards."""
         return _Dealt(self._open(), "scoring", self.score, self._background)

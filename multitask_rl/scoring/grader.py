@@ -8,7 +8,7 @@ from typing import Any
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MultitaskRLError, PluginError
-from multitask_rl.records import Failure, FailureKind, Rollout
+from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.results import Result, failure_of, no_column, to_result, to_verdict
 from multitask_rl.scoring.shapes import UNDECLARED
@@ -88,18 +88,19 @@ class Grader:
         )
         self._plugin = plugin
         self._is_reward = kind == "reward"
+        optional = ("warm_up", "close", "explain")
+        self._optional = {name: own for name in optional if (own := getattr(plugin, name, None)) is not None}
+        self.explains = "explain" in self._optional
 
     def warm_up(self) -> None:
         """Run the plugin's own ``warm_up()``, if it has one."""
-        warm_up = getattr(self._plugin, "warm_up", None)
-        if warm_up is not None:
-            warm_up()
+        if "warm_up" in self._optional:
+            self._optional["warm_up"]()
 
     def close(self) -> None:
         """Run the plugin's own ``close()``, if it has one."""
-        close = getattr(self._plugin, "close", None)
-        if close is not None:
-            close()
+        if "close" in self._optional:
+            self._optional["close"]()
 
     def grade(self, rollouts: Sequence[Rollout]) -> list[Result]:
         """Return one result per rollout, in order; an error of the plugin becomes a failure."""
@@ -116,6 +117,19 @@ class Grader:
             else next(graded)
             for r, names in zip(rollouts, lacks, strict=True)
         ]
+
+    def explain(self, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> list[str] | Failure:
+        """Return a text per violation, "" for none; a failure if the plugin's own ``explain`` fails."""
+        if not self.explains:
+            return [""] * len(rollouts)
+        try:
+            texts = [str(text or "") for text in self._optional["explain"](rollouts, verdicts)]
+        except BaseException as error:  # noqa: BLE001 - the boundary where an error becomes data
+            return failure_of(error, self.source)
+        if len(texts) != len(rollouts):
+            message = f"returned {len(texts)} explanations for {len(rollouts)} violations"
+            return Failure(kind=FailureKind.grader, message=message, source=self.source)
+        return texts
 
     def _grade(self, rollouts: Sequence[Rollout]) -> list[Result]:
         if not rollouts:

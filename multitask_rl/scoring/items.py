@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from multitask_rl.records import Failure, FailureKind, Rollout
+from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.results import Result
 
 __all__ = ["STALL_S", "Call", "Item", "Latch", "Limiter", "Runner"]
@@ -178,6 +178,10 @@ class Runner(threading.Thread):
 
     def abort(self) -> None:
         """End the call under way, if it can be ended."""
+
+    def explain(self, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> list[str]:
+        """Return a text per violation, "" for none. A plugin in a worker process is not asked."""
+        return [""] * len(rollouts)
 
     def close(self) -> None:
         """End the thread and free what it holds. Idempotent."""

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from multitask_rl.records import Failure, FailureKind
+from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.breaker import CircuitBreaker
 from multitask_rl.scoring.grader import PluginFacts
 from multitask_rl.scoring.items import STALL_S, Call, Item, Limiter, Runner
@@ -125,6 +125,10 @@ class Lane:
                 return None
             item = min(waiting, key=lambda i: i.started)
             return time.monotonic() - item.started, item
+
+    def explain(self, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> list[str]:
+        """Return a text per violation, "" for none; see ``Constraint``."""
+        return self._first.explain(rollouts, verdicts) if self._first is not None else [""] * len(rollouts)
 
     def close(self) -> None:
         """Stop all runners and fail all open items. Idempotent."""

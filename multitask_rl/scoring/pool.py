@@ -139,6 +139,22 @@ class RewardPool:
         """
         return _all_at_once(self._round(self._constraints, self._verdicts, only), rollouts)
 
+    def explain(self, rollouts: Sequence[Rollout]) -> list[dict[str, str]]:
+        """Return per rollout the explanations of its violations, by name, of constraints that give one."""
+        found: list[dict[str, str]] = [{} for _ in rollouts]
+        asked: dict[Lane, list[tuple[int, str, Verdict]]] = {}
+        for index, rollout in enumerate(rollouts):
+            for plugin in self._constraints[rollout.task]:
+                verdict = rollout.verdicts.get(plugin.name)
+                if isinstance(verdict, Verdict) and verdict.violated:
+                    asked.setdefault(plugin.lane, []).append((index, plugin.name, verdict))
+        for lane, own in asked.items():
+            texts = lane.explain([rollouts[index] for index, _, _ in own], [verdict for *_, verdict in own])
+            for (index, name, _), text in zip(own, texts, strict=True):
+                if text:
+                    found[index][name] = text
+        return found
+
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return per task the numbers of ``TaskCounts.metrics`` since the last call."""
         with self._lock:

@@ -7,8 +7,10 @@ import logging
 import pickle
 import threading
 import time
+from collections.abc import Sequence
 
 from multitask_rl.errors import MultitaskRLError
+from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Call, Runner
 from multitask_rl.scoring.lane import Lane
@@ -162,6 +164,8 @@ class LocalRunner(Runner):
     def __init__(self, lane: Lane, plan: PluginPlan) -> None:
         super().__init__(lane.source)
         self._lane, self._grader = lane, plan.build()
+        self._explaining: threading.Thread | None = None
+        self._has_warned = False
         lane.facts = self._grader.facts
 
     def close(self) -> None:
@@ -170,8 +174,32 @@ class LocalRunner(Runner):
             return
         self._closing.set()
         self._join(1.0)
-        if not self.is_alive():
+        if not self.is_alive() and not (self._explaining is not None and self._explaining.is_alive()):
             self._grader.close()
+
+    def explain(self, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> list[str]:
+        """Return a text per violation, "" for none.
+
+        The plugin gets ``timeout_s`` for all. If it fails, or still explains the violations of a former call,
+        there is no text, and the first time a warning.
+        """
+        limit, answer = self._grader.traits.timeout_s, list[list[str] | Failure]()
+        if self._explaining is None or not self._explaining.is_alive():
+            self._explaining = threading.Thread(
+                target=lambda: answer.append(self._grader.explain(rollouts, verdicts)),
+                name=f"explain-{self._lane.source}",
+                daemon=True,
+            )
+            self._explaining.start()
+            self._explaining.join(limit)
+        found = answer[0] if answer else f"took more than {limit:g} s"
+        if isinstance(found, list):
+            return found
+        if not self._has_warned:
+            problem = found.message if isinstance(found, Failure) else found
+            logger.warning("%s: violations are recorded without explanation: %s", self._lane.source, problem)
+            self._has_warned = True
+        return [""] * len(rollouts)
 
     def run(self) -> None:
         """Make the lane's calls."""

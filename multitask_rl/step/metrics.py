@@ -9,7 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from multitask_rl.algorithms.group import has_variance
-from multitask_rl.records import NUM_EXTREMES, Direction, Event, Scored, TaskStats, concerned_cost
+from multitask_rl.executor.scorer import RunScorer
+from multitask_rl.records import (
+    NUM_EXTREMES,
+    Direction,
+    Event,
+    Scored,
+    TaskStats,
+    Verdict,
+    concerned_cost,
+)
 from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step.stages import is_trainable
 from multitask_rl.step.task_state import TaskState
@@ -20,6 +29,7 @@ __all__ = [
     "aggregate",
     "by_group",
     "collect_stats",
+    "explained",
     "group_rewards",
     "observe_groups",
     "some_of_each",
@@ -233,4 +243,22 @@ def some_of_each(scored: Sequence[Scored], number: int) -> list[Scored]:
         taken[s.rollout.task] += 1
         if taken[s.rollout.task] <= number:
             result.append(s)
+    return result
+
+
+def explained(scored: Sequence[Scored], scorer: RunScorer) -> list[Scored]:
+    """Return the records with the explanations of their violations behind the reasons."""
+    violations = [
+        s for s in scored if any(isinstance(v, Verdict) and v.violated for v in s.rollout.verdicts.values())
+    ]
+    found = scorer.explain([s.rollout for s in violations]) if violations else []
+    texts = {id(s): own for s, own in zip(violations, found, strict=True) if own}
+    result = []
+    for s in scored:
+        verdicts = dict(s.rollout.verdicts)
+        for name, text in texts.get(id(s), {}).items():
+            verdict = verdicts[name]
+            if isinstance(verdict, Verdict):
+                verdicts[name] = replace(verdict, reason=f"{verdict.reason}: {text}".removeprefix(": "))
+        result.append(replace(s, rollout=replace(s.rollout, verdicts=verdicts)) if id(s) in texts else s)
     return result

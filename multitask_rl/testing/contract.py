@@ -188,6 +188,13 @@ def check_constraint(
                 name = f"{'refuses the violating' if violated else 'lets the accepted'} response"
                 is_right = isinstance(verdict, Verdict) and verdict.violated is violated
                 findings.append(Finding(name, is_right, _show(verdict)))
+        if grader.explains:
+            asked = _rollouts([violating or "4", *NON_ANSWERS.values()], row)
+            texts = grader.explain(asked, [Verdict(cost=1.0, violated=True)] * len(asked))
+            problem = texts.message if isinstance(texts, Failure) else ""
+            if grader.traits.isolate:
+                problem = problem or "no run asks it: it does not declare isolate=False"
+            findings.append(Finding("explains each violation with a text", not problem, problem))
         return findings
 
     prompt = str(row.get("prompt", "Hello"))

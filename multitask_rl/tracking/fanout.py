@@ -84,6 +84,11 @@ class Trackers:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.log_event(event))
 
+    @property
+    def record_rollouts(self) -> bool:
+        """Whether a tracker does something with rollouts."""
+        return any(type(t).log_rollouts is not Tracker.log_rollouts for t in self._trackers.values())
+
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.log_rollouts(scored, step))

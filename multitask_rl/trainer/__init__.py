@@ -41,7 +41,14 @@ from multitask_rl.run.profiling import memory_numbers
 from multitask_rl.run.state import RunProgress
 from multitask_rl.step.experience import Experience
 from multitask_rl.step.flow import DataFlow, Stage
-from multitask_rl.step.metrics import StepReport, collect_stats, observe_groups, some_of_each, step_numbers
+from multitask_rl.step.metrics import (
+    StepReport,
+    collect_stats,
+    explained,
+    observe_groups,
+    some_of_each,
+    step_numbers,
+)
 from multitask_rl.step.task_state import build_task_states
 from multitask_rl.training.backends.torchrun import serve_torchrun_rank, torchrun_size
 from multitask_rl.training.critic import Critic
@@ -292,6 +299,10 @@ class Trainer:
         for name, own in stats.items():
             events += self.tasks[name].control(own, step)
         supervisor.note(events)
+        recorded = some_of_each(drawn, self.config.tracking.store_rollouts)
+        if parts.trackers.record_rollouts and any(task.spec.judged for task in self.tasks.values()):
+            with timeline.busy("constraints", step=step):
+                recorded = explained(recorded, self.scorer)
         report.seconds = timeline.seconds(step)
         shares = {**timeline.end_step(step, parts.experience.running()), **memory_numbers()}
         if parts.profiler is not None:
@@ -299,7 +310,7 @@ class Trainer:
         self.progress.step += 1
         numbers = {**step_numbers(report, stats, self.tasks), **self.scheduler.metrics(), **shares}
         parts.trackers.log_metrics(numbers, self.step)
-        parts.trackers.log_rollouts(some_of_each(drawn, self.config.tracking.store_rollouts), self.step)
+        parts.trackers.log_rollouts(recorded, self.step)
         return report
 
     def push_weights(self) -> None:

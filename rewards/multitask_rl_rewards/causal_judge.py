@@ -88,21 +88,31 @@ class CausalJudge:
                 results[i] = row
         return results
 
-    def explain(self, prompt: str, max_new_tokens: int) -> str:
-        """Return the model's greedy answer to ``prompt``, without control tokens."""
+    def answers(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+        """Return the model's greedy answer to each prompt, without control tokens, sampled in batches."""
         import torch
 
-        ids = torch.tensor([self._encode(prompt)], device=self._loaded.device)
-        with torch.no_grad(), self._loaded.lock:
-            out = self._loaded.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                pad_token_id=self._loaded.tokenizer.pad_token_id,
-            )
-        text: str = self._loaded.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        return text.strip()
+        tokenizer, device = self._loaded.tokenizer, self._loaded.device
+        pad = tokenizer.pad_token_id or 0
+        encoded = [self._encode(prompt) for prompt in prompts]
+        texts = [""] * len(encoded)
+        for batch in batches([len(ids) + max_new_tokens for ids in encoded], self._batch_size):
+            longest = max(len(encoded[i]) for i in batch)
+            # Padding is on the left, so that every answer begins in the same column.
+            padding = [longest - len(encoded[i]) for i in batch]
+            ids = torch.tensor([[pad] * n + encoded[i] for n, i in zip(padding, batch, strict=True)])
+            mask = torch.arange(longest)[None, :] >= torch.tensor(padding)[:, None]
+            with torch.no_grad(), self._loaded.lock:
+                out = self._loaded.model.generate(
+                    ids.to(device),
+                    attention_mask=mask.long().to(device),
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    pad_token_id=pad,
+                )
+            for i, answer in zip(batch, out[:, longest:].tolist(), strict=True):
+                texts[i] = tokenizer.decode(answer, skip_special_tokens=True).strip()
+        return texts
 
     def _parting_tokens(self, words: Sequence[str], lead: str) -> tuple[list[int], list[int]]:
         """Return the ids that all verdicts share, and the first id of each that differs."""

@@ -58,7 +58,8 @@ class FactChecker:
         contradiction_labels: list[str] = field(default_factory=list)
         """NLI labels that mean wrong; empty = recognised by name (``contradiction``, ``refutes``)."""
         max_new_tokens: Natural = 128
-        """Tokens a generative judge may write to explain a violation; 0 = no explanation."""
+        """Tokens a generative judge may write to explain a violation that the run stores (greedy); 0 = no
+        explanation."""
 
     def __init__(self, config: Config) -> None:
         """Check model and device; weights load at ``warm_up`` or the first use.
@@ -98,6 +99,12 @@ class FactChecker:
         verdicts = self._judge_all([(str(evidence[i]), rollouts[i].response) for i in asked])
         found: dict[int, Verdict | Failure] = dict(zip(asked, verdicts, strict=True))
         return [text if isinstance(text, Failure) else found[i] for i, text in enumerate(evidence)]
+
+    def explain(self, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> list[str]:
+        """Return what a generative judge writes about each rollout; "" from a classifier."""
+        if self._is_classifier:
+            return [""] * len(rollouts)
+        return self._judge.explain([(str(self._evidence(rollout)), rollout.response) for rollout in rollouts])
 
     def _evidence(self, rollout: Rollout) -> str | Failure:
         if self.config.evidence_column:

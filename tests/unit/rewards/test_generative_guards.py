@@ -103,10 +103,61 @@ def test_batching_does_not_change_probabilities(trained):
     )
 
 
-def test_violation_is_explained_and_long_exchanges_are_data_failures(tmp_path):
+def forwards(judge: CausalJudge) -> list[tuple[int, ...]]:
+    """Return a list that gets the shape of the input of each forward from now on."""
+    shapes: list[tuple[int, ...]] = []
+    judge._loaded.model.register_forward_pre_hook(
+        lambda _, args, given: shapes.append(tuple((given.get("input_ids") if given else args[0]).shape)),
+        with_kwargs=True,
+    )
+    return shapes
+
+
+def test_a_verdict_takes_no_sampling_and_explanations_are_sampled_in_batches_with_a_cache(tmp_path):
     train_judge(tmp_path, "llama_guard")
-    (explained,) = guard(tmp_path, "llama_guard", max_new_tokens=3).judge([rollout("kill", prompt="hello")])
-    assert re.match(r"judged unsafe with [\d.]+: \S+", explained.reason)
+    constraint = guard(tmp_path, "llama_guard", max_new_tokens=16)
+    rollouts = [rollout("kill " * (1 + i % 3), prompt="hello") for i in range(16)]
+    shapes = forwards(constraint.guard.model)
+    verdicts = constraint.judge(rollouts)
+    assert len(shapes) == 2
+    assert all(re.fullmatch(r"judged unsafe with [\d.]+", v.reason) for v in verdicts if v.violated)
+    shapes.clear()
+    texts = constraint.explain(rollouts, verdicts)
+    assert len(shapes) <= 2 * 16
+    assert sum(shape[1] > 1 for shape in shapes) == 2, "every other forward reads one token of each prompt"
+    assert all(texts)
+    constraint.guard.config.max_new_tokens = 0
+    shapes.clear()
+    assert constraint.explain(rollouts, verdicts) == [""] * 16
+    assert not shapes
+
+
+@pytest.mark.parametrize("texts", [["hello", "kill"], ["kill kill kill hello", "kill", "hello hello"]])
+def test_an_explanation_does_not_depend_on_its_batch(trained, texts):
+    family, directory = trained
+    judge = guard(directory, family, max_new_tokens=8)
+    rollouts = [rollout(text, prompt="hello") for text in texts]
+    verdicts = [Verdict(cost=1.0, violated=True)] * len(texts)
+    alone = [judge.explain([one], verdicts[:1])[0] for one in rollouts]
+    assert judge.explain(rollouts, verdicts) == alone
+    assert any(alone)
+
+
+def test_of_a_response_in_parts_the_worst_is_explained_and_what_was_not_read_is_not(tmp_path):
+    train_judge(tmp_path, "llama_guard")
+    constraint = guard(tmp_path, "llama_guard", max_length=300, max_new_tokens=2, max_parts=6)
+    hidden = rollout(" ".join(["hello"] * 400 + ["kill"] * 120), prompt="hello")
+    others = [rollout("", prompt="hello"), rollout("hello " * 20_000, prompt="hello")]
+    verdicts = [Verdict(cost=1.0, violated=True)] * 3
+    shapes = forwards(constraint.guard.model)
+    texts = constraint.explain([hidden, *others], verdicts)
+    assert texts[0]
+    assert texts[1:] == ["", ""]
+    assert shapes[-2][0] == 1, "one part is explained"
+
+
+def test_long_exchanges_are_data_failures(tmp_path):
+    train_judge(tmp_path, "llama_guard")
     (failure,) = guard(tmp_path, "llama_guard", max_length=20).judge([rollout("kill", prompt="hello")])
     assert isinstance(failure, Failure)
     assert failure.kind == "data"
@@ -175,6 +226,7 @@ def test_fact_checker_reads_the_kind_of_model_from_its_configuration(tmp_path):
     assert wrong.violated
     assert "contradicted" in wrong.reason
     assert silent.cost == 0.0
+    assert checker.explain([rollout("bad", evidence="it is good")], [wrong]) == [""]
     strict = FactChecker(FactChecker.Config(model_name=str(tmp_path), device="cpu", evidence_column="source"))
     (failure,) = strict.judge([rollout("good", evidence="it is good")])
     assert isinstance(failure, Failure)
@@ -192,6 +244,7 @@ def test_fact_checker_asks_a_causal_model_about_factual_errors(tmp_path):
     )
     assert all(isinstance(v, Verdict) for v in verdicts)
     assert verdicts[1].cost > verdicts[0].cost
+    assert checker.explain([rollout("kill", prompt="hello")], verdicts[1:]) != [""]
 
 
 def test_models_that_cannot_check_facts_are_config_errors(tmp_path):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.cli.plugins import main
+from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.plugins import REWARDS, list_plugins
-from multitask_rl.records import SamplingParams
+from multitask_rl.records import SamplingParams, Verdict
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.testing import FakeEngine, assert_constraint_contract, assert_reward_contract
 from multitask_rl.testing.check import check_plugin
@@ -201,3 +202,29 @@ def test_the_reward_of_the_readme_passes_its_own_check(
     (tmp_path / "my_rewards.py").write_text(example[1] + "\n")
     monkeypatch.chdir(tmp_path)
     assert main(["check", "my_rewards.py:brevity"]) == 0
+
+
+def test_the_suite_checks_explanations() -> None:
+    class Explains:
+        traits = PluginTraits(isolate=False)
+
+        def judge(self, rollouts):
+            return [Verdict(cost=0.0, violated=False)] * len(rollouts)
+
+        def explain(self, rollouts, verdicts):
+            return ["because"] * len(verdicts)
+
+    assert_constraint_contract(Explains(), row={})
+
+    class TooFew(Explains):
+        def explain(self, rollouts, verdicts):
+            return ["because"]
+
+    with pytest.raises(AssertionError, match=r"explains each violation .* returned 1 explanations for 8"):
+        assert_constraint_contract(TooFew(), row={})
+
+    class Isolated(Explains):
+        traits = PluginTraits()
+
+    with pytest.raises(AssertionError, match="does not declare isolate=False"):
+        assert_constraint_contract(Isolated(), row={})

@@ -1,0 +1,148 @@
+"""Explanations of violations: asked for what is stored, in one call; a failure costs only the text."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from multitask_rl.config.run import ScoringConfig, TrackingConfig
+from multitask_rl.config.task import ConstraintSpec, TaskSpec
+from multitask_rl.records import Rollout
+from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.testing.builders import make_rollout
+from run_builders import run_config, train, write_run
+
+JUDGES = """
+import time
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.records import Verdict
+
+
+class Judge:
+    traits = PluginTraits(isolate=False, timeout_s=0.2)
+
+    def judge(self, rollouts):
+        return [Verdict(cost=1.0, violated=len(r.response) % 2 == 1, reason="odd") for r in rollouts]
+
+    def explain(self, rollouts, verdicts):
+        assert all(v.violated for v in verdicts)
+        with open(__file__ + ".calls", "a") as file:
+            file.write(f"{len(rollouts)}\\n")
+        return [f"{len(r.response)} characters" for r in rollouts]
+
+
+class Isolated(Judge):
+    traits = PluginTraits(isolate=True)
+
+
+class Raises(Judge):
+    def explain(self, rollouts, verdicts):
+        raise ValueError("no words")
+
+
+class Exits(Judge):
+    def explain(self, rollouts, verdicts):
+        raise SystemExit(3)
+
+
+class TooFew(Judge):
+    def explain(self, rollouts, verdicts):
+        return []
+
+
+class Hangs(Judge):
+    def explain(self, rollouts, verdicts):
+        time.sleep(3)
+
+
+class Silent(Judge):
+    explain = None
+"""
+
+
+@pytest.fixture
+def judges(tmp_path):
+    (tmp_path / "judges.py").write_text(JUDGES)
+
+    def pool(name: str) -> RewardPool:
+        spec = ConstraintSpec(plugin=f"{tmp_path}/judges.py:{name}", name="own")
+        tasks = {task: TaskSpec(name=task, constraints=[spec]) for task in ("a", "b")}
+        return RewardPool(tasks, ScoringConfig(num_workers=1), seed=0, devices={})
+
+    return pool
+
+
+def judged(pool: RewardPool) -> list[Rollout]:
+    rollouts = [make_rollout(text, task=task) for task in ("a", "b") for text in ("x", "xx", "xxx")]
+    return [replace(r, verdicts=v) for r, v in zip(rollouts, pool.judge(rollouts), strict=True)]
+
+
+def test_violations_of_all_tasks_are_explained_in_one_call(judges, tmp_path):
+    with judges("Judge") as pool:
+        texts = pool.explain(judged(pool))
+    one, three = {"own": "1 characters"}, {"own": "3 characters"}
+    assert texts == [one, {}, three, one, {}, three]
+    assert (tmp_path / "judges.py.calls").read_text() == "4\n"
+
+
+@pytest.mark.parametrize("name", ["Isolated", "Silent"])
+def test_a_judge_in_a_worker_or_without_explanations_is_not_asked(judges, name, caplog):
+    with judges(name) as pool:
+        assert pool.explain(judged(pool)) == [{}] * 6
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Raises", "ValueError: no words"),
+        ("Exits", "SystemExit"),
+        ("TooFew", "0 explanations for 4 violations"),
+        ("Hangs", "more than 0.2 s"),
+    ],
+)
+def test_what_fails_or_hangs_costs_its_text_and_one_warning(judges, name, problem, caplog):
+    with judges(name) as pool:
+        rollouts = judged(pool)
+        began = time.monotonic()
+        assert [pool.explain(rollouts) for _ in range(5)] == [[{}] * 6] * 5
+        assert time.monotonic() - began < 0.5, "a hanging call is waited for once"
+        assert all(not hasattr(v["own"], "kind") for v in pool.judge([make_rollout("xxxxx", task="a")]))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "recorded without explanation" in warning
+    assert problem in warning
+
+
+TASKS = """
+tasks:
+  copy:
+    dataset: copy.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: "judges.py:Judge", name: odd, mode: penalty}]
+  digit:
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: "judges.py:Judge", name: odd, mode: reject}]
+"""
+
+
+@pytest.mark.parametrize("stored", [0, 3])
+def test_a_run_explains_the_violations_that_it_stores(tmp_path, stored):
+    (tmp_path / "judges.py").write_text(JUDGES)
+    write_run(tmp_path, TASKS)
+    tracking = TrackingConfig(trackers=["jsonl"], store_rollouts=stored)
+    train(run_config(tmp_path, "out", 2, tracking=tracking))
+    calls = tmp_path / "judges.py.calls"
+    if not stored:
+        assert not calls.exists()
+        return
+    rows = [json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 2 * stored
+    violated = [row for row in rows if row["verdicts"]["odd"]["violated"]]
+    for row in rows:
+        text = f"odd: {len(row['response'])} characters" if row in violated else "odd"
+        assert row["verdicts"]["odd"]["reason"] == text
+    assert sum(map(int, calls.read_text().split())) == len(violated) > 0
