@@ -6,6 +6,7 @@ A callable becomes a reference that worker processes, Ray actors and a resumed r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -139,17 +140,24 @@ def plugin_reference(value: Any, directory: Path) -> str:
             f"a reward or constraint is a name, a function, a class or an object with 'score' or 'judge', "
             f"got {value!r}"
         )
-    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
-    found: Any = sys.modules.get(module) if module != "__main__" else None
+    module = sys.modules.get(getattr(value, "__module__", ""))
+    name = getattr(value, "__qualname__", "")
+    # a script, run by itself or by runpy, cannot be imported by a worker
+    is_script = module is None or module.__name__ == "__main__" or module.__spec__ is None
+    found: Any = None if is_script else module
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is value:
-        return f"{module}:{name}"
+        return f"{value.__module__}:{name}"
     label = getattr(value, "__name__", "") or type(value).__name__
     if not label.isidentifier():
         label = "reward"  # <lambda>
     try:
-        content = cloudpickle.dumps(value)
+        with contextlib.ExitStack() as undo:
+            if module is not None and is_script:
+                cloudpickle.register_pickle_by_value(module)
+                undo.callback(cloudpickle.unregister_pickle_by_value, module)
+            content = cloudpickle.dumps(value)
     except Exception as error:
         raise PluginError(
             f"{label!r} cannot be sent to a worker process: pickling it failed with {type(error).__name__}: "
