@@ -77,6 +77,10 @@ class ModelConfig(Settings):
     """Dtype of the weights; ``auto``: float32 on CPU, bfloat16 on CUDA. The optimizer updates bfloat16 and
     float16 weights through float32 copies, and sums their gradients in float32. With float16 it scales the
     loss, so that small gradients do not vanish."""
+    attn_implementation: str = "auto"
+    """Attention of ``transformers``: ``auto`` (``sdpa``, or the model's own), ``sdpa``, ``eager``,
+    ``flash_attention_2``, ``flash_attention_3``, ``flex_attention``, or a kernel of the hub (``owner/name``).
+    Only with ``sdpa`` and ``eager`` does a group share its prompt."""
     autocast: bool = False
     """bfloat16 autocast in the training forward and in the ``hf`` engine."""
     compile: bool = False

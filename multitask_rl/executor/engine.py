@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
@@ -59,11 +60,14 @@ class RayEngineFactory:
         device = "cuda" if self.num_gpus else "cpu"
         # names of their own: Ray pickles what the function reads, and must not pickle the actor
         engine_class, tokenizer, autocast = self.engine, actor.tokenizer, actor.config.autocast
+        attention = actor.model.config._attn_implementation.replace(FLOAT32, "sdpa")
 
         def make(index: int) -> EngineReplica:
             from transformers import AutoModelForCausalLM
 
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype="auto", attn_implementation=attention
+            )
             model.to(device).eval()
             copy = Actor(model, tokenizer, ModelConfig(name_or_path=str(directory), autocast=autocast))
             own = directory / f"replica-{index}"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from multitask_rl.attention.float32 import use_float32_attention
 from multitask_rl.config.run import ModelConfig, RunConfig
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.lora import add_adapters, load_adapters, merged_state_dict
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["Actor", "learning", "load_actor", "make_actor"]
+
+_FLASH = {
+    "flash_attention_2": "pip install flash-attn",
+    "flash_attention_3": "install flash_attn_3 (Dao-AILab/flash-attention, folder hopper)",
+}
+"""Name -> how to install it."""
 
 
 class Actor:
@@ -325,6 +332,53 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return state
 
 
+def check_attention(config: ModelConfig, device: str = "") -> None:
+    """Refuse an attention that is unknown, not installed, or that cannot train on ``device`` in its dtype.
+
+    Raises:
+        ConfigError: as said.
+    """
+    from transformers import utils
+
+    name, device = config.attn_implementation, device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = f"model.attn_implementation={name}"
+    is_kernel = re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
+    if name in ("auto", "sdpa", "eager"):
+        return
+    if not is_kernel and name not in (*_FLASH, "flex_attention"):
+        known = ("auto", "sdpa", "eager", *_FLASH, "flex_attention")
+        raise ConfigError(
+            f"model.attn_implementation must be {', '.join(known)} or a kernel of the Hugging Face hub "
+            f"(owner/name), got {name!r}{suggest(name, known)}"
+        )
+    if is_kernel and not utils.is_kernels_available():
+        raise ConfigError(
+            f"{where} is a kernel of the Hugging Face hub and needs another package: pip install kernels, or "
+            "set model.attn_implementation=auto"
+        )
+    if name == "flex_attention" and device.startswith("cpu"):
+        raise ConfigError(
+            f"{where} has no backward pass on a CPU; set model.attn_implementation=sdpa, or train on CUDA"
+        )
+    if name not in _FLASH:
+        return
+    if not device.startswith("cuda"):
+        raise ConfigError(
+            f"{where} needs a CUDA device, and the actor is on {device}; set model.attn_implementation=sdpa"
+        )
+    checks = (utils.is_flash_attn_2_available, utils.is_flash_attn_3_available, utils.is_kernels_available)
+    if not (checks[list(_FLASH).index(name)]() or checks[-1]()):
+        raise ConfigError(
+            f"{where} is not installed; {_FLASH[name]}, or pip install kernels (transformers then takes a "
+            "kernel of the hub), or set model.attn_implementation=sdpa"
+        )
+    if config.dtype == "float32" and not config.autocast:
+        raise ConfigError(
+            f"{where} computes in 16 bits, and model.dtype=float32; set model.dtype=bfloat16 or float16, "
+            "model.autocast=true, or model.attn_implementation=sdpa"
+        )
+
+
 def load_actor(
     config: ModelConfig, device: str = "", seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Actor:
@@ -337,7 +391,8 @@ def load_actor(
         tokenizer: instead of the model's own.
 
     Raises:
-        ConfigError: no name is given, or it names no causal language model with a tokenizer.
+        ConfigError: no name is given, it names no causal language model with a tokenizer, or the model
+            cannot have the attention.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -356,9 +411,10 @@ def load_actor(
             "(owner/name); check the path"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    if config.dtype != "auto":
-        dtype = getattr(torch, config.dtype)
+    check_attention(config, device)
+    usual = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtype = known.get(config.dtype, usual)
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, **trust)
@@ -366,11 +422,19 @@ def load_actor(
         if config.rope_scaling:
             scale_rope(architecture, config.rope_scaling)
         given = {"config": architecture, "dtype": dtype, **trust}
+        attention = config.attn_implementation
+        own = "sdpa" if attention == "auto" else attention
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", **given)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
+            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=own, **given)
+        except (ValueError, ImportError) as error:
+            words = "scaled_dot_product_attention" if attention == "auto" else "(?i)attention|attn|kernel"
+            if not re.search(words, str(error)):
                 raise
+            if attention != "auto":
+                raise ConfigError(
+                    f"model.attn_implementation={attention}: {str(error).strip().splitlines()[0]} Set "
+                    "model.attn_implementation=auto."
+                ) from error
             # the model has attention of its own, or none (GPT-OSS, Mamba)
             model = AutoModelForCausalLM.from_pretrained(name, **given)
     except ConfigError:
@@ -426,6 +490,9 @@ def make_actor(
             raise ConfigError(
                 f"no tokenizer comes with the model ({config.name_or_path!r}); give tokenizer=..."
             ) from error
+    if config.attn_implementation != "auto":
+        check_attention(config, str(model.device))
+        model.set_attn_implementation(config.attn_implementation)
     return _prepare(model, tokenizer, config, seed)
 
 

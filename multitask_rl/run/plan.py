@@ -20,6 +20,7 @@ from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.row_check import check_rows, held_out_warning
 from multitask_rl.data.rows import Row
 from multitask_rl.errors import ConfigError, path_errors
+from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import ROLLOUT_ENGINES, absolute_reference, load_plugin
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.learnable import check_learnable
@@ -109,6 +110,7 @@ def plan_run(
     if all(spec.evaluation_only for spec in specs.values()):
         raise ConfigError("every task is evaluation_only; at least one task must be trained")
     devices = resolve_devices(config.device_map, tasks=list(specs))
+    check_attention(config.model, devices.get("actor", ""))
     rank_devices = plan_ranks(config)
     actor_devices = parse_devices(config.device_map.get("actor", "cpu"))
     if dataloader is not None:

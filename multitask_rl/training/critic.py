@@ -70,6 +70,7 @@ class Critic(nn.Module):
             own = ModelConfig(
                 name_or_path=config.name_or_path,
                 dtype=dtype,
+                attn_implementation=actor.config.attn_implementation,
                 trust_remote_code=actor.config.trust_remote_code,
                 lora=LoraConfig(),
             )
