@@ -75,11 +75,9 @@ class Critic(nn.Module):
                 lora=LoraConfig(),
             )
             loaded = load_actor(own, str(self.device))
-            vocabulary, known = loaded.tokenizer.get_vocab(), actor.tokenizer.get_vocab()
-            # control tokens are the actor's alone
-            if vocabulary != {token: i for token, i in known.items() if token in vocabulary} or (
-                len(known) - len(vocabulary) > len(actor.control_token_ids)
-            ):
+            vocabulary, control = loaded.tokenizer.get_vocab(), set(actor.control_token_ids)
+            known = {token: i for token, i in actor.tokenizer.get_vocab().items() if i not in control}
+            if any(vocabulary.get(token) != i for token, i in known.items()):
                 raise ConfigError(
                     f"critic.name_or_path {config.name_or_path!r} has another tokenizer than the actor, so "
                     "it cannot read the actor's tokens; take a model of the same family"

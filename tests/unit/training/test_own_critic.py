@@ -1,0 +1,70 @@
+"""A critic with a model of its own: another model, another dtype, its own activations."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_builders import build_actor, build_byte_tokenizer, build_model, build_tokenizer
+from multitask_rl.config.run import CriticConfig
+from multitask_rl.errors import ConfigError
+from multitask_rl.training.critic import Critic
+from multitask_rl.training.microbatch import build_microbatches
+
+
+@pytest.fixture
+def wider(tmp_path: Path) -> Path:
+    """A model of the actor's tokenizer and another width."""
+    build_model(seed=3, hidden=48).save_pretrained(tmp_path / "wider")
+    build_tokenizer().save_pretrained(tmp_path / "wider")
+    return tmp_path / "wider"
+
+
+def build(config: CriticConfig, *, control_tokens: int = 0) -> Critic:
+    actor = build_actor()
+    actor.add_control_tokens(control_tokens)
+    critic = Critic(config.trunk, "cpu", config)
+    critic.build(actor, ["a"])
+    return critic
+
+
+def test_values_are_read_from_the_model_that_is_named(wider: Path) -> None:
+    critic = build(
+        CriticConfig(trunk="separate", name_or_path=str(wider), dtype="bfloat16"), control_tokens=3
+    )
+    (batch,) = build_microbatches([[5, 6]], [[7, 8, 1]], max_tokens=64, layout="bucketed", pad_token_id=0)
+    hidden = critic.hidden(batch)
+    model = build_model(seed=3, hidden=48).to(torch.bfloat16)
+    expected = model(torch.tensor([[5, 6, 7, 8, 1]]), output_hidden_states=True).hidden_states[-1][0, 1:4]
+    torch.testing.assert_close(hidden, expected)
+    assert critic.values("a", hidden).dtype == torch.float32
+    assert critic.trunk is not None
+    assert critic.trunk.get_input_embeddings().weight.shape[0] >= len(build_tokenizer()) + 3
+    assert all(p.requires_grad for p in critic.parameters())
+
+
+def test_its_activations_alone_are_recomputed() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        critic = build(CriticConfig(trunk="separate", gradient_checkpointing=checkpointing))
+        (batch,) = build_microbatches([[5, 6]], [[7, 8, 1]], max_tokens=64, layout="bucketed", pad_token_id=0)
+        assert critic.trunk is not None
+        critic.hidden(batch)  # tries once what the model can
+        runs: list[int] = []
+        hook = critic.trunk.model.layers[0].mlp.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        with critic.learning():
+            critic.hidden(batch).sum().backward()
+        hook.remove()
+        assert len(runs) == 1 + checkpointing
+        gradients.append(critic.trunk.model.layers[0].mlp.up_proj.weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_another_vocabulary_and_keys_without_a_model_of_its_own_are_refused(tmp_path: Path) -> None:
+    tokenizer = build_byte_tokenizer()
+    build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "bytes")
+    tokenizer.save_pretrained(tmp_path / "bytes")
+    with pytest.raises(ConfigError, match="another tokenizer than the actor"):
+        build(CriticConfig(trunk="separate", name_or_path=str(tmp_path / "bytes")))
+    with pytest.raises(ConfigError, match=r"critic.dtype='bfloat16' is for a critic with a model of its own"):
+        CriticConfig(dtype="bfloat16")
