@@ -223,7 +223,7 @@ class ConstraintStage(StreamingStage):
         return record.order
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
-        """Yield rollouts without constraints as they come, the others when all of an attempt are judged.
+        """Yield rollouts without constraints as they come, the others when their task's are all judged.
 
         If the engine admits requests while it works (``RolloutStage.join``), a refused slot is sampled again
         at once; else after the batch. Seeds make both ways give the same rollouts and the same batches.
@@ -237,8 +237,11 @@ class ConstraintStage(StreamingStage):
             self._take(rounds, own + self._rollout.take_joined())
         number = 0
         while number < len(rounds):
-            judged = self._judge(rounds[number])
-            yield [rollout for _, rollout in judged]
+            judged: list[tuple[int, Rollout]] = []
+            for own_task in self._judge(rounds[number]):
+                judged += own_task
+                yield [rollout for _, rollout in own_task]
+            judged.sort(key=lambda pair: pair[1].order)
             following = [self._next_attempt(r) for i, r in judged if i not in rounds[number].followed]
             again = [slot for slot in following if slot is not None]
             for part in self._rollout.sample(again) if again else []:
@@ -272,18 +275,28 @@ class ConstraintStage(StreamingStage):
         if again:
             self._rollout.join(again)
 
-    def _judge(self, current: _Round) -> list[tuple[int, Rollout]]:
-        """Close a round; return index and rollout with verdicts, in order."""
-        began = time.monotonic()
+    def _judge(self, current: _Round) -> Iterator[list[tuple[int, Rollout]]]:
+        """Close a round; yield index and rollout with verdicts, in order, a task as soon as it is judged."""
+        judging = current.judging
         order = sorted(range(len(current.rollouts)), key=lambda index: current.rollouts[index].order)
-        current.judging.seal(order)
-        current.judging.wait()
-        self.spans.append((began, time.monotonic()))
-        results = current.judging.results(order)
-        return [
-            (index, self._with_verdicts(current.rollouts[index], verdicts))
-            for index, verdicts in zip(order, results, strict=True)
-        ]
+        judging.seal(order)
+        waiting: dict[str, list[int]] = {}
+        for index in order:
+            waiting.setdefault(current.rollouts[index].task, []).append(index)
+
+        def done() -> list[str]:
+            return [task for task, own in waiting.items() if all(map(judging.is_done, own))]
+
+        while waiting:
+            began = time.monotonic()
+            judging.wait(lambda: bool(done()))
+            self.spans.append((began, time.monotonic()))
+            for task in done():
+                own = waiting.pop(task)
+                yield [
+                    (index, self._with_verdicts(current.rollouts[index], verdicts))
+                    for index, verdicts in zip(own, judging.results(own), strict=True)
+                ]
 
     def _with_verdicts(self, rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
         # the verdict that ended a response stands, even if a random judge now gives another

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from multitask_rl.config.run import ScoringConfig
+from multitask_rl.config.task import ConstraintSpec, TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Verdict
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
+from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import ConstraintStage, RolloutStage
+from multitask_rl.testing import make_rollout
 
 
 class Steps(RolloutEngine):
@@ -72,7 +77,10 @@ class Judge:
     def known(self, index: int) -> Mapping[str, Any] | None:
         return self._verdicts(index) if self._at_once else None
 
-    def wait(self) -> str:
+    def is_done(self, index: int) -> bool:
+        return True
+
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
         return ""
 
     def results(self, indices: Sequence[int]) -> list[dict[str, Verdict]]:
@@ -145,3 +153,36 @@ def test_joining_the_batch_changes_when_but_not_what(at_once: bool) -> None:
         assert beside.num_steps < after.num_steps
     else:
         assert (beside.num_calls, beside.num_steps) == (after.num_calls, after.num_steps)
+
+
+JUDGES = """
+import os, time
+from multitask_rl.scoring.shapes import with_traits
+
+
+def quick(responses):
+    return [0.0] * len(responses)
+
+
+@with_traits(timeout_s=20)
+def slow(responses):
+    while not os.path.exists(__file__ + ".go"):
+        time.sleep(0.01)
+    return [0.0] * len(responses)
+"""
+
+
+def test_a_slow_constraint_of_one_task_does_not_hold_up_the_rollouts_of_others(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    specs = {
+        name: TaskSpec(name=name, constraints=[ConstraintSpec(plugin=f"{tmp_path}/judges.py:{name}")])
+        for name in ("slow", "quick")
+    }
+    tasks: Any = {n: SimpleNamespace(spec=s, sampling=SamplingParams()) for n, s in specs.items()}
+    rollout: Any = SimpleNamespace(take_joined=list, can_join=False)
+    own = [make_rollout("x", task=task, draw=i) for i, task in enumerate(("slow", "quick", "slow", "quick"))]
+    with RewardPool(specs, ScoringConfig(num_workers=1), seed=0, devices={}) as pool:
+        parts = ConstraintStage(pool, rollout, tasks).stream([own])
+        assert [r.task for r in next(parts)] == ["quick", "quick"], "the slow one has not answered"
+        (tmp_path / "judges.py.go").touch()
+        assert [r.task for part in parts for r in part] == ["slow", "slow"]
