@@ -51,7 +51,9 @@ def test_its_activations_alone_are_recomputed() -> None:
         assert critic.trunk is not None
         critic.hidden(batch)  # tries once what the model can
         runs: list[int] = []
-        hook = critic.trunk.model.layers[0].mlp.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        hook = critic.trunk.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_, runs=runs: runs.append(1)
+        )
         with critic.learning():
             critic.hidden(batch).sum().backward()
         hook.remove()
