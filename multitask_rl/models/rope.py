@@ -38,7 +38,7 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
         )
     text = config.get_text_config()
     old = getattr(text, "rope_parameters", None)
-    if not old or "rope_theta" not in old:
+    if not old or "rope_theta" not in old or text.to_dict().get("alibi"):
         raise ConfigError(
             f"model.rope_scaling: a {config.model_type} model has no rotary positions, or several kinds of "
             "them; leave model.rope_scaling empty"
@@ -67,6 +67,7 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
 def context_length(config: Any) -> int:
     """Return the longest sequence that the positions of ``config`` cover, scaled; 0 = no known limit."""
     text = config.get_text_config()
-    length = int(getattr(text, "max_position_embeddings", 0) or 0)
+    names = ("max_position_embeddings", "max_seq_len")  # the second: MPT
+    length = next((int(own) for name in names if (own := getattr(text, name, None))), 0)
     rope = getattr(text, "rope_parameters", None) or {}
     return int(length * rope["factor"]) if rope.get("rope_type") in ("linear", "dynamic") else length

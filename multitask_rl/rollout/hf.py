@@ -21,6 +21,7 @@ from multitask_rl.attention.shared import SHARED_PROMPT
 from multitask_rl.errors import EngineError
 from multitask_rl.models.actor import evaluating
 from multitask_rl.models.grammar import Grammars
+from multitask_rl.models.rope import context_length
 from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
@@ -163,6 +164,7 @@ class HFEngine(RolloutEngine):
             return *distribution(row), *lengths, row.request, row.sample
 
         on_cpu = next(self.model.parameters()).device.type == "cpu"
+        most = context_length(self.model.config) or math.inf
         batch: list[_Row] = []
         new = prompt_tokens = 0
         for row in sorted(rows, key=place):
@@ -179,6 +181,8 @@ class HFEngine(RolloutEngine):
                     # on a CPU a row pays for every key, padding too; on a GPU fewer, larger batches win
                     widest = 2 * shortest + PADDING_SLACK if on_cpu else math.inf
                     fits = length <= widest and (length + new) * number <= self.max_batch_tokens
+                    # the biases of MPT cover so many columns, padding too
+                    fits = fits and length + new <= most
                 if not fits or distribution(batch[0]) != distribution(row):
                     yield batch
                     batch, new, prompt_tokens, further = [], row.sampling.max_new_tokens, 0, length
