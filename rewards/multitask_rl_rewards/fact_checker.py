@@ -14,7 +14,7 @@ from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.llama_guard import GuardConfig, GuardModel
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of, unread, value_of
-from multitask_rl_rewards.transformer_models import read_model_config, resolve_device
+from multitask_rl_rewards.transformer_models import check_device, read_model_config
 
 __all__ = ["FactChecker"]
 
@@ -68,7 +68,7 @@ class FactChecker:
             ConfigError: missing model or device, or a model that is neither classifier nor language model.
         """
         self.config = config
-        resolve_device(config.device, _NAME)
+        check_device(config, _NAME)
         model_config = read_model_config(config.model_name, _NAME)
         architectures = list(getattr(model_config, "architectures", None) or [])
         self._is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)

@@ -17,8 +17,8 @@ from multitask_rl_rewards.guard_templates import FAMILIES, GuardFamily, build_pr
 from multitask_rl_rewards.text import data_failure, question_of, unread
 from multitask_rl_rewards.transformer_models import (
     ModelSettings,
+    check_device,
     read_model_config,
-    resolve_device,
     worst_of_parts,
 )
 
@@ -65,7 +65,7 @@ class GuardModel:
             raise ConfigError(
                 f"{plugin}: a model of the family {self.family.name} judges by its own policy only."
             )
-        resolve_device(config.device, plugin)
+        check_device(config, plugin)
         read_model_config(config.model_name, plugin)
 
     @cached_property

@@ -14,7 +14,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of
-from multitask_rl_rewards.transformer_models import ModelSettings, read_model_config, resolve_device
+from multitask_rl_rewards.transformer_models import ModelSettings, check_device, read_model_config
 
 __all__ = ["RewardModel"]
 
@@ -53,7 +53,7 @@ class RewardModel:
             ConfigError: missing model or device, or several outputs and no ``label``.
         """
         self.config = config
-        resolve_device(config.device, "rm_hf")
+        check_device(config, "rm_hf")
         model_config = read_model_config(config.model_name, "rm_hf")
         labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
         if config.label and config.label not in labels:

@@ -14,7 +14,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of, unread
-from multitask_rl_rewards.transformer_models import ModelSettings, read_model_config, resolve_device
+from multitask_rl_rewards.transformer_models import ModelSettings, check_device, read_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ class SafetyClassifier:
             ConfigError: missing model or device, or labels that say nothing of safety.
         """
         self.config = config
-        resolve_device(config.device, _NAME)
+        check_device(config, _NAME)
         model_config = read_model_config(config.model_name, _NAME)
         labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
         self._unsafe = unsafe_labels_of(labels, config.unsafe_labels, config.model_name)

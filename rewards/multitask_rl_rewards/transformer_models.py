@@ -11,12 +11,13 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Settings
-from multitask_rl.errors import ConfigError, UnavailableError
+from multitask_rl.errors import ConfigError, MissingExtraError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ __all__ = [
     "LoadedModel",
     "ModelSettings",
     "batches",
+    "check_device",
     "load_model",
     "read_model_config",
     "remove_special_tokens",
@@ -37,6 +39,7 @@ P = TypeVar("P")
 _FULL_BATCH_TOKENS = 512
 """Tokens of an input up to which a forward takes ``batch_size`` of them; of longer ones it takes fewer."""
 _PARTS_AT_ONCE = 256
+_BITS = ("int8", "int4")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -48,8 +51,9 @@ class ModelSettings(Settings):
     """Directory or Hugging Face id. Required."""
     device: str = "auto"
     """``cpu``, ``cuda:1``...; ``auto`` = the first accelerator, else the CPU."""
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
-    """``auto`` = the checkpoint's; float32 on the CPU."""
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16", "int8", "int4")] = "auto"
+    """``auto`` = the checkpoint's; float32 on the CPU. ``int8`` and ``int4`` (CUDA only) keep the weights of
+    linear layers in as many bits (extra ``quantized``); the output layer stays whole."""
     batch_size: Count = 16
     """Inputs per forward."""
     max_length: Natural = 2048
@@ -167,6 +171,27 @@ def resolve_device(device: str, plugin: str) -> torch.device:
     return resolved
 
 
+def check_device(config: ModelSettings, plugin: str) -> torch.device:
+    """Return the torch device of ``config``, which can keep weights in its dtype.
+
+    Raises:
+        ConfigError, UnavailableError: see ``resolve_device``; or 4 bits elsewhere than on CUDA.
+        MissingExtraError: ``int8`` or ``int4`` without torchao.
+    """
+    device = resolve_device(config.device, plugin)
+    if config.dtype == "int4" and device.type != "cuda":
+        raise ConfigError(
+            f"{plugin}: dtype int4 runs on CUDA only, as torchao has no kernel of 4 bits for {device.type}; "
+            "set dtype: int8, or device: cuda"
+        )
+    if config.dtype in _BITS and find_spec("torchao") is None:
+        raise MissingExtraError(
+            f"{plugin}: dtype {config.dtype} needs torchao: pip install 'multitask-rl[quantized]', or set "
+            "dtype: auto"
+        )
+    return device
+
+
 def read_model_config(model_name: str, plugin: str) -> Any:
     """Return the ``transformers`` configuration of ``model_name`` without loading weights.
 
@@ -198,10 +223,10 @@ def load_model(auto_class: str, config: ModelSettings, plugin: str) -> LoadedMod
         plugin: name for errors.
 
     Raises:
-        ConfigError: a model that is none of ``auto_class``.
-        UnavailableError: missing device or unreadable model.
+        ConfigError: a model that is none of ``auto_class``, or cannot have the dtype; see ``check_device``.
+        UnavailableError: unreadable model.
     """
-    target, dtype = resolve_device(config.device, plugin), config.dtype
+    target, dtype = check_device(config, plugin), config.dtype
     if dtype == "auto" and target.type == "cpu":
         dtype = "float32"
     key = (auto_class, config.model_name, str(target), dtype)
@@ -219,7 +244,10 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
 
     config = read_model_config(model_name, plugin)
     loader: Callable[..., Any] = getattr(transformers, auto_class).from_pretrained
-    torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
+    full = dtype
+    if dtype in _BITS:
+        full = "float32" if device.type == "cpu" else "bfloat16"
+    torch_dtype = "auto" if full == "auto" else getattr(torch, full)
     try:
         tokenizer = _load_tokenizer(model_name)
         model = loader(model_name, config=config, dtype=torch_dtype)
@@ -234,7 +262,27 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
     if model.config.pad_token_id is None:
         # A decoder classifier finds its last token by this id; without it a padded batch is refused.
         model.config.pad_token_id = tokenizer.pad_token_id
-    return LoadedModel(model.to(device).eval(), tokenizer, device)
+    model = model.to(device).eval()
+    if dtype in _BITS:
+        _quantize(model, dtype, plugin)
+    return LoadedModel(model, tokenizer, device)
+
+
+def _quantize(model: Any, dtype: str, plugin: str) -> None:
+    """Round the weights of the linear layers below the output layer, in place."""
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    try:
+        bits = (
+            Int8WeightOnlyConfig()
+            if dtype == "int8"
+            else Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d")
+        )
+        quantize_(model.base_model, bits)
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{plugin}: torchao cannot keep {type(model).__name__} in {dtype}: {error}; set dtype: auto"
+        ) from error
 
 
 def _load_tokenizer(model_name: str) -> Any:
