@@ -245,6 +245,8 @@ class ExperienceSource:
             self._timeline.add("wait/rewards", (began, time.monotonic()), step=self._step, task=task)
             for name, span in sampled.rewards.spans().items():
                 self._timeline.add("rewards", span, step=sampled.step, task=name)
+            for name, span in sampled.rewards.judging_spans().items():
+                self._timeline.add("constraints", span, step=sampled.step, task=name)
             scored = next(sampled.scored, [])
             experience.drawn += scored
             if sampled.rewards.num_open:

@@ -211,10 +211,18 @@ class ConstraintStage(StreamingStage):
     consumes = Rollout
     produces = Rollout
 
-    def __init__(self, scorer: RunScorer, rollout: RolloutStage, tasks: Mapping[str, TaskState]) -> None:
+    def __init__(
+        self,
+        scorer: RunScorer,
+        rollout: RolloutStage,
+        tasks: Mapping[str, TaskState],
+        later: Collection[str] = (),
+    ) -> None:
+        """``later``: tasks whose constraints the reward stage asks, because they refuse nothing."""
         self._scorer = scorer
         self._rollout = rollout
         self._tasks = tasks
+        self._here = {name for name, task in tasks.items() if task.spec.judged and name not in later}
         self.spans: list[Span] = []
         """When the stage waited for verdicts, since the caller last cleared it."""
 
@@ -230,10 +238,10 @@ class ConstraintStage(StreamingStage):
         """
         rounds: list[_Round] = []
         for part in parts:
-            free = [r for r in part if not self._tasks[r.task].spec.judged]
+            free = [r for r in part if r.task not in self._here]
             if free:
                 yield free
-            own = [r for r in part if self._tasks[r.task].spec.judged]
+            own = [r for r in part if r.task in self._here]
             self._take(rounds, own + self._rollout.take_joined())
         number = 0
         while number < len(rounds):
@@ -268,7 +276,7 @@ class ConstraintStage(StreamingStage):
                 known = current.judging.known(index)
                 if known is not None:
                     del current.undecided[index]
-                    slot = self._next_attempt(self._with_verdicts(current.rollouts[index], known))
+                    slot = self._next_attempt(self._judged(current.rollouts[index], known))
                     if slot is not None:
                         current.followed.add(index)
                         again.append(slot)
@@ -294,19 +302,17 @@ class ConstraintStage(StreamingStage):
             for task in done():
                 own = waiting.pop(task)
                 yield [
-                    (index, self._with_verdicts(current.rollouts[index], verdicts))
+                    (index, self._judged(current.rollouts[index], verdicts))
                     for index, verdicts in zip(own, judging.results(own), strict=True)
                 ]
 
-    def _with_verdicts(self, rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
-        # the verdict that ended a response stands, even if a random judge now gives another
-        verdicts = {**judged_whole, **rollout.verdicts}
+    def _judged(self, rollout: Rollout, verdicts: Mapping[str, Verdict | Failure]) -> Rollout:
+        rollout = _with_verdicts(rollout, verdicts)
         rejecting = {c.name or c.plugin for c in self._tasks[rollout.task].spec.judged if c.mode == "reject"}
-        failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
         refused = any(
-            isinstance(v, Verdict) and v.violated for name, v in verdicts.items() if name in rejecting
+            isinstance(v, Verdict) and v.violated for name, v in rollout.verdicts.items() if name in rejecting
         )
-        return replace(rollout, verdicts=verdicts, rejected=refused, failure=rollout.failure or failed)
+        return replace(rollout, rejected=refused)
 
     def _next_attempt(self, rollout: Rollout) -> Rollout | None:
         """Return the empty slot after a refused attempt; None if no attempt is left, or it would be equal.
@@ -325,6 +331,13 @@ class ConstraintStage(StreamingStage):
         )
 
 
+def _with_verdicts(rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
+    # the verdict that ended a response stands, even if a random judge now gives another
+    verdicts = {**judged_whole, **rollout.verdicts}
+    failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
+    return replace(rollout, verdicts=verdicts, failure=rollout.failure or failed)
+
+
 class RewardBatch:
     """Rollouts of one batch while they are scored: a group is taken once, when all its rollouts are scored.
 
@@ -332,12 +345,24 @@ class RewardBatch:
         pending: the open round of the reward pool.
         finish: turns the pool's record into the stage's (costs of constraints).
         quorum: share of the groups that ``wait`` waits for.
+        judging: an open round of constraints for the rollouts of the tasks ``later``; their groups are done
+            when they are judged, too.
     """
 
     def __init__(
-        self, pending: Pending[Scored], finish: Callable[[Scored], Scored], quorum: float = 1.0
+        self,
+        pending: Pending[Scored],
+        finish: Callable[[Scored], Scored],
+        quorum: float = 1.0,
+        *,
+        judging: Pending[dict[str, Verdict | Failure]] | None = None,
+        later: Collection[str] = (),
     ) -> None:
         self._pending, self._finish, self._quorum = pending, finish, quorum
+        self._judging, self._later = judging, later
+        self._judged: list[int] = []
+        """Per rollout its index in ``judging``; -1: not judged there."""
+        self._num_judged = 0
         self._rollouts: list[Rollout] = []
         self._asked: list[int] = []
         """Per rollout its index in ``pending``; -1: refused by a constraint, not scored."""
@@ -353,13 +378,19 @@ class RewardBatch:
             self._rollouts.append(rollout)
             self._asked.append(-1 if rollout.rejected else self._num_asked)
             self._num_asked += not rollout.rejected
+            self._judged.append(self._num_judged if rollout.task in self._later else -1)
+            self._num_judged += rollout.task in self._later
         self._pending.add([r for r in rollouts if not r.rejected])
+        if self._judging is not None:
+            self._judging.add([r for r in rollouts if r.task in self._later])
 
     def seal(self) -> None:
         """Declare that no more rollouts are added."""
         order = list(range(len(self._rollouts)))
         if self._num_parts > 1:  # one part keeps the order of the stage before
             order.sort(key=lambda index: self._rollouts[index].order)
+        if self._judging is not None:
+            self._judging.seal([self._judged[i] for i in order if self._judged[i] >= 0])
         self._pending.seal([self._asked[i] for i in order if self._asked[i] >= 0])
         for index in order:
             self._groups.setdefault(self._rollouts[index].group_id, []).append(index)
@@ -378,7 +409,12 @@ class RewardBatch:
         if self._quorum >= 1.0:
             return self._pending.wait()
         needed = math.ceil(self._quorum * len(self._groups) - 1e-9)
-        return self._pending.wait(lambda: sum(map(self._is_done, self._groups.values())) >= needed)
+
+        def is_enough() -> bool:
+            return sum(map(self._is_done, self._groups.values())) >= needed
+
+        task = self._judging.wait(is_enough) if self._judging is not None else ""
+        return self._pending.wait(is_enough) or task
 
     def take(self) -> list[Scored]:
         """Return the records of the groups that are scored by now, in the order of the batch.
@@ -388,13 +424,24 @@ class RewardBatch:
         """
         done = [name for name, indices in self._groups.items() if self._is_done(indices)]
         indices = [i for name in done for i in self._groups.pop(name)]
-        scored = iter(self._pending.results([self._asked[i] for i in indices if self._asked[i] >= 0]))
-        return [
-            self._finish(
-                Scored(rollout=self._rollouts[i], reward=None) if self._asked[i] < 0 else next(scored)
+        rollouts = {i: self._rollouts[i] for i in indices}
+        if self._judging is not None:
+            own = [i for i in indices if self._judged[i] >= 0]
+            verdicts = self._judging.results([self._judged[i] for i in own])
+            rollouts |= {i: _with_verdicts(rollouts[i], v) for i, v in zip(own, verdicts, strict=True)}
+        # a failed verdict is the record's failure, and counts alone in the error budget
+        failed = {i for i in indices if self._judged[i] >= 0 and rollouts[i].failure is not None}
+        wanted = [i for i in indices if self._asked[i] >= 0 and i not in failed]
+        answers = self._pending.results([self._asked[i] for i in wanted])
+        scored = dict(zip(wanted, answers, strict=True))
+        records = []
+        for i in indices:
+            record = scored.get(i) or Scored(
+                rollout=rollouts[i], reward=None, failure=rollouts[i].failure if i in failed else None
             )
-            for i in indices
-        ]
+            record.rollout = rollouts[i]
+            records.append(self._finish(record))
+        return records
 
     def deliveries(self) -> Iterator[list[Scored]]:
         """Yield the groups that are scored at the quorum, then those scored since, until no group is open.
@@ -413,7 +460,10 @@ class RewardBatch:
         for name, indices in list(self._groups.items()):
             rollout = self._rollouts[indices[0]]
             if is_unwanted(rollout):
-                self._pending.cancel([self._asked[i] for i in self._groups.pop(name) if self._asked[i] >= 0])
+                gone = self._groups.pop(name)
+                self._pending.cancel([self._asked[i] for i in gone if self._asked[i] >= 0])
+                if self._judging is not None:
+                    self._judging.cancel([self._judged[i] for i in gone if self._judged[i] >= 0])
                 dropped[rollout.task] = dropped.get(rollout.task, 0) + 1
         return dropped
 
@@ -421,8 +471,16 @@ class RewardBatch:
         """Return per task the span from the first to the last answer, or until now."""
         return self._pending.spans([i for i in self._asked if i >= 0])
 
+    def judging_spans(self) -> dict[str, Span]:
+        """Return per task that is judged here the span from the first to the last verdict, or until now."""
+        return self._judging.spans([i for i in self._judged if i >= 0]) if self._judging is not None else {}
+
     def _is_done(self, indices: Sequence[int]) -> bool:
-        return all(self._asked[i] < 0 or self._pending.is_done(self._asked[i]) for i in indices)
+        is_scored = all(self._asked[i] < 0 or self._pending.is_done(self._asked[i]) for i in indices)
+        return is_scored and (
+            self._judging is None
+            or all(self._judged[i] < 0 or self._judging.is_done(self._judged[i]) for i in indices)
+        )
 
 
 class RewardStage(StreamingStage):
@@ -436,16 +494,27 @@ class RewardStage(StreamingStage):
     produces = Scored
     yields_batches = True
 
-    def __init__(self, scorer: RunScorer, tasks: Mapping[str, TaskState], quorum: float = 1.0) -> None:
+    def __init__(
+        self,
+        scorer: RunScorer,
+        tasks: Mapping[str, TaskState],
+        quorum: float = 1.0,
+        later: Collection[str] = (),
+    ) -> None:
+        """``quorum``: see ``RewardBatch``; ``later``: tasks that are judged here, beside their rewards."""
         self._scorer = scorer
         self._tasks = tasks
         self._quorum = quorum
+        self._later = later
         self.begun: list[RewardBatch] = []
         """The batch of each call of ``stream``; the caller takes them out."""
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Scored]]:
         """Begin to score every rollout, then return: see ``RewardBatch.deliveries`` for what is yielded."""
-        batch = RewardBatch(self._scorer.begin_scoring(), self._with_costs, self._quorum)
+        judging = self._scorer.begin_judging() if self._later else None
+        batch = RewardBatch(
+            self._scorer.begin_scoring(), self._with_costs, self._quorum, judging=judging, later=self._later
+        )
         self.begun.append(batch)
         for part in parts:
             batch.add(part)
@@ -560,7 +629,8 @@ def sampling_stages(
 ) -> SamplingStages:
     """Return ``rollout -> constraints -> rewards`` for a step or, with another ``purpose``, an evaluation.
 
-    ``RolloutStage`` and ``RewardBatch`` define the settings.
+    ``RolloutStage`` and ``RewardBatch`` define the settings. With a ``quorum`` below 1, a task whose
+    constraints refuse nothing is judged beside its rewards: a slow judge makes its groups late and no others.
     """
     rollout = RolloutStage(
         engine,
@@ -572,7 +642,12 @@ def sampling_stages(
         group_size=group_size,
         temperature=temperature,
     )
-    return rollout, ConstraintStage(scorer, rollout, tasks), RewardStage(scorer, tasks, quorum)
+    later = {
+        name
+        for name, task in tasks.items()
+        if quorum < 1.0 and task.spec.judged and all(c.mode != "reject" for c in task.spec.judged)
+    }
+    return rollout, ConstraintStage(scorer, rollout, tasks, later), RewardStage(scorer, tasks, quorum, later)
 
 
 def is_trainable(task: TaskState, scored: Scored) -> bool:

@@ -125,6 +125,19 @@ class Held:
         self._inner.cancel(indices)
 
 
+class Judged:
+    """A round of constraints whose verdicts are all waited for, so that the case alone says what is late."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
+        return str(self._inner.wait())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 class RecordingGuard(SafetyGuard):
     """The guard; keeps the statistics of the last step, and what it said of the last evaluation."""
 
@@ -150,6 +163,9 @@ class HoldingScorer:
 
     def begin_scoring(self) -> Held:
         return Held(self._pool.begin_scoring(), self)
+
+    def begin_judging(self) -> Judged:
+        return Judged(self._pool.begin_judging())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)

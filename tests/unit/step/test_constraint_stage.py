@@ -15,7 +15,7 @@ from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Verdict
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
 from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.step.stages import ConstraintStage, RolloutStage
+from multitask_rl.step.stages import ConstraintStage, RolloutStage, sampling_stages
 from multitask_rl.testing import make_rollout
 
 
@@ -164,6 +164,10 @@ def quick(responses):
     return [0.0] * len(responses)
 
 
+def broken(responses):
+    raise ValueError("broken")
+
+
 @with_traits(timeout_s=20)
 def slow(responses):
     while not os.path.exists(__file__ + ".go"):
@@ -186,3 +190,35 @@ def test_a_slow_constraint_of_one_task_does_not_hold_up_the_rollouts_of_others(t
         assert [r.task for r in next(parts)] == ["quick", "quick"], "the slow one has not answered"
         (tmp_path / "judges.py.go").touch()
         assert [r.task for part in parts for r in part] == ["slow", "slow"]
+
+
+def test_with_a_quorum_a_slow_constraint_makes_the_groups_of_its_task_late_and_no_others(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    specs = {
+        name: TaskSpec(
+            name=name,
+            constraints=[ConstraintSpec(plugin=f"{tmp_path}/judges.py:{name}", name="own", mode="penalty")],
+        )
+        for name in ("slow", "quick", "broken")
+    }
+    tasks: Any = {
+        n: SimpleNamespace(spec=s, sampling=SamplingParams(), group_size=1) for n, s in specs.items()
+    }
+    own = [make_rollout("x", task=task, draw=i) for i, task in enumerate(["slow", "quick", "broken"] * 2)]
+    actor: Any = SimpleNamespace(tokenizer=None)
+    scoring = ScoringConfig(num_workers=1, max_failure_rate=0.9)
+    with RewardPool(specs, scoring, seed=0, devices={}) as pool:
+        stages = sampling_stages(actor, Steps(), pool, tasks, seed=0, quorum=4 / 6)
+        parts = stages[2].stream(stages[1].stream([own]))
+        scored = next(parts)
+        assert [s.rollout.task for s in scored] == ["quick", "broken"] * 2, "the slow one has not answered"
+        assert [s.reward for s in scored] == [1.0, None] * 2
+        assert all("ValueError" in s.failure.message for s in scored[1::2] if s.failure)
+        assert len(pool.state_dict()["broken"]["recent"]) == 0, "spent: a failed verdict counts once, alone"
+        (tmp_path / "judges.py.go").touch()
+        late = [s for part in parts for s in part]
+        assert [(s.rollout.task, s.reward, s.rollout.verdicts["own"].cost) for s in late] == [
+            ("slow", 1.0, 0.0)
+        ] * 2
