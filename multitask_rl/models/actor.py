@@ -21,7 +21,7 @@ from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.lora import add_adapters, load_adapters, merged_state_dict
-from multitask_rl.models.rope import context_length, scale_rope
+from multitask_rl.models.rope import check_positions, context_length, scale_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -470,7 +470,8 @@ def make_actor(
         seed: of new adapters.
 
     Raises:
-        ConfigError: no causal language model, or no tokenizer.
+        ConfigError: no causal language model, no tokenizer, or a configuration that the model was not built
+            from.
     """
     from transformers import AutoTokenizer, PreTrainedModel
 
@@ -480,6 +481,7 @@ def make_actor(
             f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got "
             f"{type(model).__name__}"
         )
+    check_positions(model)
     config = replace(config or ModelConfig(), name_or_path=model.name_or_path)
     if tokenizer is None:
         try:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from multitask_rl.errors import ConfigError
 
-__all__ = ["context_length", "scale_rope"]
+__all__ = ["check_positions", "context_length", "scale_rope"]
 
 TYPES = ("linear", "ntk", "dynamic", "yarn")
 
@@ -20,7 +22,7 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
     """Let ``config`` (of ``transformers``) cover ``factor`` times the positions it covers now.
 
     Args:
-        config: a model's configuration, changed in place.
+        config: a model's configuration, changed in place, before the model is built from it.
         scaling: ``factor`` > 1; ``type``: ``linear`` (positions divided by the factor, arXiv:2306.15595),
             ``ntk`` (base multiplied by ``factor ** (d / (d - 2))``, d rotated dimensions), ``dynamic`` (as
             ``ntk``, with the factor that the longest sequence so far needs) or ``yarn`` (all
@@ -38,6 +40,11 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
         )
     text = config.get_text_config()
     old = getattr(text, "rope_parameters", None)
+    if old and "rope_type" not in old and "type" in old:
+        raise ConfigError(
+            "config.rope_scaling = {...} replaces all rotary parameters in transformers 5, so no model can "
+            "be built from it; load the configuration again and call scale_rope(config, {...}) instead"
+        )
     if not old or "rope_theta" not in old or text.to_dict().get("alibi"):
         raise ConfigError(
             f"model.rope_scaling: a {config.model_type} model has no rotary positions, or several kinds of "
@@ -62,6 +69,32 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
     # for the other two, transformers and vLLM multiply the trained length by the factor themselves
     if kind in ("ntk", "yarn"):
         text.max_position_embeddings = int(length * factor)
+
+
+def check_positions(model: Any) -> None:
+    """Refuse a model that was built before its configuration was scaled.
+
+    It computes with its first positions, and its checkpoints would be loaded with others.
+
+    Raises:
+        ConfigError: as said.
+    """
+    for module in model.modules():
+        own = dict(module.named_buffers(recurse=False)).get("original_inv_freq")
+        if own is None:
+            continue
+        try:
+            fresh = type(module)(module.config)
+        except (AttributeError, TypeError):  # made of other arguments than a configuration
+            continue
+        expected = fresh.original_inv_freq.to(own)
+        # a model converted to 16 bits has rounded frequencies
+        if fresh.rope_type != module.rope_type or not torch.allclose(own, expected, rtol=0.02, atol=1e-7):
+            raise ConfigError(
+                f"the {type(model).__name__} was built before its configuration was scaled, so it still has "
+                "its first positions; call scale_rope(config, {...}) first, then load the model with "
+                "from_pretrained(name, config=config)"
+            )
 
 
 def context_length(config: Any) -> int:

@@ -126,7 +126,7 @@ def test_missing_model_and_device_are_config_errors(reward_model_dir):
     with pytest.raises(ConfigError, match="not a torch device"):
         RewardModel(RewardModel.Config(model_name=str(reward_model_dir), device="gpu0"))
     with pytest.raises(ConfigError, match="dtype must be one of auto, float32"):
-        build(reward_model_dir, dtype="int4").warm_up()
+        build(reward_model_dir, dtype="int2").warm_up()
 
 
 def test_config_pickles():
