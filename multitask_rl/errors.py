@@ -93,53 +93,39 @@ class GuardStop(MultitaskRLError):
 def path_errors(
     what: str, path: str | Path, allowed: str, kind: type[MultitaskRLError] = ConfigError
 ) -> Iterator[None]:
-    """Turn errors on opening a user's path into one paragraph; other errors pass.
+    """Turn errors on opening a user's path into one paragraph, raised as ``kind``; other errors pass.
 
-    Args:
-        what: place and role of the path: ``tasks.yaml:3: tasks.math.dataset: the data set``.
-        path: the path as the user wrote it.
-        allowed: description of a valid path.
-        kind: class of the error.
-
-    Raises:
-        MultitaskRLError: of class ``kind``: the path does not exist, is (not) a directory, is not permitted,
-            or is not UTF-8 text.
+    ``what`` is place and role of the path (``tasks.yaml:3: tasks.math.dataset: the data set``), ``allowed``
+    describes a valid one.
     """
     try:
         yield
     except (OSError, UnicodeError) as error:
-        raise kind(f"{what} {str(path)!r} {_problem(error, Path(path))}; give {allowed}") from error
-
-
-def _problem(error: OSError | UnicodeError, path: Path) -> str:
-    match error:
-        case UnicodeDecodeError():
-            return f"is not UTF-8 text (byte {error.start} cannot be read)"
-        case FileNotFoundError() if not path.parent.is_dir():
-            return "lies in a directory that does not exist"
-        case FileNotFoundError():
-            return "does not exist"
-        case IsADirectoryError():
-            return "is a directory"
-        case FileExistsError():
-            return "is a file"
-        case NotADirectoryError():
-            return "is a file" if path.is_file() else "goes through a file, which holds no other"
-        case PermissionError():
-            return "may not be used by this user (permission denied)"
-    return f"cannot be used: {(error.strerror if isinstance(error, OSError) else None) or error}"
+        match error:
+            case UnicodeDecodeError():
+                problem = f"is not UTF-8 text (byte {error.start} cannot be read)"
+            case FileNotFoundError() if not Path(path).parent.is_dir():
+                problem = "lies in a directory that does not exist"
+            case FileNotFoundError():
+                problem = "does not exist"
+            case IsADirectoryError():
+                problem = "is a directory"
+            case FileExistsError():
+                problem = "is a file"
+            case NotADirectoryError() if not Path(path).is_file():
+                problem = "goes through a file, which holds no other"
+            case NotADirectoryError():
+                problem = "is a file"
+            case PermissionError():
+                problem = "may not be used by this user (permission denied)"
+            case _:
+                reason = error.strerror if isinstance(error, OSError) else None
+                problem = f"cannot be used: {reason or error}"
+        raise kind(f"{what} {str(path)!r} {problem}; give {allowed}") from error
 
 
 def check_output_file(option: str, path: Path | None) -> None:
-    """Check that an output file can be written, before the work starts.
-
-    Args:
-        option: option of the command that names the file, for messages.
-        path: the file; it is created empty if it does not exist. None = no check.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Raise a ``ConfigError`` if the file of ``option`` cannot be written; create it if it is missing."""
     if path is not None:
         with path_errors(f"{option}: the file", path, "one that can be written, in a directory that exists"):
             path.open("a").close()

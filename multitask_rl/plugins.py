@@ -143,16 +143,9 @@ def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[st
 
 
 def locate(reference: str, group: str, where: str = "") -> Located:
-    """Return the object that ``reference`` names, with its label, version and owner.
+    """Return the object that ``reference`` names, with label, version and owner.
 
-    Args:
-        reference: ``name``, ``package.module:object`` or ``file.py:object``.
-        group: entry-point group of a plain name.
-        where: place for messages.
-
-    Raises:
-        PluginError: it does not exist, cannot be imported, or has no such object.
-        MissingExtraError: it needs an optional dependency that is not installed.
+    ``where`` is its place, for messages. Arguments and errors are those of ``load_plugin``.
     """
     prefix = f"{where}: " if where else ""
     place, separator, name = reference.rpartition(":")
@@ -227,13 +220,8 @@ def _load_entry_point(group: str, name: str) -> Located:
 def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
     """Return ``cls(cls.Config(**config))``, or ``cls()`` for a class without ``Config``.
 
-    Args:
-        cls: a plugin class; a nested dataclass ``Config`` types its settings.
-        config: the user's keys; values are checked against the annotations (``3`` fits a float, ``"x"`` not).
-        where: place for messages, e.g. ``tasks.math.rewards[0].config``.
-
     Raises:
-        ConfigError: a key is unknown, missing or of the wrong type, or ``Config`` refuses its values.
+        ConfigError: see ``build_config``; ``where`` is the place it names (``tasks.math.rewards[0].config``).
         PluginError: ``cls`` cannot be built for another reason.
     """
     typed = build_config(cls, config, where=where)
@@ -277,11 +265,10 @@ def absolute_reference(reference: str) -> str:
 
 @lru_cache(maxsize=8)
 def _entry_points(path: tuple[str, ...]) -> list[tuple[PluginInfo, importlib.metadata.EntryPoint]]:
-    """Return every entry point of our groups with its distribution, looking in ``path``.
+    """Return every entry point of our groups in ``path``, with its distribution.
 
-    ``importlib.metadata.entry_points()`` answers with the first of two equal names and hides the second, so
-    the distributions are walked here. One distribution found twice on the path (an editable install and its
-    build directory) counts once, the first, as it does for imports.
+    ``importlib.metadata.entry_points()`` hides the second of two equal names. A distribution found twice on
+    the path (an editable install and its build directory) counts once, the first, as it does for imports.
     """
     found: dict[tuple[str, str, str], tuple[PluginInfo, importlib.metadata.EntryPoint]] = {}
     for distribution in importlib.metadata.distributions(path=list(path)):
@@ -290,14 +277,9 @@ def _entry_points(path: tuple[str, ...]) -> list[tuple[PluginInfo, importlib.met
             continue
         owner = distribution.metadata["Name"] or "(unnamed distribution)"
         normalized = re.sub(r"[-_.]+", "-", owner).lower()
+        origin = {"distribution": owner, "version": distribution.version}
         for entry in entries:
-            info = PluginInfo(
-                group=entry.group,
-                name=entry.name,
-                value=entry.value,
-                distribution=owner,
-                version=distribution.version,
-            )
+            info = PluginInfo(group=entry.group, name=entry.name, value=entry.value, **origin)
             found.setdefault((normalized, entry.group, entry.name), (info, entry))
     return list(found.values())
 

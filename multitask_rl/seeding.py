@@ -13,11 +13,7 @@ __all__ = ["derive_seed", "random_stream"]
 
 
 def derive_seed(seed: int, *name: str | int) -> int:
-    """Return a 63-bit seed for the stream ``name`` of the run seeded with ``seed``.
-
-    Args:
-        seed: the run's seed.
-        name: purpose, task, index...; ``("a", 1)`` and ``("a1",)`` are different streams.
+    """Return a 63-bit seed for the stream ``name`` (purpose, task, index...) of the run's ``seed``.
 
     >>> derive_seed(0, "data", "math", 3) == derive_seed(0, "data", "math", 3)
     True

@@ -50,15 +50,10 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
-    """Make ``warm_up + steps`` steps and return what the last ``steps`` took.
+    """Make ``warm_up + steps`` steps of ``config`` and return numbers of the last ``steps``, for JSON.
 
-    Args:
-        config: the run; its output directory, trackers, guard and checkpoints are not used.
-        steps: at least 1.
-        warm_up: steps that are not measured.
-
-    Returns:
-        Numbers for JSON: seconds per step, tokens of responses per second, memory in MiB.
+    They are seconds per step, tokens of responses per second and memory in MiB. Output directory, trackers,
+    guard and checkpoints of ``config`` are not used.
     """
     from multitask_rl.run.profiling import memory_report
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers

@@ -28,7 +28,22 @@ def main(argv: Sequence[str]) -> int:
     """Run the command that ``argv`` begins with and return the exit code (2 = usage)."""
     command, *rest = argv or [""]
     if command == "list":
-        return _list(rest)
+        kinds = {group.rpartition(".")[2]: group for group in GROUPS}
+        parser = argparse.ArgumentParser(prog="multitask-rl plugins list")
+        parser.add_argument("kind", nargs="?", choices=sorted(kinds), help="default: all")
+        kind = parser.parse_args(rest).kind
+        infos = list_plugins(kinds[kind] if kind else None)
+        if not infos:
+            raise PluginError("no plugins are installed; reinstall multitask-rl (pip install -e .)")
+        rows = []
+        for info in infos:
+            found = describe(info)
+            needs = f" [reads {', '.join(found.needs)}]" if found.needs else ""
+            source = f"{info.distribution} {info.version}"
+            rows.append((info.group.rpartition(".")[2], info.name, source, f"{found.summary}{needs}"))
+        for line in aligned(rows, num_text=4):
+            print(printable(line))
+        return 0
     if command == "check":
         return check.main(rest)
     if command == "new":
@@ -36,22 +51,3 @@ def main(argv: Sequence[str]) -> int:
     asked = command in ("-h", "--help")
     (sys.stdout if asked else sys.stderr).write(_USAGE)
     return 0 if asked else 2
-
-
-def _list(argv: Sequence[str]) -> int:
-    kinds = {group.rpartition(".")[2]: group for group in GROUPS}
-    parser = argparse.ArgumentParser(prog="multitask-rl plugins list")
-    parser.add_argument("kind", nargs="?", choices=sorted(kinds), help="default: all")
-    kind = parser.parse_args(argv).kind
-    infos = list_plugins(kinds[kind] if kind else None)
-    if not infos:
-        raise PluginError("no plugins are installed; reinstall multitask-rl (pip install -e .)")
-    rows = []
-    for info in infos:
-        found = describe(info)
-        needs = f" [reads {', '.join(found.needs)}]" if found.needs else ""
-        source = f"{info.distribution} {info.version}"
-        rows.append((info.group.rpartition(".")[2], info.name, source, f"{found.summary}{needs}"))
-    for line in aligned(rows, num_text=4):
-        print(printable(line))
-    return 0

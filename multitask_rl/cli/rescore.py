@@ -57,13 +57,10 @@ class Agreement:
 
 
 def agreement(before: Sequence[float], now: Sequence[float], *, threshold: float | None = None) -> Agreement:
-    """Compare the values of two rewards, response by response.
+    """Compare the finite values [N] of two rewards, response by response.
 
-    Args:
-        before: values [N], finite.
-        now: values [N] of the same responses, finite.
-        threshold: the least value that counts as high; None = 0.5 if all values of a side lie in [0, 1], else
-            the middle between the smallest and the largest of that side.
+    ``threshold`` is the least value that counts as high. Without it, it is 0.5 if all values of a side lie in
+    [0, 1], else the middle between the smallest and the largest of that side.
     """
     borders = []
     for values in (before, now):

@@ -106,7 +106,18 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
         if is_sweep:  # Hydra's copy of a sweep's configuration holds its secrets
             Path(hydra_config.sweep.dir, "multirun.yaml").unlink(missing_ok=True)
         try:
-            config = _to_config(tree)
+            known = {f.name for f in dataclasses.fields(RunConfig)}
+            if unknown := [str(key) for key in tree if key not in known]:
+                raise ConfigError(
+                    f"configuration: no key or group {unknown[0]!r}{suggest(unknown[0], known)} (a group "
+                    f"such as +experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of "
+                    "--config-dir)"
+                )
+            try:
+                values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+            except OmegaConfBaseException as error:
+                raise ConfigError(_explain(error)) from error
+            config = build_dataclass(RunConfig, values, Where())
             if is_sweep:  # each run has a directory of its own
                 config = replace(config, output_dir=hydra_config.runtime.output_dir)
             if config.tasks_file and not trusts:
@@ -230,20 +241,6 @@ def print_evaluations(evaluations: Mapping[str, TaskEvaluation]) -> None:
             f"{name:<{width}}  {printable(evaluation.metric):<20} {primary.mean:>8.4f} "
             f"{1.96 * primary.error:>7.4f} {primary.n:>6} {failed:>6} {not_applicable:>6}"
         )
-
-
-def _to_config(tree: DictConfig) -> RunConfig:
-    known = {f.name for f in dataclasses.fields(RunConfig)}
-    if unknown := [str(key) for key in tree if key not in known]:
-        raise ConfigError(
-            f"configuration: no key or group {unknown[0]!r}{suggest(unknown[0], known)} (a group such as "
-            f"+experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of --config-dir)"
-        )
-    try:
-        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error)) from error
-    return build_dataclass(RunConfig, values, Where())
 
 
 @contextmanager

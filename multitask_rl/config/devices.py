@@ -94,10 +94,10 @@ def parse_device_map(
     """Return the devices of every role named in ``device_map``.
 
     Args:
-        device_map: role -> devices. Roles are ``actor``, ``critic``, ``reference``, ``rollout``,
+        device_map: role -> devices; a role is one of ``actor``, ``critic``, ``reference``, ``rollout``,
             ``reward.<task>`` and ``constraint.<task>``.
-        num_cuda: CUDA devices of the machine; None = ask torch, and only if the map names one.
-        tasks: names allowed after ``reward.`` and ``constraint.``; None = any.
+        num_cuda: CUDA devices of the machine; None = ask torch, if the map names one.
+        tasks: None = any task.
 
     Raises:
         ConfigError: an unknown role or task, a malformed or missing device, one that the role cannot use, or

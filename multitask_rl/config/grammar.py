@@ -53,10 +53,6 @@ def require_llguidance() -> None:
 def check_grammar(config: Mapping[str, Any], where: Where) -> None:
     """Refuse a grammar that is malformed, uses what the library lacks, or has no sentence.
 
-    Args:
-        config: one of ``regex``, ``json_schema``, ``choices`` with its value.
-        where: place of ``config``.
-
     Raises:
         ConfigError: says where, what and what is allowed.
         MissingExtraError: llguidance is not installed.
@@ -111,10 +107,8 @@ def check_grammar(config: Mapping[str, Any], where: Where) -> None:
 def lark_source(grammar: str, alphabet: str | None = None) -> str:
     """Return ``grammar`` (JSON text of a checked configuration) in llguidance's Lark dialect.
 
-    Args:
-        grammar: see ``SamplingParams.grammar``.
-        alphabet: the characters that the vocabulary can write; None = all. No sentence then begins with a
-            part that the vocabulary cannot complete.
+    With ``alphabet``, the characters that the vocabulary can write, no sentence begins with a part that the
+    vocabulary cannot complete.
     """
     from llguidance import regex_to_lark
 

@@ -54,11 +54,8 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
 
     Args:
         path: the YAML file; empty = every task comes from ``overrides``.
-        overrides: task name -> keys that replace or add to the file's (``{"math": {"weight": 2}}``). Mappings
-            merge, everything else replaces. A name that the file lacks defines a new task.
-
-    Returns:
-        The tasks by name, in the file's order.
+        overrides: task name -> keys of the file to replace (``{"math": {"weight": 2}}``); mappings merge. A
+            name that the file lacks defines a new task.
 
     Raises:
         ConfigError: names file, line, key path, the offending value and what is allowed.
@@ -92,12 +89,8 @@ def parse_tasks(document: Any, where: Where | str = "tasks") -> dict[str, TaskSp
 def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
     """Check tasks that were built in Python, or once more before a run.
 
-    Args:
-        specs: tasks by name.
-        need_data: a task without a data set is an error (a run is about to start).
-
     Raises:
-        ConfigError: what a task holds cannot be run.
+        ConfigError: a task cannot be run; with ``need_data`` also a task without a data set.
     """
     for spec in specs.values():
         check_task(spec, Where(spec.source, ("tasks", spec.name)), need_data=need_data)

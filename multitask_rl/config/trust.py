@@ -36,9 +36,7 @@ def refuse_code_in(path: str | Path) -> None:
 def refuse_code(path: str | Path, named: Iterable[tuple[str, str]]) -> None:
     """Refuse code that the file ``path`` from elsewhere names.
 
-    Args:
-        path: the file.
-        named: key path and plugin reference (or ``trust_remote_code``) of each thing that it names.
+    ``named`` holds key path and plugin reference (or ``trust_remote_code``) of each thing that it names.
 
     Raises:
         ConfigError: it names code.

@@ -38,8 +38,17 @@ class DirectoryLock:
                 process = int(number)
             except (OSError, ValueError, TypeError):
                 host, process = "", 0
+            is_dead = False
+            if process and host == socket.gethostname():
+                try:
+                    os.kill(process, 0)
+                    is_dead = process == os.getpid()
+                except ProcessLookupError:
+                    is_dead = True
+                except PermissionError:
+                    pass
             # a child process that outlives a killed trainer still has its files open
-            if not _is_dead(str(host), process):
+            if not is_dead:
                 holder = f"process {process} on {host}" if process else "another process"
                 raise ConfigError(
                     f"output_dir {str(directory)!r}: {holder} trains into it; wait for that run or end it, "
@@ -62,16 +71,3 @@ class DirectoryLock:
         """Unlock the directory. Idempotent."""
         self._lock.release(force=True)
         self._locked = None
-
-
-def _is_dead(host: str, process: int) -> bool:
-    """Whether the process has ended, or is this one; False for a process of another host."""
-    if not process or host != socket.gethostname():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return process == os.getpid()

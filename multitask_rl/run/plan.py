@@ -86,10 +86,7 @@ def plan_run(
 ) -> RunPlan:
     """Read and check everything that needs no model.
 
-    Args:
-        config: the run.
-        dataloader: rows given in Python; tasks it lacks need a ``dataset`` in the tasks file.
-        engine: given in Python, instead of the one that the configuration names.
+    ``dataloader`` and ``engine`` are given in Python. Tasks that ``dataloader`` lacks need a ``dataset``.
 
     Raises:
         ConfigError: tasks file, keys, devices, or an output directory that cannot be written.
@@ -326,9 +323,7 @@ def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
 def reach_warning(every: int, reach: int) -> str:
     """Return a warning if the guard can never roll back; "" if it can.
 
-    Args:
-        every: steps between evaluations; 0 = none.
-        reach: the guard's ``rollback_steps``: a rollback goes to weights judged good within these steps.
+    ``every`` is ``eval.every``, ``reach`` is ``guard.rollback_steps``.
     """
     if 0 < every <= reach:
         return ""

@@ -293,10 +293,8 @@ def _fit(
 ) -> dict[str, Tensor]:
     """Return ``tensors`` with the present number of vocabulary rows.
 
-    Args:
-        tensors: by ``<parameter name>`` or ``<parameter name>|<key>``.
-        models: prefix of the names -> model.
-        blank: new rows are 0.
+    Names are ``<parameter name>`` or ``<parameter name>|<key>``; ``models`` maps their prefixes to models.
+    With ``blank`` new rows are 0.
     """
     rows: dict[str, int] = {}
     for prefix, model in models.items():

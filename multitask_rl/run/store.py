@@ -43,10 +43,7 @@ _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile")
 class RunStore:
     """Checkpoints of one run and the reference policy beside them.
 
-    Args:
-        output_dir: of the run.
-        config: names the checkpoint to start from.
-        track: True: the run writes to the directory and locks it. False: it only reads.
+    With ``track`` the run locks the directory and writes to it; otherwise it only reads.
 
     Raises:
         ConfigError: another process trains into the directory.

@@ -49,11 +49,7 @@ class Evaluator:
     ) -> dict[str, TaskEvaluation]:
         """Return the evaluation of each task (default: all).
 
-        Args:
-            step: training step, for the record.
-            tasks: names.
-            purpose: names the random streams; another purpose gives new samples of the same prompts.
-            must_score: raise if no sample of a task was scored.
+        Another ``purpose`` gives new samples of the same prompts.
 
         Raises:
             RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.

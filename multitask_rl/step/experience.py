@@ -72,13 +72,7 @@ class ExperienceSource:
     """Makes the experience of one step after the other.
 
     Args:
-        config: the run.
-        sampling: all stages before the advantages.
-        stages: the built-in ones of ``sampling``.
-        actor: renders the prompts.
-        tasks: the tasks.
-        scheduler: decides on quotas.
-        timeline: records the spans.
+        sampling: all stages before the advantages; ``stages`` are the built-in ones of them.
     """
 
     def __init__(

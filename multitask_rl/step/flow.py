@@ -197,9 +197,7 @@ class DataFlow:
     def __call__(self, items: Iterable[Any], *, note: Note | None = None) -> list[Any]:
         """Pass ``items`` through once and return what the last stage produces.
 
-        Args:
-            items: records for every stage without a source.
-            note: is called with the span of each stage that does not stream.
+        Stages without a source get ``items``; ``note`` gets the span of each stage that does not stream.
         """
         stages, given = self.stages, list(items)
         if self._is_chain(stages):

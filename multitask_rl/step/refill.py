@@ -28,7 +28,6 @@ class Refill:
     """Draws until each task has its quota of groups with a gradient, or the rounds are used up.
 
     Args:
-        tasks: the tasks.
         rounds: extra rounds at most; 0 = none.
         informative_rate: task -> smoothed share of its groups that give a gradient.
     """
@@ -48,10 +47,8 @@ class Refill:
     ) -> tuple[list[Scored], list[Scored]]:
         """Return ``(all records drawn, those to train on)``.
 
-        Args:
-            quotas: groups per task.
-            experience: draws and scores so many prompts per task.
-            late: groups per task that are not scored yet; they may still give a gradient.
+        ``experience`` draws and scores so many prompts per task. Groups per task in ``late`` are not scored
+        yet; they may still give a gradient.
         """
         drawn = experience(quotas)
         for _ in range(self._rounds):

@@ -65,15 +65,8 @@ class RolloutStage(StreamingStage):
     ) -> None:
         """Set up the stage.
 
-        Args:
-            engine: samples.
-            tasks: the tasks.
-            decode: turns token ids into text.
-            seed: of the run.
-            scorer: judges partial responses; None = no response is judged.
-            purpose: names the random streams.
-            group_size: rollouts per prompt; None = each task's own.
-            temperature: of every response; None = each task's own.
+        Without ``scorer`` no partial response is judged; ``purpose`` names the random streams. Without
+        ``group_size`` and ``temperature`` each task has its own.
         """
         self.engine = engine
         self._tasks = tasks
@@ -593,10 +586,8 @@ class UpdateStage(Stage):
     ) -> None:
         """Set up the update of ``step``.
 
-        Args:
-            step: number of the training step.
-            shares: maps the tasks that have samples to the shares of their losses.
-            factor: of the learning rate.
+        ``shares`` maps the tasks that have samples to the shares of their losses; ``factor`` multiplies the
+        learning rate.
         """
         self._step, self._shares, self._factor = step, shares, factor
 

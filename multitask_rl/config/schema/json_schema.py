@@ -26,10 +26,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool = False) -> dict[str, Any]:
     """Return the schema of the mappings that ``build_dataclass`` accepts for the dataclass ``cls``.
 
-    Args:
-        cls: the dataclass.
-        skip: fields that are not keys.
-        references: whether values may be ``REFERENCE``.
+    ``skip`` names fields that are not keys; ``references`` allows ``REFERENCE`` as a value.
     """
     hints, texts, properties, required = field_hints(cls), meanings(cls), {}, []
     for field in setting_fields(cls, skip):

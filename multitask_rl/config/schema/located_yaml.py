@@ -110,11 +110,7 @@ def load_yaml(path: str | Path) -> tuple[Any, Where]:
 
 
 def parse_yaml(text: str, file: str) -> tuple[Any, Where]:
-    """Return the document in ``text`` and the place of its root.
-
-    Args:
-        text: YAML.
-        file: its name in messages.
+    """Return the YAML document in ``text`` and the place of its root; messages name it ``file``.
 
     Raises:
         ConfigError: broken YAML, several documents, a repeated key, an unknown tag, a value that

@@ -19,6 +19,7 @@ from multitask_rl.errors import ConfigError, GuardStop, TrainingError
 from multitask_rl.records import Prompt, Rollout, Score, Scored
 from multitask_rl.run.plan import load_specs
 from multitask_rl.run.store import RunStore
+from multitask_rl.testing.scaffold import KINDS
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
 
 ROOT = Path(__file__).parents[3]
@@ -172,7 +173,7 @@ def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.Cap
     main(["--help"])
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages) + capsys.readouterr().out
-    kinds = {"KIND", "reward", "constraint", "task", "algorithm", "scheduler", "guard"}
+    kinds = {"KIND", *KINDS}
     named = set(re.findall(r"plugins new (\S+)", text))
     assert {"KIND", "reward", "constraint", "guard"} <= named <= kinds
     assert "new KIND NAME" in text
