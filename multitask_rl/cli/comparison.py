@@ -218,18 +218,6 @@ def _constraints(run: RunRecord) -> list[dict[str, Any]]:
     return rows
 
 
-def _constraint_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    table = [["constraint", "violations before", "after", "95% upper bound", "limit", "n", "satisfied"]]
-    for row in rows:
-        numbers = [
-            _number(row.get(key, math.nan)) for key in ("before", "violation_rate", "upper_bound", "limit")
-        ]
-        verdict = {None: "-", 0.0: "no"}.get(row.get("satisfied"), "yes")
-        count = f"{row['n']:.0f}" if "n" in row else "-"
-        table.append([f"{row['task']}/{row['constraint']}", *numbers, count, verdict])
-    return _table(table)
-
-
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -303,7 +291,14 @@ def _render_report(result: Mapping[str, Any]) -> str:
         if row["left_out"]
     ]
     if result["constraints"]:
-        parts.append(_constraint_table(result["constraints"]))
+        table = [["constraint", "violations before", "after", "95% upper bound", "limit", "n", "satisfied"]]
+        for row in result["constraints"]:
+            keys = ("before", "violation_rate", "upper_bound", "limit")
+            numbers = [_number(row.get(key, math.nan)) for key in keys]
+            verdict = {None: "-", 0.0: "no"}.get(row.get("satisfied"), "yes")
+            count = f"{row['n']:.0f}" if "n" in row else "-"
+            table.append([f"{row['task']}/{row['constraint']}", *numbers, count, verdict])
+        parts.append(_table(table))
     weights = result["weights"]
     if weights:
         steps = sorted({int(step) for own in weights.values() for step in own})

@@ -104,8 +104,6 @@ def plan_run(
         )
     specs = load_specs(config)
     validate_tasks(specs, need_data=dataloader is None)
-    if all(spec.evaluation_only for spec in specs.values()):
-        raise ConfigError("every task is evaluation_only; at least one task must be trained")
     devices = resolve_devices(config.device_map, tasks=list(specs))
     check_attention(config.model, devices.get("actor", ""))
     rank_devices = plan_ranks(config)

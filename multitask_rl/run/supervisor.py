@@ -93,26 +93,6 @@ class Supervisor:
                 self.save()
         return True
 
-    def _record(self, evaluations: dict[str, TaskEvaluation], seconds: float) -> None:
-        self.progress.evaluated_at = self.progress.step
-        finite = [e.primary.score for e in evaluations.values() if math.isfinite(e.primary.score)]
-        score = math.fsum(finite) / len(finite) if finite else None
-        self._known = CheckpointEntry(step=self.progress.step, score=score)
-        self.progress.history.append((self.progress.step, evaluations))
-        append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)
-        per_task = {name: {"eval": e.primary.mean} for name, e in evaluations.items()}
-        limits: dict[str, float] = {}
-        for name, evaluation in evaluations.items():
-            for key, statistic in evaluation.metrics.items():
-                if key.startswith(PREFIX):
-                    limits[f"eval/{name}/{key.removeprefix(PREFIX)}"] = statistic.mean
-                else:
-                    per_task[name][f"eval_{key}"] = statistic.mean
-        directions = {name: e.primary.direction for name, e in evaluations.items()}
-        numbers = {**aggregate(per_task, "eval", directions), **limits}
-        numbers["time/evaluation_s"] = seconds
-        self.trackers.log_metrics(numbers, self.progress.step)
-
     def save(self) -> None:
         """Write a checkpoint, with score and verdict if these weights were evaluated."""
         step = self.progress.step
@@ -167,7 +147,23 @@ class Supervisor:
     ) -> bool:
         """Record the evaluation and carry out the guard's decision; False if the run was rolled back."""
         step = self.progress.step
-        self._record(evaluations, seconds)
+        self.progress.evaluated_at = step
+        finite = [e.primary.score for e in evaluations.values() if math.isfinite(e.primary.score)]
+        score = math.fsum(finite) / len(finite) if finite else None
+        self._known = CheckpointEntry(step=step, score=score)
+        self.progress.history.append((step, evaluations))
+        append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)
+        per_task = {name: {"eval": e.primary.mean} for name, e in evaluations.items()}
+        limits: dict[str, float] = {}
+        for name, evaluation in evaluations.items():
+            for key, statistic in evaluation.metrics.items():
+                if key.startswith(PREFIX):
+                    limits[f"eval/{name}/{key.removeprefix(PREFIX)}"] = statistic.mean
+                else:
+                    per_task[name][f"eval_{key}"] = statistic.mean
+        directions = {name: e.primary.direction for name, e in evaluations.items()}
+        numbers = {**aggregate(per_task, "eval", directions), **limits, "time/evaluation_s": seconds}
+        self.trackers.log_metrics(numbers, step)
         if _is_due(step, self.config.eval.every):
             rewards = {n: e.metrics[REWARD] for n, e in evaluations.items() if REWARD in e.metrics}
             means = {n: reward.mean for n, reward in rewards.items()}

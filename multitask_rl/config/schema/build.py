@@ -46,11 +46,6 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> No
             )
 
 
-def _moved(where: Where, key: str) -> str:
-    name = next((new for old, new in MOVED.items() if str(where.at(key)).endswith(old)), None)
-    return f"; it is {name} now" if name else ""
-
-
 def setting_fields(cls: Any, skip: Iterable[str] = ()) -> list[dataclasses.Field[Any]]:
     """Return the fields of the dataclass ``cls`` that are keys, less those named in ``skip``."""
     left_out = set(skip)
