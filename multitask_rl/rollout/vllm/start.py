@@ -65,7 +65,8 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
     """Return the ``LLM``.
 
     Raises:
-        ConfigError: the CPU build cannot sleep, a tensor-parallel size does not fit, or vLLM does not start.
+        ConfigError: the CPU build cannot sleep or compute the heads, a tensor-parallel size does not fit, or
+            vLLM does not start.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -98,6 +99,8 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
                 _check_ranks(architecture, config.tensor_parallel_size, on_cpu)
                 # in a placement group of Ray, vLLM would choose Ray's backend, on any machine
                 arguments["distributed_executor_backend"] = "mp"
+            if on_cpu:
+                _check_heads(architecture)
             dtype = config.dtype
             if dtype == "auto":
                 dtype = str(getattr(architecture, "dtype", None) or "auto").removeprefix("torch.")
@@ -133,6 +136,24 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
                 f"vLLM does not start on {model_dir} with rollout.engine_config = {config}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _check_heads(architecture: Any) -> None:
+    """Raise a ConfigError for attention heads that the CPU build would refuse at the first forward."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text = architecture.get_text_config()
+    try:
+        width = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    except (AttributeError, TypeError, ZeroDivisionError):  # no attention, or a number of heads per layer
+        return
+    # tried: 48 is computed though vLLM's list lacks it; 8, 16, 24, 40, 56 and 288 are not
+    allowed = sorted({48, *CPUAttentionBackend.get_supported_head_sizes()})
+    if width not in allowed:
+        raise ConfigError(
+            f"rollout.engine=vllm: the model's attention heads are {width} wide, and the CPU build of vLLM "
+            f"computes heads of {', '.join(map(str, allowed))}; set rollout.engine=hf, or take another model"
+        )
 
 
 def _check_ranks(architecture: Any, size: int, on_cpu: bool) -> None:
