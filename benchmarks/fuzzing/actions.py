@@ -130,6 +130,11 @@ def _rescore(case: Case, run: Path | None) -> None:
 
         def close(self) -> None: ...
 
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
         def score(self, rollouts: list[Any]) -> list[Scored]:
             return [
                 Scored(

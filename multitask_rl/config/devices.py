@@ -7,6 +7,7 @@ numbered the same way: ``cpu:0-3``.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from itertools import combinations
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 
-__all__ = ["DeviceSet", "count_cuda_devices", "parse_device_map", "parse_devices", "resolve_devices"]
+__all__ = [
+    "DeviceSet",
+    "count_cuda_devices",
+    "parse_device_map",
+    "parse_devices",
+    "resolve_devices",
+    "torchrun_size",
+]
 
 _ROLES = ("actor", "critic", "reference", "rollout")
 _PER_TASK = ("reward", "constraint")
@@ -166,6 +174,11 @@ def parse_device_map(
 def resolve_devices(device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None) -> dict[str, str]:
     """Check ``device_map`` as ``parse_device_map`` does; return the first device of every role."""
     return {role: devices.names[0] for role, devices in parse_device_map(device_map, tasks=tasks).items()}
+
+
+def torchrun_size() -> int:
+    """Return the number of processes that ``torchrun`` started, this one among them; 0 = it started none."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def count_cuda_devices() -> int:

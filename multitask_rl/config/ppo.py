@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from multitask_rl.config.devices import count_cuda_devices
+from multitask_rl.config.devices import count_cuda_devices, torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
@@ -167,7 +166,7 @@ class PPOConfig(Settings):
         Raises:
             ConfigError: settings that contradict each other, or an unknown key in ``run``.
         """
-        devices = max(1, count_cuda_devices() or int(os.environ.get("WORLD_SIZE", "1")))
+        devices = max(1, torchrun_size() or count_cuda_devices())
         responses = self.rollout.batch_size_per_gpu * devices or self.batch_size
         prompts = max(1, min(math.ceil(responses / self.group_size), num_prompts))
         steps = self.max_steps or num_epochs * math.ceil(num_prompts / prompts)
@@ -229,10 +228,7 @@ class PPOConfig(Settings):
         if self.actor_train.micro_batch_size_per_gpu:
             given["batch"]["tokens_per_microbatch"] = self.actor_train.micro_batch_size_per_gpu * length
         if self.rollout.num_workers > 1:
-            cores = (os.cpu_count() or 1) - 1  # one is the reward pool's
-            room = min(1.0, cores / self.rollout.num_workers)
-            ray = {"num_engines": self.rollout.num_workers, "cpus_per_engine": room}
-            given |= {"executor": "ray", "ray": ray}
+            given |= {"executor": "ray", "ray": {"num_engines": self.rollout.num_workers}}
         if devices > 1:
             kind = "cuda" if count_cuda_devices() else "cpu"
             sharding = self.actor_train.fsdp

@@ -321,8 +321,6 @@ class RayConfig(Settings):
     """Replicas of the rollout engine, each an actor with its own weights."""
     gpus_per_engine: NotNegative = 0.0
     """GPUs of each replica; 0 = CPU."""
-    cpus_per_engine: NotNegative = 1.0
-    """Cores that Ray sets aside for each replica."""
     num_reward_pools: Count = 1
     """Reward pools, each an actor with its own workers."""
 

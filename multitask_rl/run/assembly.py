@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -130,11 +131,15 @@ def build_parts(
         if engine is None:
             factory: EngineFactory = plan.engine_class
             if config.executor == "ray":
+                cores = 1.0
+                if "RAY_ADDRESS" not in os.environ:  # this machine alone: replicas share what pools leave
+                    left = max(0.5, (os.cpu_count() or 1) - config.ray.num_reward_pools)
+                    cores = min(1.0, left / config.ray.num_engines)
                 factory = RayEngineFactory(
                     engine=plan.engine_class,
                     num_replicas=config.ray.num_engines,
                     num_gpus=config.ray.gpus_per_engine,
-                    num_cpus=config.ray.cpus_per_engine,
+                    num_cpus=cores,
                 )
             elif config.rollout_lag > 0 and plan.engine_class.shares_weights:
                 factory = SnapshotFactory(plan.engine_class)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multitask_rl.config.devices import torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import GuardStop, TrainingError
+from multitask_rl.errors import ConfigError, GuardStop, TrainingError
 from multitask_rl.guard.base import Guard
 from multitask_rl.lazy import lazy_names
 from multitask_rl.models.actor import Actor, load_actor, make_actor
@@ -50,7 +51,7 @@ from multitask_rl.step.metrics import (
     step_numbers,
 )
 from multitask_rl.step.task_state import build_task_states
-from multitask_rl.training.backends.torchrun import serve_torchrun_rank, torchrun_size
+from multitask_rl.training.backends.torchrun import serve_torchrun_rank
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor
 
@@ -108,9 +109,14 @@ class Trainer:
             actor = make_actor(actor, tokenizer, config.model, config.seed)
         serve_torchrun_rank()
         config, dataloader = name_objects(config, config_path, dataloader)
-        if (most := int(os.environ.get(MAX_STEPS_VARIABLE) or config.max_steps)) < config.max_steps:
-            logger.warning("max_steps=%d is cut to %s=%d", config.max_steps, MAX_STEPS_VARIABLE, most)
-            config = replace(config, max_steps=most)
+        if most := os.environ.get(MAX_STEPS_VARIABLE):
+            if not most.isdecimal() or int(most) < 1:
+                raise ConfigError(
+                    f"{MAX_STEPS_VARIABLE} must be a whole number >= 1, got {most!r}; or unset it"
+                )
+            if int(most) < config.max_steps:
+                logger.warning("max_steps=%d is cut to %s=%s", config.max_steps, MAX_STEPS_VARIABLE, most)
+                config = replace(config, max_steps=int(most))
         if (size := torchrun_size()) and "actor" not in config.device_map:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
             config = replace(config, device_map={**config.device_map, "actor": f"{kind}:0-{size - 1}"})

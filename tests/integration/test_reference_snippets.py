@@ -239,6 +239,24 @@ def test_the_snippets_that_train_made_runs_with_metrics_and_checkpoints(
         assert any((run / "checkpoints").iterdir())
 
 
+SPAWNED = """
+import sys
+sys.path.append({examples!r})
+from multitask_rl import PPOConfig, RLTrainer
+from ppo_train import ENDS, STARTS, cheerful
+if __name__ == "__main__":
+    config = PPOConfig(
+        model_name="meta-llama/Llama-3-8b",
+        batch_size=4,
+        lr=1e-3,
+        max_steps=50,
+        output_dir="spawned",
+        rollout={{"response_length": 32}},
+        run={{"device_map": {{"actor": "cpu:0-1 sharded"}}}},
+    )
+    RLTrainer(config=config, reward_fn=cheerful).train([start + end for start in STARTS for end in ENDS])
+"""
+
 FSDP = """
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -283,11 +301,11 @@ def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(worksp
     flags = ["--actor_model", "meta-llama/Llama-3-8b", "--lr", "1e-3", "--batch_size", "4", "--use_fsdp"]
     ended = torchrun(workspace, script, *flags, "--output_dir", "torchrun")
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
-    # the same ranks, started by the trainer: it takes the number of devices from the environment
-    command = [sys.executable, script, *flags, "--output_dir", "spawned"]
-    own = environment(WORLD_SIZE="2")
+    # the same ranks, started by the trainer
+    (workspace / "spawned.py").write_text(SPAWNED.format(examples=str(ROOT / "examples")))
+    command = [sys.executable, "spawned.py"]
     alone = subprocess.run(
-        command, cwd=workspace, env=own, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert alone.returncode == 0, alone.stderr[-3000:]
     weights = [

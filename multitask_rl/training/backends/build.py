@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from multitask_rl.config.devices import torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.executor.group import ActorGroup
@@ -19,7 +20,7 @@ from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.replica import serve
-from multitask_rl.training.backends.torchrun import TorchrunRank, torchrun_size
+from multitask_rl.training.backends.torchrun import TorchrunRank
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.runner import ModelRunner
 

@@ -10,15 +10,11 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+from multitask_rl.config.devices import torchrun_size
 from multitask_rl.errors import ConfigError
 from multitask_rl.training.backends.replica import serve
 
-__all__ = ["TorchrunRank", "serve_torchrun_rank", "torchrun_size"]
-
-
-def torchrun_size() -> int:
-    """Return the number of processes that ``torchrun`` started, this one among them; 0 = it started none."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+__all__ = ["TorchrunRank", "serve_torchrun_rank"]
 
 
 def serve_torchrun_rank() -> None:

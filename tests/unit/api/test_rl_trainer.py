@@ -133,6 +133,16 @@ def test_what_is_missing_is_said_before_a_model_loads(
         RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train(tagged)
 
 
+def test_the_variable_that_cuts_runs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = RLTrainer(build_model(), build_tokenizer(), config=config(tmp_path), reward_fn=digits)
+    monkeypatch.setenv("MULTITASK_RL_MAX_STEPS", "few")
+    with pytest.raises(ConfigError, match="MULTITASK_RL_MAX_STEPS must be a number >= 1 or unset, got 'few'"):
+        trainer.open(PROMPTS)
+    monkeypatch.setenv("MULTITASK_RL_MAX_STEPS", "1")
+    with trainer.open(PROMPTS) as run:
+        assert run.config.max_steps == 1
+
+
 def test_a_run_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     run = RunConfig(output_dir=str(tmp_path / "own"), max_steps=1)
     run.batch.prompts_per_step, run.batch.group_size, run.rollout.max_new_tokens = 2, 2, 4
