@@ -293,15 +293,23 @@ def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path)
 
 def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "length.py").write_text(
-        "from pathlib import Path\n\n\n"
+        "from pathlib import Path\n\n"
+        "from multitask_rl.contracts import PluginTraits\n\n\n"
         "def length(response, **row):\n"
         "    Path(__file__).with_name('seen').touch()\n"
         "    if response == 'odd':\n"
         "        raise ValueError('not for me')\n"
-        "    return len(response) / 10\n"
+        "    return len(response) / 10\n\n\n"
+        "class Judge:\n"
+        "    traits = PluginTraits(isolate=False)\n\n"
+        "    def judge(self, rollouts):\n"
+        "        return [0.0] * len(rollouts)\n\n"
+        "    def explain(self, rollouts, verdicts):\n"
+        "        return [f'{len(r.response)} characters' for r in rollouts]\n"
     )
     reward = {"plugin": f"{tmp_path / 'length.py'}:length", "name": "length", "weight": 2.0}
-    task = {"type": "grpo", "rewards": [reward]}
+    judge = {"plugin": f"{tmp_path / 'length.py'}:Judge", "name": "judge", "mode": "penalty"}
+    task = {"type": "grpo", "rewards": [reward], "constraints": [judge]}
     specs = parse_tasks({"tasks": {"t": task}}, "this test")
     config = ScoringConfig(num_workers=1)
     rollouts = _rollouts([*("a" * (3 * i % 7) for i in range(10)), "odd"])
@@ -315,6 +323,8 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
         assert [(r.reward, r.breakdown, r.failure) for r in scored] == [
             (r.reward, r.breakdown, r.failure) for r in expected
         ]
+        violations = [replace(r, verdicts={"judge": Verdict(cost=1.0, violated=True)}) for r in rollouts]
+        assert remote.explain(violations) == [{"judge": f"{len(r.response)} characters"} for r in rollouts]
         (tmp_path / "seen").unlink()
         for i, rollout in enumerate(rollouts):
             rollout.prompt.position = i
