@@ -134,10 +134,15 @@ class CriticConfig(Settings):
     def __post_init__(self) -> None:
         """Check ranges, and that a model of its own is asked for where one is described."""
         Settings.__post_init__(self)
-        own = {"name_or_path": "", "dtype": "auto", "gradient_checkpointing": False}
-        if self.trunk == "actor" and (key := next((k for k in own if getattr(self, k) != own[k]), "")):
+        own: dict[str, object] = {
+            "name_or_path": self.name_or_path,
+            "dtype": self.dtype if self.dtype != "auto" else "",
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
+        if self.trunk == "actor" and (given := {key: value for key, value in own.items() if value}):
+            key, value = next(iter(given.items()))
             raise ConfigError(
-                f"critic.{key}={getattr(self, key)!r} is for a critic with a model of its own; set "
+                f"critic.{key}={value!r} is for a critic with a model of its own; set "
                 "critic.trunk=separate, or leave it out: heads on the actor's model follow model.*"
             )
 

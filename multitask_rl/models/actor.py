@@ -26,13 +26,17 @@ from multitask_rl.models.rope import check_positions, context_length, scale_rope
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Actor", "learning", "load_actor", "make_actor"]
+__all__ = ["DTYPES", "Actor", "learning", "load_actor", "make_actor"]
 
 _FLASH = {
     "flash_attention_2": "pip install flash-attn",
     "flash_attention_3": "install flash_attn_3 (Dao-AILab/flash-attention, folder hopper)",
 }
 """Name -> how to install it."""
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of weights, by their names in a configuration."""
 
 
 class Actor:
@@ -413,8 +417,7 @@ def load_actor(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_attention(config, device)
     usual = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    dtype = known.get(config.dtype, usual)
+    dtype = DTYPES.get(config.dtype, usual)
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, **trust)

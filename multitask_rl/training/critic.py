@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor, learning, load_actor, make_actor
+from multitask_rl.models.actor import DTYPES, Actor, learning, load_actor, make_actor
 from multitask_rl.training.forward import response_hidden
 from multitask_rl.training.microbatch import MicroBatch
 
@@ -89,7 +89,7 @@ class Critic(nn.Module):
         else:
             trunk = copy.deepcopy(actor.model).to(self.device)
             if config.dtype != "auto":
-                trunk = trunk.to(getattr(torch, config.dtype))
+                trunk = trunk.to(DTYPES[config.dtype])
             if actor.config.gradient_checkpointing:
                 trunk.gradient_checkpointing_disable()
         if config.gradient_checkpointing:
