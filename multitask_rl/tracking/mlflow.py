@@ -232,7 +232,10 @@ class MLflowTracker(Tracker):
         if experiment is not None:
             number = str(experiment.experiment_id)
         else:
-            place = None if self._config.uri else (self._directory / "mlartifacts").as_uri()
+            # without a place, MLflow keeps the artifacts of a database in the working directory
+            place = None
+            if self.uri.startswith("sqlite:///"):
+                place = (Path(self.uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
             number = str(self._client.create_experiment(self._config.experiment, artifact_location=place))
         # machine and directory, as a filter can ask for them
         tag = f"{socket.gethostname()}:{self._directory}".replace("'", "_")[:_MAX_TAG]

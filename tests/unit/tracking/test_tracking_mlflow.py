@@ -231,3 +231,21 @@ def test_what_was_not_sent_in_time_is_counted() -> None:
     writer.close(timeout_s=0.05)
     assert writer.num_failed == 1 + 6
     done.set()
+
+
+def test_artifacts_of_a_database_elsewhere_lie_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    from mlflow import MlflowClient
+
+    config = TrackingConfig(uri=f"sqlite:///{tmp_path / 'store' / 'all.db'}", experiment="x")
+    (tmp_path / "store").mkdir()
+    tracker = MLflowTracker(tmp_path / "run", config, None)
+    tracker.start({})
+    tracker.finish("finished")
+    experiment = MlflowClient(tracking_uri=config.uri).get_experiment_by_name("x")
+    assert experiment is not None
+    assert experiment.artifact_location == (tmp_path / "store" / "mlartifacts").as_uri()
+    assert list((tmp_path / "here").iterdir()) == [], "no mlruns in the working directory"
