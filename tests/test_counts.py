@@ -20,7 +20,7 @@ FOREIGN = {
     ),
     "config": (4, "fields of settings that a table or a list of keys names"),
     "curriculum": (2, "attributes that a user's policy lists in ``per_task``"),
-    "data": (10, "tokenizers, data sets and puzzles of other libraries; a user's task"),
+    "data": (9, "tokenizers, data sets and puzzles of other libraries; a user's task"),
     "lazy": (1, "a public name in its module"),
     "models": (13, "transformers models, configurations and tokenizers; peft layers"),
     "plugins": (8, "a user's object"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.checks import is_data_path
-from multitask_rl.data.readers import Rows, read_dataset_dict, read_file
+from multitask_rl.data.readers import STREAMED, Rows, read_dataset_dict, read_file
 from multitask_rl.errors import DataError
 
 __all__ = ["rows_of"]
@@ -30,7 +30,9 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
     elif isinstance(data, Mapping):
         splits = {str(name): rows for name, part in data.items() for rows in rows_of(part, where).values()}
     else:
-        if isinstance(data, bytes) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        if isinstance(data, Iterable) and not isinstance(data, Sized):  # a datasets.IterableDataset
+            raise DataError(f"{where}: {STREAMED}")
+        if isinstance(data, bytes) or not isinstance(data, Iterable):
             raise DataError(
                 f"{where}: expected a path, a list of rows, a datasets.Dataset or a DatasetDict, got "
                 f"{type(data).__name__}"

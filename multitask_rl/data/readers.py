@@ -125,11 +125,17 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
             f"needs dataset_config: {{name: ...}}"
         ) from error
     splits = loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
-    return {
-        str(split): _Lazy(len(data), data.__getitem__)
-        for split, data in splits.items()
-        if hasattr(data, "__len__")
-    }
+    for split, data in splits.items():
+        if not hasattr(data, "__len__"):
+            raise DataError(f"data set {name!r}, split {split}: {STREAMED}")
+    return {str(split): _Lazy(len(data), data.__getitem__) for split, data in splits.items()}
+
+
+STREAMED = (
+    "it is streamed, and a run counts its rows, holds some out and draws them again after a resume; leave "
+    "dataset_config.streaming out: the rows are mapped from disk, not loaded into memory"
+)
+"""Why a data set without a length is refused."""
 
 
 class _OpenFile:

@@ -109,6 +109,10 @@ def plain_tasks(tasks: Mapping[str, Any], directory: Path) -> tuple[dict[str, An
                 raise ConfigError(
                     f"tasks.{name}.eval_dataset: rows as an object need a 'dataset' of rows too"
                 )
+            if len(held_out) > 1:
+                raise ConfigError(
+                    f"tasks.{name}.eval_dataset: it has splits {', '.join(held_out)}; give the rows of one"
+                )
             splits[name]["validation"] = [row for rows in held_out.values() for row in rows]
             task["eval_split"] = "validation"
         plain[name] = {key: str(v) if isinstance(v, Path) else v for key, v in task.items()}

@@ -81,14 +81,16 @@ def memory_report(parameters: Iterable[nn.Parameter], optimizer_bytes: int) -> d
 
 
 def memory_numbers() -> dict[str, float]:
-    """Return the step's ``memory/peak_mb`` over all GPUs and reset it; nothing without a GPU."""
+    """Return the peak of all GPUs in the step, and the largest share of one; reset both. {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    peak = 0
+    peak, share = 0, 0.0
     for device in range(torch.cuda.device_count()):
         peak += torch.cuda.max_memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = max(share, torch.cuda.max_memory_reserved(device) / total)
         torch.cuda.reset_peak_memory_stats(device)
-    return {"memory/peak_mb": peak / MIB}
+    return {"memory/peak_mb": peak / MIB, "memory/device_share": share}
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -206,12 +206,20 @@ def collect_stats(
     return stats
 
 
+_NO_RATE = 1e-3
+"""Seconds below which a rate says nothing."""
+
+
 def step_numbers(
     report: StepReport, stats: Mapping[str, TaskStats], tasks: Mapping[str, TaskState]
 ) -> dict[str, float]:
     """Return every number of the step by its name in the logs."""
     seconds = report.seconds["step"]
-    counts = Counter(scored.rollout.task for scored in report.drawn)
+    counts, tokens = Counter[str](), Counter[str]()
+    for scored in report.drawn:
+        counts[scored.rollout.task] += 1
+        tokens[scored.rollout.task] += len(scored.rollout.response_ids)
+    worked = {n: sum(v for k, v in s.metrics.items() if k.startswith("reward_s/")) for n, s in stats.items()}
     per_task = {
         name: {
             **s.metrics,
@@ -219,17 +227,24 @@ def step_numbers(
             "reward_std": s.reward_std,
             "informative_rate": s.num_informative / max(1, s.num_prompts),
             "samples_per_s": counts[name] / seconds,
+            "tokens_per_s": tokens[name] / seconds,
+            # a shorter time is no rate
+            **({"rewards_per_s": counts[name] / worked[name]} if worked[name] > _NO_RATE else {}),
         }
         for name, s in stats.items()
     }
     numbers = aggregate(per_task, "reward_mean", dict.fromkeys(stats, Direction.higher))
     numbers.update({f"train/{k}": v for k, v in report.train.items()})
     numbers.update({f"time/{k}_s": v for k, v in report.seconds.items()})
-    num_tokens = sum(len(s.rollout.response_ids) for s in report.drawn)
     numbers["time/samples_per_s"] = len(report.drawn) / seconds
-    numbers["time/tokens_per_s"] = num_tokens / seconds
-    if (waited := report.seconds.get("rewards", 0.0)) > 1e-3:  # a shorter time is no rate
+    numbers["time/tokens_per_s"] = tokens.total() / seconds
+    if (waited := report.seconds.get("rewards", 0.0)) > _NO_RATE:
         numbers["time/rewards_per_s"] = len(report.drawn) / waited
+    if "updates" in report.train:
+        numbers["time/updates_per_s"] = report.train["updates"] / seconds
+    longest = max((len(s.rollout.response_ids) for s in report.drawn), default=0)
+    if longest and (sampling := report.seconds.get("rollout", 0.0)) > _NO_RATE:
+        numbers["time/token_latency_s"] = sampling / longest
     return numbers
 
 

@@ -28,7 +28,10 @@ _TASK_COLUMNS: Mapping[str, Sequence[str]] = {
     "share req/sampled/trained": ("share_requested", "share_sampled", "share_trained"),
     "informative": ("informative_rate",),
     "rejected": ("rejection_rate",),
+    "kl": ("kl",),
     "samples/s": ("samples_per_s",),
+    "tokens/s": ("tokens_per_s",),
+    "rewards/s": ("rewards_per_s",),
     "held-out": ("eval",),
 }
 """Title -> the metrics ``task/<name>/<metric>`` that fill the column, joined by ``/``."""
@@ -40,6 +43,7 @@ _GLOBAL_COLUMNS: Mapping[str, Sequence[str]] = {
     "samples/s": ("time/samples_per_s",),
     "rewards/s": ("time/rewards_per_s",),
     "tokens/s": ("time/tokens_per_s",),
+    "updates/s": ("time/updates_per_s",),
     "step s": ("time/step_s",),
     "macro held-out": ("macro/eval",),
     "worst held-out": ("worst/eval",),

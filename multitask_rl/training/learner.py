@@ -98,6 +98,7 @@ class Learner:
             if found:
                 metrics[key] = sum(found) / len(found)
         metrics |= {"padding_share": means.padding, "skipped_updates": float(num_skipped)}
+        metrics["updates"] = float(len(norms))
         return UpdateReport(metrics=metrics, task_metrics=means.by_task(), spans=spans)
 
     def _minibatches(

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.records import Scored
+from multitask_rl.records import Scored, TaskStats
 from multitask_rl.step.metrics import StepReport, some_of_each, step_numbers
 from multitask_rl.testing import make_rollout
 from multitask_rl.tracking.console import ConsoleTracker
@@ -43,3 +43,35 @@ def test_rollouts_of_each_task_are_recorded(number, kept):
     for scored in some_of_each(drawn, number):
         found.setdefault(scored.rollout.task, []).append(scored.rollout.sample)
     assert found == kept
+
+
+def test_rates_of_a_task_and_of_the_step(tmp_path):
+    drawn = [
+        Scored(rollout=make_rollout("x" * length, task=task), reward=1.0)
+        for task, length in (("a", 2), ("a", 6), ("b", 4))
+    ]
+    tokens = {t: sum(len(s.rollout.response_ids) for s in drawn if s.rollout.task == t) for t in "ab"}
+    longest = max(len(s.rollout.response_ids) for s in drawn)
+    report = StepReport(
+        step=0,
+        quotas={"a": 2, "b": 1},
+        drawn=drawn,
+        kept=drawn,
+        seconds={"step": 2.0, "rollout": 0.5},
+        train={"loss": 1.0, "updates": 4.0},
+    )
+    own = {"num_prompts": 1, "num_informative": 1, "reward_mean": 1.0}
+    stats = {
+        "a": TaskStats(task="a", metrics={"reward_s/one": 0.3, "reward_s/two": 0.1, "kl": 0.02}, **own),
+        "b": TaskStats(task="b", metrics={"reward_s/one": 1e-6}, **own),
+    }
+    numbers = step_numbers(report, stats, {})
+    assert numbers["task/a/tokens_per_s"] == tokens["a"] / 2
+    assert numbers["task/b/tokens_per_s"] == tokens["b"] / 2
+    assert numbers["task/a/rewards_per_s"] == pytest.approx(2 / 0.4)
+    assert "task/b/rewards_per_s" not in numbers, "a millionth of a second is no time to measure a rate over"
+    assert numbers["time/updates_per_s"] == 2.0
+    assert numbers["time/token_latency_s"] == 0.5 / longest
+    log = io.StringIO()
+    ConsoleTracker(tmp_path, TrackingConfig(), None, stream=log).log_metrics(numbers, 0)
+    assert all(part in log.getvalue() for part in ("kl 0.02", "tokens/s", "rewards/s 5", "updates/s 2"))

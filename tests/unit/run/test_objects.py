@@ -1,0 +1,89 @@
+"""Objects given from Python become what a tasks file could hold."""
+
+import json
+import threading
+from pathlib import Path
+
+import datasets
+import pytest
+
+from multitask_rl.config.run import RunConfig
+from multitask_rl.data import get_dataloader
+from multitask_rl.errors import ConfigError, DataError, PluginError
+from multitask_rl.plugins import REWARDS, load_plugin
+from multitask_rl.run.objects import name_objects, plugin_reference
+
+LOCK = threading.Lock()
+ROWS = [{"prompt": f"{i}", "reference": "x"} for i in range(6)]
+
+
+def shout(response: str) -> float:
+    """Return 1 for a response in capitals."""
+    return float(response.isupper())
+
+
+class Suffix:
+    """A reward that holds something."""
+
+    def __init__(self, end: str) -> None:
+        self.end = end
+
+    def __call__(self, response: str) -> float:
+        return float(response.endswith(self.end))
+
+
+def test_functions_are_named_and_what_no_worker_can_import_is_pickled(tmp_path: Path) -> None:
+    assert plugin_reference(shout, tmp_path) == f"{shout.__module__}:shout"
+    limit = 3
+    for value, good, bad in (
+        (lambda response: float(len(response) < limit), "ab", "abcd"),
+        (Suffix("!"), "hey!", "hey"),
+    ):
+        reference = plugin_reference(value, tmp_path / "plugins")
+        assert reference == plugin_reference(value, tmp_path / "plugins"), "the same object, the same name"
+        loaded = load_plugin(REWARDS, reference)
+        assert (loaded(good), loaded(bad)) == (1.0, 0.0)
+    with pytest.raises(PluginError, match="pickling it failed"):
+        plugin_reference(lambda response, lock=LOCK: 0.0, tmp_path)
+    with pytest.raises(PluginError, match="a reward or constraint is a name, a function"):
+        plugin_reference(3, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ROWS,
+        datasets.Dataset.from_list(ROWS),
+        datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)),
+        {"train": ROWS},
+    ],
+    ids=["list", "Dataset", "DatasetDict", "mapping"],
+)
+def test_rows_of_any_kind_train_a_task(data: object, tmp_path: Path) -> None:
+    tasks = {"t": {"dataset": data, "eval_dataset": ROWS[:2], "rewards": [shout], "constraints": [shout]}}
+    for form in (tasks, {"tasks": tasks}, [{"name": "t", **tasks["t"]}]):
+        config, loader = name_objects(RunConfig(output_dir=str(tmp_path)), form, None)
+        assert json.loads(json.dumps(config.tasks))["t"]["rewards"] == [f"{shout.__module__}:shout"]
+        assert loader is not None
+        rows = {split: [dict(row) for row in rows] for split, rows in loader.splits["t"].items()}
+        assert rows.pop("validation") == ROWS[:2]
+        assert list(rows.values()) == [ROWS]
+
+
+def test_rows_that_cannot_be_counted_and_splits_that_are_not_chosen_are_refused(tmp_path: Path) -> None:
+    stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    with pytest.raises(DataError, match="it is streamed, and a run counts its rows"):
+        get_dataloader(stream)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"task": "t", **row}) + "\n" for row in ROWS))
+    from multitask_rl.data.readers import read_dataset_dict
+
+    given = {"data_files": {"train": str(tmp_path / "rows.jsonl")}, "streaming": True}
+    with pytest.raises(DataError, match=r"data set 'json', split train: it is streamed"):
+        read_dataset_dict("json", given)
+    both = {"train": ROWS, "test": ROWS}
+    with pytest.raises(ConfigError, match="it has splits train, test; give the rows of one"):
+        name_objects(RunConfig(), {"t": {"dataset": ROWS, "eval_dataset": both, "rewards": ["f1"]}}, None)
+    with pytest.raises(ConfigError, match="every task of a list is a mapping with a 'name'"):
+        name_objects(RunConfig(), [{"rewards": ["f1"]}], None)
+    with pytest.raises(DataError, match="no rows"):
+        name_objects(RunConfig(), {"t": {"dataset": [], "rewards": ["f1"]}}, None)
