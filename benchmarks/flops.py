@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from workload import Shape
 
-__all__ = ["peak_flops", "step_flops"]
-
 PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121}
 """Part of a device's name -> dense bfloat16 TFLOP/s of its data sheet; the first that fits."""
 

@@ -13,8 +13,6 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from tables import by_delay, read, sort_steps
 
-__all__ = ["write"]
-
 STYLE = {"svg.hashsalt": "multitask-rl", "svg.fonttype": "none", "font.size": 9, "axes.grid": True}
 """No random ids, text as text; what is left out is matplotlib's own style."""
 

@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from multitask_rl.records import Failure, RewardResult, Rollout, Verdict
 
-__all__ = ["Constraint", "PluginTraits", "Reward", "Task"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginTraits:

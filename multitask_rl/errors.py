@@ -10,24 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "GuardStop",
-    "MissingExtraError",
-    "MultitaskRLError",
-    "PluginError",
-    "RewardError",
-    "SandboxError",
-    "TrainingError",
-    "UnavailableError",
-    "check_output_file",
-    "disk_errors",
-    "path_errors",
-]
-
 
 class MultitaskRLError(Exception):
     """Base of all errors raised on purpose; ``exit_code`` is the exit status of the command."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(package: dict[str, Any], homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Any]:
     """Return the ``__getattr__`` and ``__dir__`` of a package.

@@ -26,29 +26,6 @@ from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError, path_errors
 
-__all__ = [
-    "ALGORITHMS",
-    "CONSTRAINTS",
-    "GROUPS",
-    "GUARDS",
-    "PLUGIN_FORMS",
-    "REWARDS",
-    "ROLLOUT_ENGINES",
-    "SANDBOXES",
-    "SCHEDULERS",
-    "TASKS",
-    "TRACKERS",
-    "Located",
-    "PluginInfo",
-    "absolute_reference",
-    "build_config",
-    "build_plugin",
-    "class_id",
-    "list_plugins",
-    "load_plugin",
-    "locate",
-]
-
 PLUGIN_FORMS = "an installed name, package.module:object or path/to/file.py:object"
 """Allowed forms of a plugin reference, for messages."""
 _PRIVATE = "_multitask_rl_plugin_"

@@ -14,31 +14,6 @@ from typing import Any
 
 from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, PositiveFraction, Settings
 
-__all__ = [
-    "FLAGGED",
-    "NOT_APPLICABLE",
-    "NUM_EXTREMES",
-    "OVERRUN",
-    "Direction",
-    "Event",
-    "Failure",
-    "FailureKind",
-    "NotApplicable",
-    "Prompt",
-    "RewardResult",
-    "Rollout",
-    "SamplingParams",
-    "SamplingSettings",
-    "Score",
-    "Scored",
-    "Statistic",
-    "TaskEvaluation",
-    "TaskStats",
-    "TrainSample",
-    "Verdict",
-    "concerned_cost",
-]
-
 FLAGGED = "flagged"
 """Finish reason of a response that a streaming constraint ended."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import random
 
-__all__ = ["derive_seed", "random_stream"]
-
 
 def derive_seed(seed: int, *name: str | int) -> int:
     """Return a 63-bit seed for the stream ``name`` (purpose, task, index...) of the run's ``seed``.

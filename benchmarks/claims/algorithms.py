@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
 from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor
 
-__all__ = ["CHOSEN", "CLAIM", "run_arm"]
-
 CHOSEN: Mapping[str, str] = {
     "arithmetic": "reinforce_pp",
     "sort": "dr_grpo",

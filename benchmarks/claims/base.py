@@ -22,20 +22,6 @@ from typing import Any
 
 from multitask_rl.statistics.intervals import Difference, compare_means
 
-__all__ = [
-    "Arm",
-    "Arms",
-    "Claim",
-    "Metrics",
-    "Options",
-    "difference",
-    "dump_numbers",
-    "load_numbers",
-    "mean",
-    "run_claim",
-    "table",
-]
-
 Metrics = dict[str, float]
 """What one arm measured for one seed; NaN = did not happen (a level never reached)."""
 

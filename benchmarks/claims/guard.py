@@ -23,8 +23,6 @@ from multitask_rl.errors import GuardStop
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.trainer import Trainer
 
-__all__ = ["CLAIM", "Timeline", "rate_interval", "run_arm", "summarise"]
-
 VICTIM = "arithmetic"
 PAIR = {VICTIM: TASKS[VICTIM], "safe": {**TASKS["safe"], "sampling": {"max_new_tokens": 7}}}
 EVERY = 10

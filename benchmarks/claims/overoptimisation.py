@@ -19,8 +19,6 @@ from multitask_rl.statistics.intervals import compare_means
 from multitask_rl_tasks.suite.judges import save_reward_model
 from multitask_rl_tasks.suite.settings import RewardModelSettings, WarmStartSettings, WarmTask
 
-__all__ = ["CLAIM", "run_arm", "summarise"]
-
 ACTOR = WarmStartSettings(tasks={"preference": WarmTask(share=1.0, corruption=0.0)}, size=SMALL, steps=300)
 REWARD_MODEL = RewardModelSettings(num_examples=4000, noise=0.25, longest=9)
 """Nothing it was fitted to is longer than nine letters: what it says of longer answers is a guess."""

@@ -17,8 +17,6 @@ from multitask_rl.seeding import random_stream
 from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
 
-__all__ = ["FAULTS", "GuardWithPlant", "Plant", "flip_rate"]
-
 FAULTS: Mapping[str, Mapping[str, Any]] = {
     "sign_flip": {"flips": 1.0},
     "lr_spike": {"lr_factor": 30.0, "lr_steps": 5},

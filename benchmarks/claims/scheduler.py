@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
 from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor, unseen_levels
 
-__all__ = ["CLAIM", "TUNED_STATIC", "run_arm"]
-
 TUNED_STATIC: Mapping[str, float] = {"arithmetic": 0.08, "sort": 0.76, "code": 0.08, "safe": 0.08}
 """The best worst task of ``multitask.py static_search --first-seed 100``: tuned on seeds of its own."""
 TARGETS = (0.5, 0.6, 0.7)

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table
 from claims.suite import TASKS, SuiteRun, build_trainer, prepare_actor, step_metrics
 
-__all__ = ["CLAIM", "largest_errors", "run_arm"]
-
 WINDOW = 50
 LIMIT = 0.05
 _KEYS = ("share_trained", "weight")

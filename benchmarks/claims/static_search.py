@@ -6,8 +6,6 @@ from claims.base import Arm, Arms, Claim, mean, table
 from claims.scheduler import run_arm
 from claims.suite import TASKS, prepare_actor
 
-__all__ = ["CLAIM"]
-
 MIXTURES = (
     (0.2, 0.4, 0.2, 0.2),
     (0.2, 0.5, 0.2, 0.1),

@@ -26,17 +26,6 @@ from multitask_rl_tasks.suite import SUITE, build_rows, write_rows
 from multitask_rl_tasks.suite.settings import ModelSize, WarmStartSettings, WarmTask
 from multitask_rl_tasks.suite.warm_start import save_actor
 
-__all__ = [
-    "WARM_START",
-    "SuiteRun",
-    "build_trainer",
-    "delivered_step",
-    "levels",
-    "prepare_actor",
-    "step_metrics",
-    "unseen_levels",
-]
-
 SMALL = ModelSize(hidden_size=64, num_layers=2, intermediate_size=168)
 WARM_START = WarmStartSettings(
     tasks={

@@ -13,8 +13,6 @@ from typing import Any
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
 from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor
 
-__all__ = ["CLAIM", "run_arm"]
-
 ORDER = tuple(TASKS)
 
 

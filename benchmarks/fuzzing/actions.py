@@ -20,8 +20,6 @@ from typing import Any
 from fuzzing.cases import Case
 from multitask_rl.errors import MultitaskRLError
 
-__all__ = ["Outcome", "make_run", "read_checkpoint", "run_case"]
-
 _LONGEST = 4000
 """Characters of an error that a person still reads."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -31,8 +31,6 @@ from multitask_rl.plugins import (
     load_plugin,
 )
 
-__all__ = ["KINDS", "Case", "make_case"]
-
 REWARD_FILE = b"def score(response, reference, **row):\n    return float(response == reference)\n"
 ROWS = [
     {

@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["ODD", "ODD_BYTES", "mutate_bytes", "mutate_tree"]
-
 ODD: tuple[Callable[[], Any], ...] = (
     *(lambda value=value: value for value in (None, True, False, 0, 1, -1, 3, 9, 0.5, -0.0, 1e308, 1e-320)),
     *(lambda value=value: value for value in (float("inf"), float("nan"), 2**63, 10**400, -(10**400))),

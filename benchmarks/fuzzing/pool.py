@@ -18,8 +18,6 @@ from pathlib import Path
 from fuzzing.actions import Outcome, run_case
 from fuzzing.cases import Case
 
-__all__ = ["HANG_S", "MEMORY_MIB", "Pool"]
-
 HANG_S = 5.0
 """Time after which a case is late: on the clock, less what its process waited for a processor."""
 MEMORY_MIB = 1024

@@ -22,8 +22,6 @@ from multitask_rl.records import Scored, TrainSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Algorithm", "AlgorithmConfig", "Credit", "CreditBatch", "LossOutput", "TokenBatch"]
-
 Aggregation = Annotated[str, OneOf("token", "sequence", "constant")]
 
 

@@ -8,8 +8,6 @@ from multitask_rl.algorithms.base import LossOutput, TokenBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.policy_loss import bounded_log_ratio, with_corrections
 
-__all__ = ["CISPO"]
-
 
 class CISPO(GRPO):
     """``L = -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi``.

@@ -9,8 +9,6 @@ from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.schema.ranges import Finite
 from multitask_rl.records import Scored
 
-__all__ = ["ConstrainedDecoding"]
-
 
 class ConstrainedDecoding(GRPO):
     """GRPO on all attempts of reject-and-resample decoding, each under its own log-probability.

@@ -11,8 +11,6 @@ from torch import Tensor
 from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.ragged import broadcast
 
-__all__ = ["subtract_costs"]
-
 
 def subtract_costs(
     advantages: Tensor,

@@ -9,8 +9,6 @@ from multitask_rl.config.schema.ranges import Natural, NotNegative
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Scored
 
-__all__ = ["DAPO"]
-
 
 class DAPO(GRPO):
     """GRPO with DAPO's four changes; without KL, as in the paper, unless the task configures it.

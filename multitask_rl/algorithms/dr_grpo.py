@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
-__all__ = ["DrGRPO"]
-
 
 class DrGRPO(GRPO):
     """Advantages ``r - mean r`` of the group, summed over tokens and divided by a constant.

@@ -12,8 +12,6 @@ from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
-__all__ = ["GDPO", "decoupled_advantages"]
-
 _SUM_FLOOR = 0.01
 """Smallest divisor of the sums, as a part of the sum of the weights."""
 

@@ -14,15 +14,6 @@ from torch import Tensor
 
 from multitask_rl.algorithms.ragged import segment_mean, segment_sum
 
-__all__ = [
-    "centre",
-    "centre_length_weighted",
-    "divide_by_group_std",
-    "has_variance",
-    "mean_square_deviation",
-    "whiten",
-]
-
 _ROUNDING = 1e-7
 """Relative precision of float32."""
 

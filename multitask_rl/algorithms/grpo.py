@@ -28,8 +28,6 @@ from multitask_rl.algorithms.ragged import broadcast, check_tokens, segment_sum
 from multitask_rl.algorithms.running import RunningScale
 from multitask_rl.config.schema.ranges import OneOf, Positive
 
-__all__ = ["GRPO", "GRPOConfig"]
-
 Normalisation = Annotated[str, OneOf("group", "task", "none")]
 
 

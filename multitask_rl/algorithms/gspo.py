@@ -9,8 +9,6 @@ from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.policy_loss import bounded_log_ratio, policy_loss
 from multitask_rl.algorithms.ragged import segment_mean
 
-__all__ = ["GSPO"]
-
 
 class GSPO(GRPO):
     """PPO's clip on ``s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i)``, the geometric mean of the token ratios.

@@ -27,8 +27,6 @@ from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.config.task import KLSpec
 from multitask_rl.records import Event
 
-__all__ = ["KL_ESTIMATORS", "KLController", "estimate_kl", "exact_kl", "sampled_kl"]
-
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 _MAX_LOG_RATIO = 20.0

@@ -12,8 +12,6 @@ from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.ragged import broadcast, segment_sum
 
-__all__ = ["OPO"]
-
 
 class OPO(GRPO):
     """Advantages ``r - sum(L r) / sum(L)`` of the group, with L the response lengths.

@@ -13,8 +13,6 @@ from torch import Tensor
 from multitask_rl.algorithms.base import AlgorithmConfig, LossOutput, TokenBatch
 from multitask_rl.algorithms.kl import estimate_kl
 
-__all__ = ["bounded_log_ratio", "clipped_surrogate", "policy_loss", "truncated_is_weight", "with_corrections"]
-
 # Keeps exp() finite in float32; a ratio of e^20 is clipped by every surrogate here, so no gradient is lost.
 _MAX_LOG_RATIO = 20.0
 

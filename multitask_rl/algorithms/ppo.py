@@ -25,8 +25,6 @@ from multitask_rl.algorithms.ragged import check_tokens, discounted_suffix_sum, 
 from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.config.schema.ranges import Fraction, NotNegative, PositiveFraction
 
-__all__ = ["PPO", "clipped_value_loss", "compute_gae"]
-
 _ADVANTAGE_FLOOR = 0.1
 """Smallest divisor of the advantages, in standard deviations of the reward. If the critic explains nearly
 all of the reward, the residual is noise and must not be whitened to unit variance."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["broadcast", "check_tokens", "discounted_suffix_sum", "last_tokens", "segment_mean", "segment_sum"]
-
 
 def check_tokens(lengths: Tensor, **tensors: Tensor | None) -> None:
     """Raise ``ValueError`` unless every given tensor is [N] with N the sum of ``lengths`` [B]."""

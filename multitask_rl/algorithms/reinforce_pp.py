@@ -14,8 +14,6 @@ from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, discounted_suffix_sum
 
-__all__ = ["ReinforcePP"]
-
 
 class ReinforcePP(GRPO):
     """``A_t = (whiten(r) - lambda whiten(c)) / (1 + lambda) - beta (K_t - mean K)``.

@@ -22,9 +22,6 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
 from multitask_rl.seeding import random_stream
 
-__all__ = ["RewardConditioned", "quantile_of_each"]
-
-
 _ROUNDING = 1e-12
 """Share of the largest reward below which two rewards are equal."""
 

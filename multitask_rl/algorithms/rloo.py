@@ -10,8 +10,6 @@ from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
-__all__ = ["RLOO"]
-
 
 class RLOO(GRPO):
     """Advantages ``r_i - mean of r_j, j != i`` = ``G / (G - 1)`` times those of Dr.GRPO.

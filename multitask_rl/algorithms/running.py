@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["RunningMoments", "RunningScale"]
-
 _RATE = 0.05
 """Weight of the newest step once warmed up: a memory of about 20 steps."""
 

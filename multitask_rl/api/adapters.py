@@ -21,8 +21,6 @@ from multitask_rl.seeding import derive_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["HfModelAdapter", "VLLMActorModel", "vLLMAdapter"]
-
 
 class HfModelAdapter(Actor):
     """A model that is already loaded as the shared actor: ``Trainer(actor=HfModelAdapter(model))``.

@@ -10,8 +10,6 @@ from torch.utils.data import Sampler
 
 from multitask_rl.errors import ConfigError
 
-__all__ = ["DynamicBatchSampler"]
-
 
 class DynamicBatchSampler(Sampler[list[int]]):
     """Batch sampler: indices of rows of similar length, as many as a token budget takes.

@@ -15,8 +15,6 @@ from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.seeding import derive_seed
 
-__all__ = ["ChunkedGenerator"]
-
 logger = logging.getLogger(__name__)
 
 

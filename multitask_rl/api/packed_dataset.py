@@ -12,8 +12,6 @@ from torch.utils.data import Dataset
 from multitask_rl.api.batch_sampler import row_length
 from multitask_rl.errors import ConfigError, DataError
 
-__all__ = ["PackedDataset"]
-
 IGNORED = -100
 """Label of a token that no loss counts, as ``transformers`` and torch's cross entropy read it."""
 

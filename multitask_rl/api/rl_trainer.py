@@ -27,8 +27,6 @@ from multitask_rl.training.critic import Critic
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PPOTrainer", "RLTrainer"]
-
 logger = logging.getLogger(__name__)
 
 TASKS_FILE = Path("tasks.yaml")

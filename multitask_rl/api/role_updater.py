@@ -12,8 +12,6 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.step.metrics import StepReport
 from multitask_rl.trainer import Trainer
 
-__all__ = ["PPORoleUpdater"]
-
 
 class PPORoleUpdater(PPOTrainer):
     """Updates actor and critic one step at a time: ``for _ in range(100): report = updater.update()``.

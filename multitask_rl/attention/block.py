@@ -26,8 +26,6 @@ from transformers.masking_utils import sdpa_mask
 from multitask_rl.attention.float32 import FLOAT32, attend_float32, score_dtype
 from multitask_rl.attention.interface import check_options
 
-__all__ = ["BLOCKS", "Block", "Blocks", "can_attend_in_blocks", "keep_until_backward", "mask_of"]
-
 BLOCKS = "multitask_rl_blocks"
 
 MASK_CELLS = 2**25

@@ -19,8 +19,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from multitask_rl.attention.interface import Peers, check_options, current_peers
 
-__all__ = ["CONTEXT", "pieces_of"]
-
 CONTEXT = "multitask_rl_context_parallel"
 MASK_CELLS = 2**25
 """Queries times keys of one mask: 32 MiB of booleans, 128 MiB as float32."""

@@ -15,8 +15,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["FLOAT32", "LONGEST", "attend_float32", "compiles_shapes", "score_dtype", "use_float32_attention"]
-
 FLOAT32 = "multitask_rl_float32"
 """Name of ``attend_float32`` in ``transformers``' attention interface."""
 

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Peers", "check_options", "current_peers", "has_windows", "use_attention"]
-
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 """Arguments of the interface that do not change causal attention."""
 

@@ -22,8 +22,6 @@ from transformers.masking_utils import sdpa_mask
 from multitask_rl.attention.float32 import attend_float32, score_dtype
 from multitask_rl.attention.interface import check_options
 
-__all__ = ["SHARED_PROMPT", "Bucket", "RowGrid", "SharedPromptCache", "shared_prompt_attention"]
-
 SHARED_PROMPT = "multitask_rl_shared_prompt"
 
 MARK = "shared_prompt_layer"

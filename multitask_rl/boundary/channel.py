@@ -13,8 +13,6 @@ import time
 from collections import deque
 from typing import Any
 
-__all__ = ["Channel"]
-
 _LENGTH = struct.Struct("!Q")
 _CHUNK = 1 << 18
 

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from http.client import HTTPResponse
 from typing import Any, cast
 
-__all__ = ["open_request"]
-
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Turns a redirect into an ``HTTPError`` with its status."""

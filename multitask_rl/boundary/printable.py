@@ -11,8 +11,6 @@ import re
 
 from multitask_rl.boundary.redaction import redact_text
 
-__all__ = ["EscapingFilter", "one_line", "printable"]
-
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )

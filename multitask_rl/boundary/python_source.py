@@ -10,8 +10,6 @@ from __future__ import annotations
 import ast
 from typing import Literal, overload
 
-__all__ = ["parse_python"]
-
 _ATTEMPTS = 16
 
 

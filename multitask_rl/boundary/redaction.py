@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["REDACTED", "redact", "redact_text", "redacted_keys"]
-
 REDACTED = "[redacted]"
 """Replacement for a secret."""
 

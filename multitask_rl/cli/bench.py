@@ -18,8 +18,6 @@ from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig, TrackingConfig
 from multitask_rl.errors import ConfigError, check_output_file
 
-__all__ = ["main", "measure"]
-
 
 def main(arguments: list[str]) -> int:
     """Make some steps of the configuration, print what was measured, write it as JSON if asked."""

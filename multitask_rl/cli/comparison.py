@@ -26,8 +26,6 @@ from multitask_rl.statistics.intervals import Difference, compare_means, holm
 from multitask_rl.tracking.lines import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
 
-__all__ = ["main_compare", "main_report"]
-
 _IGNORED = ("output_dir", "tracking.", "num_threads", "checkpoint.resume")
 """Configuration that has no effect on what a run computes."""
 _HISTORY_ROWS = 12

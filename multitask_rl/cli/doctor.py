@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.plugins import GROUPS, list_plugins, load_plugin
 
-__all__ = ["Diagnosis", "examine", "main"]
-
 _REQUIRED = ("torch", "transformers", "datasets", "hydra-core", "omegaconf", "numpy", "safetensors", "rich")
 _EXTRAS = {
     "mlflow": ("mlflow",),

@@ -13,8 +13,6 @@ from multitask_rl.plugins import GROUPS, list_plugins
 from multitask_rl.testing import check, scaffold
 from multitask_rl.testing.listing import describe
 
-__all__ = ["main"]
-
 _USAGE = f"""usage: multitask-rl plugins list [KIND] | check NAME ... | new KIND NAME ...
 
   list   show installed plugins: kind, name, distribution, description (imports none)

@@ -33,8 +33,6 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
 from multitask_rl.tracking.reading import read_lines
 
-__all__ = ["Agreement", "agreement", "main", "pearson"]
-
 _CHUNK = 256
 _WHOLE = "reward"
 """The task's whole reward, as in ``primary_metric``."""

@@ -30,8 +30,6 @@ from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Run ``tasks validate``, ``tasks show`` or ``tasks schema``."""

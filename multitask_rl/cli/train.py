@@ -34,8 +34,6 @@ from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.run.interrupts import stopping_on_signals
 
-__all__ = ["compose_and_run", "config_keys", "evaluate", "print_evaluations", "train"]
-
 logger = logging.getLogger(__name__)
 
 _USAGE = """\

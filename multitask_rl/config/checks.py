@@ -17,21 +17,6 @@ from multitask_rl.config.task import ConstraintSpec, TaskSpec
 from multitask_rl.errors import ConfigError, MissingExtraError, path_errors
 from multitask_rl.plugins import PLUGIN_FORMS, list_plugins
 
-__all__ = [
-    "DATA_SUFFIXES",
-    "FOREIGN_PREFIXES",
-    "FUNCTION_PREFIXES",
-    "GENERATOR_PREFIX",
-    "NAME_PATTERN",
-    "RESERVED_NAMES",
-    "check_entry_point",
-    "check_task",
-    "check_tasks",
-    "is_data_path",
-    "is_file",
-    "parse_template",
-]
-
 RESERVED_NAMES = ("all", "macro", "worst", "global")
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")

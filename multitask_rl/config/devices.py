@@ -16,15 +16,6 @@ from itertools import combinations
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 
-__all__ = [
-    "DeviceSet",
-    "count_cuda_devices",
-    "parse_device_map",
-    "parse_devices",
-    "resolve_devices",
-    "torchrun_size",
-]
-
 _ROLES = ("actor", "critic", "reference", "rollout")
 _PER_TASK = ("reward", "constraint")
 _WITH_ACTOR = {"reference": "reference model", "rollout": "rollout engine"}

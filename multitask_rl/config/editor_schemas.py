@@ -10,8 +10,6 @@ from multitask_rl.config.schema.json_schema import object_schema
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import SHORT_FORMS
 
-__all__ = ["run_schema", "tasks_schema"]
-
 _DRAFT = {"$schema": "http://json-schema.org/draft-07/schema#"}
 _NAME = {"type": "string", "pattern": f"^(?!({'|'.join(RESERVED_NAMES)})$){NAME_PATTERN}$"}
 

@@ -16,8 +16,6 @@ from multitask_rl.config.schema.build import check_keys
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, MissingExtraError
 
-__all__ = ["GRAMMAR_KEYS", "check_grammar", "is_installed", "lark_source", "require_llguidance"]
-
 GRAMMAR_KEYS = ("regex", "json_schema", "choices")
 
 

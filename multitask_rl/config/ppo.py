@@ -21,8 +21,6 @@ from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, OneOf, Positive, Settings
 from multitask_rl.errors import ConfigError
 
-__all__ = ["PPOConfig", "get_ppo_default_config", "new_run_directory"]
-
 logger = logging.getLogger(__name__)
 
 P = TypeVar("P")

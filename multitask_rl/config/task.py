@@ -21,16 +21,6 @@ from multitask_rl.config.schema.ranges import (
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingParams
 
-__all__ = [
-    "PASS_RATE",
-    "ConstraintSpec",
-    "CurriculumSpec",
-    "KLSpec",
-    "MultiplierSpec",
-    "RewardSpec",
-    "TaskSpec",
-]
-
 PASS_RATE = "pass_rate"
 
 

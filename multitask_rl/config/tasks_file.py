@@ -30,8 +30,6 @@ from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
-__all__ = ["SHORT_FORMS", "fill_weights", "load_tasks", "parse_tasks", "validate_tasks"]
-
 S = TypeVar("S", RewardSpec, ConstraintSpec)
 _Entry = tuple[dict[str, Any], Where]
 """A task's keys as the file gives them, and their place."""

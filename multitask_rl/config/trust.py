@@ -15,8 +15,6 @@ from multitask_rl.config.checks import FUNCTION_PREFIXES, GENERATOR_PREFIX, is_f
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import ConfigError
 
-__all__ = ["TRUST", "refuse_code", "refuse_code_in"]
-
 TRUST = "--trust"
 """The option that allows a file from elsewhere to name code."""
 

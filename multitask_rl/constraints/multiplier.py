@@ -14,8 +14,6 @@ from typing import Any
 from multitask_rl.config.task import MultiplierSpec
 from multitask_rl.records import Event
 
-__all__ = ["LagrangeMultiplier"]
-
 _LOG_FLOOR = 0.01
 """``log``: lambda at or below this counts as 0; also the default start."""
 _REPORTED_LOG_RATIO = math.log(1.2)

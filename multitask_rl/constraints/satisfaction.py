@@ -11,8 +11,6 @@ from multitask_rl.records import Direction, Scored, Statistic
 from multitask_rl.statistics.definitions import violations
 from multitask_rl.statistics.intervals import rate_upper_bound
 
-__all__ = ["constraint_metrics", "constraint_warnings", "smallest_number"]
-
 PREFIX = "constraint/"
 """Of metric names."""
 

@@ -14,9 +14,6 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import FLAGGED, Failure, Rollout, Verdict
 from multitask_rl.rollout.base import Watch
 
-__all__ = ["StreamJudge"]
-
-
 Judge = Callable[[Sequence[Rollout], Sequence[Collection[str]]], list[dict[str, Verdict | Failure]]]
 """Returns each rollout's verdicts on the constraints named for it (``RewardPool.judge``)."""
 

@@ -10,8 +10,6 @@ from typing import Annotated, ClassVar
 from multitask_rl.config.schema.ranges import Fraction, Positive, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 
-__all__ = ["Bandit"]
-
 _MIN_SCALE = 1e-3
 _NOISE = 2.0
 """A gain of 1 is a change of at least this many standard errors of a level."""

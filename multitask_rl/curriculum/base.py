@@ -15,8 +15,6 @@ from multitask_rl.curriculum.quotas import normalise
 from multitask_rl.curriculum.signal import REWARD_SCORE, TaskTrace
 from multitask_rl.records import TaskStats
 
-__all__ = ["SchedulerPolicy", "SchedulerPolicyConfig", "softmax"]
-
 _NOISE = 2.0
 """A difference between tasks counts only beyond this many standard errors."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from multitask_rl.config.schema.ranges import Count, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
-__all__ = ["DeficitLearnability"]
-
 
 class DeficitLearnability(SchedulerPolicy):
     """Weigh each task by its distance to the target times its learnability.

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 
 from multitask_rl.curriculum.signal import ShownRange
 
-__all__ = ["PoolEstimate", "RewardRange", "pool_shares"]
-
 MAX_LEARNABILITY = 0.25
 """p (1 - p) at p = 0.5: the optimistic learnability of a pool before it is measured."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.records import Event, TaskStats
 
-__all__ = ["UnlearnableGate"]
-
 _MIN_INFORMATIVE = 0.02
 _RELEASE_INFORMATIVE = 0.05
 """Above ``_MIN_INFORMATIVE``, so that a task does not flip between held and released."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from multitask_rl.config.schema.ranges import Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 
-__all__ = ["Learnability"]
-
 
 class Learnability(SchedulerPolicy):
     """Boltzmann weights over the smoothed spread of rewards within groups.

@@ -10,8 +10,6 @@ from typing import ClassVar
 from multitask_rl.config.schema.ranges import NotNegative, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
 
-__all__ = ["MTGRPO"]
-
 
 class MTGRPO(SchedulerPolicy):
     """Move the logits against each task's level and improvement.

@@ -13,8 +13,6 @@ from typing import Annotated, ClassVar
 from multitask_rl.config.schema.ranges import Count, NotNegative, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
-__all__ = ["Patience"]
-
 
 class Patience(SchedulerPolicy):
     """Lower a task's weight at a plateau at its target, raise it at a plateau below."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-__all__ = ["apportion", "normalise", "raise_to_floors"]
-
 
 def normalise(weights: Mapping[str, float]) -> dict[str, float]:
     """Return ``weights`` divided by their sum; equal shares when the sum is not positive.

@@ -24,8 +24,6 @@ from multitask_rl.plugins import SCHEDULERS, class_id, load_plugin
 from multitask_rl.records import Event, TaskStats
 from multitask_rl.seeding import derive_seed
 
-__all__ = ["DynamicTaskWeightScheduler", "SchedulerConfig"]
-
 _DEFAULT_MIN_WEIGHT = 0.1
 _MAX_DEFAULT_FLOORS = 0.2
 """Largest sum of default floors: the policy distributes at least 1 - 0.2 of the step."""

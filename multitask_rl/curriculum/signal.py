@@ -18,8 +18,6 @@ from typing import Any
 
 from multitask_rl.records import NUM_EXTREMES, Direction, TaskStats
 
-__all__ = ["REWARD_SCORE", "Average", "ShownRange", "TaskTrace"]
-
 REWARD_SCORE = "reward_score"
 """The ``metric_key`` that means the training reward."""
 

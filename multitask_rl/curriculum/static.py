@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from multitask_rl.curriculum.base import SchedulerPolicy
 
-__all__ = ["Static"]
-
 
 class Static(SchedulerPolicy):
     """Keep the initial weights for the whole run; a share below its floor is raised to the floor."""

@@ -10,8 +10,6 @@ from typing import ClassVar
 from multitask_rl.config.schema.ranges import NotNegative
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
-__all__ = ["Straggler"]
-
 _START_STEPS = 10
 _MIN_START_DEFICIT = 1e-6
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from multitask_rl.curriculum.static import Static
 
-__all__ = ["Uniform"]
-
 
 class Uniform(Static):
     """Give every task the same share. Initial weights are ignored; use ``static`` to keep them."""

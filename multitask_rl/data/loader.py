@@ -15,8 +15,6 @@ from multitask_rl.data.readers import Rows
 from multitask_rl.data.rows import evaluation_rows, group_rows, load_rows, split_rows
 from multitask_rl.errors import ConfigError, DataError
 
-__all__ = ["TaskDataLoader", "get_dataloader"]
-
 
 @dataclass(kw_only=True, slots=True)
 class TaskDataLoader:

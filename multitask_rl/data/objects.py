@@ -10,8 +10,6 @@ from multitask_rl.config.checks import is_data_path
 from multitask_rl.data.readers import STREAMED, Rows, read_dataset_dict, read_file
 from multitask_rl.errors import DataError
 
-__all__ = ["rows_of"]
-
 
 def rows_of(data: Any, where: str) -> dict[str, Rows]:
     """Return the rows of ``data`` by split; the split "" holds rows that name none.

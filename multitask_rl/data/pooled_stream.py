@@ -21,8 +21,6 @@ from multitask_rl.errors import DataError
 from multitask_rl.records import Event
 from multitask_rl.seeding import random_stream
 
-__all__ = ["PooledStream", "pools_by_column"]
-
 logger = logging.getLogger(__name__)
 
 UNSEEN = "unseen"

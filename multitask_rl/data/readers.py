@@ -21,8 +21,6 @@ from typing import Any, TypeAlias, overload
 from multitask_rl.config.checks import DATA_SUFFIXES
 from multitask_rl.errors import DataError, path_errors
 
-__all__ = ["GeneratedRows", "Row", "RowView", "Rows", "read_dataset_dict", "read_file"]
-
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
 

@@ -23,8 +23,6 @@ from multitask_rl.data.readers import GeneratedRows, Row, Rows
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.seeding import derive_seed
 
-__all__ = ["create_generator", "entry_of", "generate_rows"]
-
 _SIZE = 1000
 _LITERAL = "metadata_literal"
 

@@ -15,8 +15,6 @@ from multitask_rl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["render_content", "render_prompt", "render_template"]
-
 
 def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """Return the prompt's text and token ids.

@@ -11,8 +11,6 @@ from multitask_rl.data.render import render_content
 from multitask_rl.data.rows import TEST_SPLIT, fingerprint
 from multitask_rl.errors import DataError
 
-__all__ = ["check_rows", "held_out_warning"]
-
 _GENERATED = 4
 """Rows looked at of a generator, whose rows all have the same columns."""
 _SHOWN = 120

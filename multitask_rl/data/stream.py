@@ -11,8 +11,6 @@ from multitask_rl.errors import CheckpointError, DataError
 from multitask_rl.records import Event
 from multitask_rl.seeding import random_stream
 
-__all__ = ["PromptStream"]
-
 logger = logging.getLogger(__name__)
 
 

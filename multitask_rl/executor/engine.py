@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["EngineFactory", "RayEngine", "RayEngineFactory"]
-
-
 class EngineFactory(Protocol):
     """An engine class, or an object that builds engines in its place."""
 

@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 
-__all__ = ["ActorGroup"]
-
 _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0

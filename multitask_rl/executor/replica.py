@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from multitask_rl.models.actor import Actor
 
-__all__ = ["EngineReplica", "Look", "without_monitors"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:

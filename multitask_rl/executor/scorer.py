@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from multitask_rl.config.run import ScoringConfig
     from multitask_rl.config.task import TaskSpec
 
-__all__ = ["RayScorer", "RunScorer"]
-
 _CALLS = 4
 """Calls that one pool answers at the same time: its metrics can be read while it scores."""
 _ROUND_NUMBERS = itertools.count()

@@ -17,8 +17,6 @@ from multitask_rl.guard.decision import CheckpointInfo, GuardDecision
 from multitask_rl.plugins import build_plugin
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
-__all__ = ["Confirm", "Guard"]
-
 Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None]
 """``confirm(task)`` evaluates the current weights and the weights last judged good, on the same prompts and
 seeds, which are new at every call. It returns ``(current, reference)``; None if no good weights are kept."""

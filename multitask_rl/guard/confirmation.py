@@ -14,8 +14,6 @@ from multitask_rl.guard.watched_metric import WatchedMetric
 from multitask_rl.records import Direction, TaskEvaluation
 from multitask_rl.statistics.intervals import sign_test, student_tails, summarise
 
-__all__ = ["Confirmation", "PairedTest", "compare_paired"]
-
 _OVERWHELMING = 2.0
 """Evidence above this multiple of the limit needs no agreement of the stored evaluations."""
 _MAX_Z = 8.0

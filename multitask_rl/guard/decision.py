@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from multitask_rl.records import Event
 
-__all__ = ["CheckpointInfo", "GuardAction", "GuardDecision", "RollbackAdjustments"]
-
 
 class GuardAction(StrEnum):
     """Action for the trainer, from mildest to hardest."""

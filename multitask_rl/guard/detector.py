@@ -13,8 +13,6 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-__all__ = ["DetectorSettings", "RegressionDetector"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetectorSettings:

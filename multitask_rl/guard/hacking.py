@@ -16,8 +16,6 @@ from typing import Any
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event
 
-__all__ = ["HackingDetector", "Observation", "fall_while_rising", "kendall_score"]
-
 _WINDOW = 8
 """Number of evaluations in a trend."""
 _MIN_KENDALL = 16

@@ -10,8 +10,6 @@ from typing import Any
 
 from multitask_rl.records import TaskStats
 
-__all__ = ["StepHistory"]
-
 _MIN_STEPS_FOR_TREND = 9
 _RISING_Z = 2.0
 _METRICS = ("length", "entropy", "kl")

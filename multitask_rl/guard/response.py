@@ -10,8 +10,6 @@ from typing import Any
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, RollbackAdjustments
 from multitask_rl.guard.settings import SafetyGuardConfig
 
-__all__ = ["Response", "choose_target"]
-
 
 class Response:
     """The ladder, the count of rollbacks and the adjustments in force."""

@@ -27,8 +27,6 @@ from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.watched_metric import WatchedMetric, build_watched
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
-__all__ = ["SafetyGuard"]
-
 _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
 

@@ -7,8 +7,6 @@ from typing import Annotated
 
 from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, OneOf, Positive, Range, Settings
 
-__all__ = ["SafetyGuardConfig"]
-
 _RUNGS = ("reweight", "freeze", "rollback")
 
 

@@ -12,8 +12,6 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.guard.detector import DetectorSettings, RegressionDetector
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
 
-__all__ = ["WatchedMetric", "build_watched"]
-
 _MIN_UNIT_VARIANCE = 0.02
 """Per prompt: near 0 and 1 the sample variance is itself too noisy to divide by."""
 _MIN_VARIANCE = 1e-12

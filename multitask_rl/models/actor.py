@@ -26,8 +26,6 @@ from multitask_rl.models.rope import check_positions, context_length, scale_rope
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["DTYPES", "Actor", "learning", "load_actor", "make_actor"]
-
 _FLASH = {
     "flash_attention_2": "pip install flash-attn",
     "flash_attention_3": "install flash_attn_3 (Dao-AILab/flash-attention, folder hopper)",

@@ -21,8 +21,6 @@ from multitask_rl.config.grammar import lark_source, require_llguidance
 from multitask_rl.errors import ConfigError, EngineError, TrainingError
 from multitask_rl.models.sampling import TokenMask, keep_allowed
 
-__all__ = ["GrammarRows", "Grammars"]
-
 _UTF8_BYTES = frozenset(bytes([b]) for b in (*range(0xC0), *range(0xC2, 0xF5)))
 _CACHE_BYTES = 128 * 2**20
 """Size of the masks kept: old policy, reference and every epoch need the same ones."""

@@ -12,8 +12,6 @@ from multitask_rl.config.run import LoraConfig
 from multitask_rl.errors import CheckpointError, MissingExtraError
 from multitask_rl.seeding import derive_seed
 
-__all__ = ["add_adapters", "load_adapters", "merged_state_dict"]
-
 
 def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
     """Wrap ``model`` so that only adapters of rank ``config.rank`` train; ``seed`` is the run's.

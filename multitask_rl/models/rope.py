@@ -13,8 +13,6 @@ import torch
 
 from multitask_rl.errors import ConfigError
 
-__all__ = ["check_positions", "context_length", "scale_rope"]
-
 TYPES = ("linear", "ntk", "dynamic", "yarn")
 
 

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["TokenMask", "draw_uniforms", "keep_allowed", "keep_top", "sample_tokens", "suppress"]
-
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
     """Return [count] float32 in [0, 1) of the stream ``seed``; each sample has a stream of its own."""

@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
     from multitask_rl.models.actor import Actor
 
-__all__ = [
-    "Ended",
-    "Generation",
-    "GenerationRequest",
-    "Monitor",
-    "RolloutEngine",
-    "Watch",
-    "collect",
-    "look",
-    "most_tokens",
-    "push_weights",
-]
-
 
 class Monitor(Protocol):
     """Reads responses while they are generated, and may end them."""

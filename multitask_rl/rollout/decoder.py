@@ -20,8 +20,6 @@ from multitask_rl.attention.float32 import FLOAT32, compiles_shapes
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT, Bucket, RowGrid, SharedPromptCache
 
-__all__ = ["PlainDecoder", "SharedDecoder", "TokenDecoder", "can_decode_cached", "can_share_prompts"]
-
 logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 8192

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
     from multitask_rl.models.actor import Actor
 
-__all__ = ["HFEngine"]
-
-
 HAND_ON_EVERY = 8
 """Tokens between two parts of a stream under autocast, which casts all weights again after each part."""
 PADDING_SLACK = 32

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
     from multitask_rl.models.actor import Actor
 
-__all__ = ["SnapshotEngine", "SnapshotFactory"]
-
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFactory:

@@ -40,16 +40,6 @@ from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = [
-    "RunParts",
-    "bind_controllers",
-    "build_guard",
-    "build_parts",
-    "build_scheduler",
-    "build_scorer",
-    "describe_overlap",
-]
-
 logger = logging.getLogger(__name__)
 
 

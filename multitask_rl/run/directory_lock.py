@@ -11,8 +11,6 @@ from filelock import FileLock, Timeout
 
 from multitask_rl.errors import ConfigError
 
-__all__ = ["DirectoryLock"]
-
 
 class DirectoryLock:
     """A lock on a directory, held until ``release`` or the end of the process.

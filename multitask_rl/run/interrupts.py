@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["Terminated", "check_interrupt", "finishing", "stopping_on_signals"]
-
 
 class Terminated(KeyboardInterrupt):
     """A signal asked the process to end."""

@@ -6,8 +6,6 @@ from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
 
-__all__ = ["check_learnable"]
-
 
 def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None) -> None:
     """Refuse a trained task whose advantages are always 0; without ``group_size`` groups are not checked.

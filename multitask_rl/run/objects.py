@@ -21,8 +21,6 @@ from multitask_rl.config.tasks_file import SHORT_FORMS, fill_weights
 from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
 from multitask_rl.errors import ConfigError, PluginError, path_errors
 
-__all__ = ["name_objects", "plugin_reference"]
-
 _LOADER = '''"""Written by multitask_rl: {name!r} was given from Python as an object."""
 
 import pickle

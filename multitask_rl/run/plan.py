@@ -30,8 +30,6 @@ from multitask_rl.step.task_state import build_algorithms, run_sampling
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
 
-__all__ = ["RunPlan", "check_overlap", "load_specs", "load_task_rows", "plan_run", "scale_warning"]
-
 logger = logging.getLogger(__name__)
 
 

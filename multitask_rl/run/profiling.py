@@ -19,8 +19,6 @@ from torch import nn
 
 from multitask_rl.training.learner import Learner
 
-__all__ = ["StepProfiler", "memory_numbers", "memory_report"]
-
 logger = logging.getLogger(__name__)
 
 WARM_UP, TRACED = 2, 3

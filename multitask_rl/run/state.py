@@ -22,8 +22,6 @@ from multitask_rl.training.checkpoint import Checkpoint
 from multitask_rl.training.critic import Critic, rename_head
 from multitask_rl.training.learner import Learner
 
-__all__ = ["RunProgress", "RunState", "Stateful"]
-
 logger = logging.getLogger(__name__)
 
 

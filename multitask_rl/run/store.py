@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from multitask_rl.config.task import TaskSpec
     from multitask_rl.step.task_state import TaskState
 
-__all__ = ["RunStore"]
-
 logger = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile")

@@ -30,8 +30,6 @@ from multitask_rl.step.task_state import TaskState
 from multitask_rl.tracking.fanout import Trackers
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry
 
-__all__ = ["Supervisor"]
-
 logger = logging.getLogger(__name__)
 
 

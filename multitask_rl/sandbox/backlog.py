@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Outcome, Program
 
-__all__ = ["Backlog", "ProgramFuture", "QueuedProgram"]
-
 _HANDFUL = 8
 """Most programs that a worker holds: between two of them it does not wait for a busy trainer."""
 _STUCK_S = 0.05

@@ -20,11 +20,6 @@ from typing import Protocol, Self, runtime_checkable
 
 from multitask_rl.boundary.python_source import parse_python
 
-__all__ = [
-    "AssertsTask", "Limits", "Outcome", "Program", "Sandbox", "ScriptTask", "StdioTask", "StdioTest", "Task",
-    "TestResult", "UnittestTask", "Verdict", "count_test_methods", "imported_modules", "undefined_names",
-]  # fmt: skip
-
 
 class Verdict(StrEnum):
     """How a program, or one test of it, ended."""

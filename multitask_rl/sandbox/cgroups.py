@@ -17,8 +17,6 @@ from pathlib import Path
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Limits
 
-__all__ = ["CellCgroup", "delegated_cgroup"]
-
 _NEEDED = ("memory", "pids")
 _PREFIX = "multitask-rl-"
 _BASE_MB = 256

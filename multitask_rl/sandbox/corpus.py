@@ -38,8 +38,6 @@ from multitask_rl.sandbox.host_checks import HostWatch, WatchedProgram
 from multitask_rl.sandbox.pool import NamespaceSandbox
 from multitask_rl.sandbox.worker import LEVELS
 
-__all__ = ["CorpusFinding", "load_manifest", "main", "repeat_noise", "run_corpus"]
-
 _TRIVIAL = Program(source="print(6 * 7)")
 _NOISY_CHECKS = ("host_mem_delta_mb", "host_disk_delta_mb", "wall")
 """Other work on the machine can disturb these checks: a problem counts if two of three tries find it."""

@@ -11,8 +11,6 @@ from multitask_rl.sandbox.cell import landlock, linux
 from multitask_rl.sandbox.cgroups import delegated_cgroup
 from multitask_rl.sandbox.worker import LEVELS, Worker, WorkerLostError, cell_config
 
-__all__ = ["report"]
-
 _PROBE = """
 import ctypes, json, os, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)

@@ -20,8 +20,6 @@ from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
-__all__ = ["HostWatch", "WatchedProgram"]
-
 _CANARY = Path("/tmp/mtrl_canary")  # the programs of a corpus name this place
 _SECRET = "CANARY-7f3a91"
 _ENDED_WITHIN_S = 1.0

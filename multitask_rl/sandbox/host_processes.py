@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-__all__ = ["descendants"]
-
 
 def descendants(root: int) -> set[int]:
     """Return the process ids below ``root``."""

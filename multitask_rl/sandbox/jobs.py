@@ -23,8 +23,6 @@ from multitask_rl.sandbox.base import (
 )
 from multitask_rl.sandbox.cell.codec import CodecError, Encoder
 
-__all__ = ["outcome_of", "to_job"]
-
 _limits = functools.lru_cache(maxsize=64)(asdict)
 
 

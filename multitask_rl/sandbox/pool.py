@@ -20,8 +20,6 @@ from multitask_rl.sandbox.base import Outcome, Program, Sandbox, Verdict
 from multitask_rl.sandbox.cgroups import delegated_cgroup
 from multitask_rl.sandbox.worker import LEVELS, Worker, WorkerLostError, cell_config
 
-__all__ = ["BubblewrapSandbox", "NamespaceSandbox", "acceptable_levels"]
-
 _log = logging.getLogger(__name__)
 _MAX_LOSSES = 2
 """A program that loses so many workers while it runs alone is the cause of their ends."""

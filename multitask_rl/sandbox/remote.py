@@ -22,8 +22,6 @@ from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Outcome, Program, Sandbox, ScriptTask, StdioTask, TestResult, Verdict
 from multitask_rl.sandbox.cell.verdicts import same_text
 
-__all__ = ["HttpSandbox"]
-
 _log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _ANSWER_LIMIT = 64 << 20

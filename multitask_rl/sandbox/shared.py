@@ -11,8 +11,6 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import SANDBOXES, load_plugin
 from multitask_rl.sandbox.base import Sandbox
 
-__all__ = ["open_sandbox", "shared_sandbox"]
-
 _lock = threading.Lock()
 _shared: Sandbox | None = None
 os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock(), _shared=None))

@@ -26,8 +26,6 @@ from multitask_rl.sandbox.cgroups import CellCgroup
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.jobs import outcome_of, to_job
 
-__all__ = ["LEVELS", "Worker", "WorkerLostError", "cell_config"]
-
 LEVELS = ("namespaces", "bwrap", "landlock")
 """Isolation levels, strongest first."""
 _START_TIMEOUT_S = 30.0

@@ -19,8 +19,6 @@ from multitask_rl.plugins import CONSTRAINTS, REWARDS, Located, build_config, bu
 from multitask_rl.scoring.foreign import FOREIGN, ForeignReward, build_foreign
 from multitask_rl.scoring.shapes import UNDECLARED, FunctionPlugin
 
-__all__ = ["PluginSource", "find_plugin", "resolve_constraint", "resolve_reward"]
-
 _METHOD = {"reward": "score", "constraint": "judge"}
 _GROUP = {"reward": REWARDS, "constraint": CONSTRAINTS}
 

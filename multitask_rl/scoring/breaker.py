@@ -6,8 +6,6 @@ import time
 
 from multitask_rl.records import Failure, FailureKind
 
-__all__ = ["CircuitBreaker"]
-
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 120.0
 INFRA_IN_A_ROW = 20

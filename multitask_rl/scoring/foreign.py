@@ -22,8 +22,6 @@ from multitask_rl.records import Rollout
 from multitask_rl.scoring.results import each, failure_of, no_column
 from multitask_rl.scoring.shapes import UNDECLARED, EventLoop
 
-__all__ = ["FOREIGN", "ForeignReward", "build_foreign"]
-
 
 class ForeignReward:
     """Base of the adapters; ``build_foreign`` makes a subclass that has the target."""

@@ -13,8 +13,6 @@ from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.results import Result, failure_of, no_column, to_result, to_verdict
 from multitask_rl.scoring.shapes import UNDECLARED
 
-__all__ = ["Grader", "PluginFacts", "PluginPlan"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginFacts:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.results import Result
 
-__all__ = ["STALL_S", "Call", "Item", "Latch", "Limiter", "Runner"]
-
 STALL_S = 0.4
 
 

@@ -19,8 +19,6 @@ from multitask_rl.scoring.grader import PluginFacts
 from multitask_rl.scoring.items import STALL_S, Call, Item, Limiter, Runner
 from multitask_rl.scoring.results import Result
 
-__all__ = ["Lane"]
-
 SPARE_RUNNERS = 2
 """Runners beyond ``num_workers``, started only while others stall."""
 GROW_AFTER_S = 0.1

@@ -9,8 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from multitask_rl.records import Rollout
 
-__all__ = ["POLL_S", "Deferred", "Pending", "Span"]
-
 POLL_S = 0.01
 
 T = TypeVar("T")

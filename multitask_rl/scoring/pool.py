@@ -36,8 +36,6 @@ from multitask_rl.scoring.round import TICK_S, ResultCache, Round, TaskPlugin
 from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
 from multitask_rl.scoring.wiring import plan_plugin, start_lane
 
-__all__ = ["RewardPool"]
-
 T = TypeVar("T")
 Verdicts = dict[str, Verdict | Failure]
 """Results of the constraints of one rollout, by constraint name."""

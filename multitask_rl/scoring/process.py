@@ -34,16 +34,6 @@ from multitask_rl.records import (
 from multitask_rl.scoring.grader import PluginFacts, PluginPlan
 from multitask_rl.scoring.results import Result
 
-__all__ = [
-    "OUT_OF_MEMORY",
-    "PluginOutput",
-    "Progress",
-    "WorkerDiedError",
-    "WorkerProcess",
-    "decode",
-    "encode",
-]
-
 START_LIMIT_S = 180.0
 """Seconds for a plugin to become ready (imports, model downloads); afterwards the start fails."""
 OUT_OF_MEMORY = 77

@@ -24,8 +24,6 @@ from multitask_rl.records import (
     Verdict,
 )
 
-__all__ = ["Result", "each", "failure_of", "is_out_of_memory", "no_column", "to_result", "to_verdict"]
-
 Result = RewardResult | Verdict
 
 T = TypeVar("T")

@@ -19,8 +19,6 @@ from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.pending import POLL_S, Span
 from multitask_rl.scoring.results import Result
 
-__all__ = ["TICK_S", "ResultCache", "Round", "TaskPlugin"]
-
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05

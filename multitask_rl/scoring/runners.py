@@ -17,8 +17,6 @@ from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.process import OUT_OF_MEMORY, PluginOutput, WorkerDiedError, WorkerProcess
 from multitask_rl.scoring.results import Result
 
-__all__ = ["LocalRunner", "ProcessRunner"]
-
 logger = logging.getLogger(__name__)
 
 START_CRASHES, START_KILLS = 3, 100

@@ -21,8 +21,6 @@ from multitask_rl.errors import PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout
 from multitask_rl.scoring.results import each, failure_of, no_column
 
-__all__ = ["UNDECLARED", "EventLoop", "FunctionPlugin", "with_traits"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNDECLARED = PluginTraits(deterministic=False)

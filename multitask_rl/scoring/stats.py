@@ -11,8 +11,6 @@ from multitask_rl.errors import RewardError
 from multitask_rl.records import Event, Failure, FailureKind, Scored
 from multitask_rl.scoring.results import Result
 
-__all__ = ["ErrorBudget", "ScoreTally", "TaskCounts"]
-
 WINDOW = 200
 MIN_SAMPLES = 20
 """Fewest samples for a rate: one failing first sample is not a failure rate of 100 %."""

@@ -19,8 +19,6 @@ from multitask_rl.scoring.process import PluginOutput
 from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
 from multitask_rl.seeding import derive_seed
 
-__all__ = ["plan_plugin", "start_lane"]
-
 
 def plan_plugin(
     task: TaskSpec, spec: RewardSpec | ConstraintSpec, index: int, *, seed: int, devices: Mapping[str, str]

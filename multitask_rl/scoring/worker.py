@@ -22,8 +22,6 @@ from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.process import OUT_OF_MEMORY, Progress, encode
 from multitask_rl.scoring.results import is_out_of_memory
 
-__all__ = ["main"]
-
 FLUSH_S = 0.003
 """Most seconds between messages: a message per result would cost more than most results."""
 _PR_SET_PDEATHSIG = 1

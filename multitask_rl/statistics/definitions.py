@@ -27,8 +27,6 @@ from multitask_rl.records import (
 )
 from multitask_rl.statistics.intervals import summarise
 
-__all__ = ["REWARD", "TaskMetrics", "metric_names", "served"]
-
 REWARD = "reward_mean"
 """Name of the reward's statistic."""
 ENOUGH_EARNED = 64

@@ -11,17 +11,6 @@ from scipy import special
 
 from multitask_rl.records import Direction, Statistic
 
-__all__ = [
-    "Difference",
-    "compare_means",
-    "holm",
-    "rate_upper_bound",
-    "sign_test",
-    "student_quantile",
-    "student_tails",
-    "summarise",
-]
-
 _LEVEL = 0.05
 
 

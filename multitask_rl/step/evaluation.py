@@ -23,8 +23,6 @@ from multitask_rl.step.stages import sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.tracking.record_files import RecordFile
 
-__all__ = ["Evaluator"]
-
 
 @dataclass
 class Evaluator:

@@ -25,8 +25,6 @@ from multitask_rl.step.stages import RewardBatch, SamplingStages
 from multitask_rl.step.task_state import TaskState, draw_prompts
 from multitask_rl.tracking.timeline import Span, Timeline, intersect, subtract
 
-__all__ = ["Experience", "ExperienceSource"]
-
 
 @dataclass(kw_only=True, slots=True)
 class Experience:

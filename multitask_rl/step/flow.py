@@ -23,8 +23,6 @@ from typing import Any
 
 from multitask_rl.errors import ConfigError
 
-__all__ = ["DataFlow", "Stage", "StreamingStage"]
-
 logger = logging.getLogger(__name__)
 
 Note = Callable[[str, tuple[float, float]], None]

@@ -23,20 +23,6 @@ from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step.stages import is_trainable
 from multitask_rl.step.task_state import TaskState
 
-__all__ = [
-    "Groups",
-    "StepReport",
-    "aggregate",
-    "by_group",
-    "collect_stats",
-    "explained",
-    "group_rewards",
-    "observe_groups",
-    "some_of_each",
-    "step_numbers",
-    "task_stats",
-]
-
 Groups = dict[str, list[Scored]]
 """Records by ``group_id``, in order of drawing."""
 

@@ -14,8 +14,6 @@ from multitask_rl.records import Scored
 from multitask_rl.step.metrics import Groups, by_group, is_informative
 from multitask_rl.step.task_state import TaskState
 
-__all__ = ["Refill"]
-
 MIN_RATE = 0.05
 """Below this share of groups with a gradient, no refill is tried."""
 PRIOR_GROUPS = 4.0

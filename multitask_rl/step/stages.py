@@ -21,17 +21,6 @@ from multitask_rl.training.backend import CreditedSample
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.learner import Learner, UpdateReport
 
-__all__ = [
-    "AdvantageStage",
-    "ConstraintStage",
-    "RewardBatch",
-    "RewardStage",
-    "RolloutStage",
-    "SamplingStages",
-    "UpdateStage",
-    "sampling_stages",
-]
-
 
 @dataclass(slots=True)
 class _Call:

@@ -24,8 +24,6 @@ from multitask_rl.training.credit import LearnerTask
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["TaskState", "build_task_states", "draw_prompts", "render_rows", "suppress_control_tokens"]
-
 
 @dataclass(kw_only=True, slots=True)
 class TaskState:

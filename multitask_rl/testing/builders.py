@@ -8,8 +8,6 @@ from typing import Any
 from multitask_rl.records import Direction, Prompt, Rollout, SamplingParams, Statistic, TaskEvaluation
 from multitask_rl.statistics.intervals import summarise
 
-__all__ = ["make_evaluation", "make_prompt", "make_rollout"]
-
 
 def make_prompt(
     text: str = "What is 2 + 2?",

@@ -23,8 +23,6 @@ from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.testing.contract import Finding, assert_findings, check_constraint, check_reward
 from multitask_rl.testing.scaffold import KINDS
 
-__all__ = ["CheckReport", "assert_contract", "check_plugin", "main", "report"]
-
 _EXAMPLE_ROW: dict[str, Any] = {
     "prompt": "What is 2 + 2?",
     "reference": "4",

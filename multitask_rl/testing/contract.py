@@ -23,16 +23,6 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.scoring.results import Result
 from multitask_rl.testing.builders import make_rollout
 
-__all__ = [
-    "Finding",
-    "assert_constraint_contract",
-    "assert_findings",
-    "assert_reward_contract",
-    "check_constraint",
-    "check_reward",
-    "run_check",
-]
-
 NON_ANSWERS = {
     "empty": "",
     "blank": " \n\t ",

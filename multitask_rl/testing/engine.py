@@ -25,8 +25,6 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, collect
 from multitask_rl.testing.contract import Finding, assert_findings, run_check
 
-__all__ = ["assert_engine_contract", "check_engine", "sampled_logprobs"]
-
 _PLAIN = SamplingParams(max_new_tokens=24)
 _FILTERED = SamplingParams(max_new_tokens=12, temperature=0.7, top_p=0.8, top_k=20)
 _GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)

@@ -13,8 +13,6 @@ from multitask_rl.seeding import derive_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FakeEngine"]
-
 
 class FakeEngine(RolloutEngine):
     """A rollout engine without a model: tokens depend on the weights' version, the prompt and the seed only.

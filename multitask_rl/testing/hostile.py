@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 
-__all__ = ["ANSWER_KINDS", "answers", "hostile_texts", "near_misses", "same_answers"]
-
 _WORDS = r"""** << >> [a a. .) ." *** ****** ``` \boxed{ \frac{ \left( $$ ^{ sqrt( #### <think> </think>
 <answer> [1, {"a": f(x)= <|im_end|> <|endoftext|> [INST] </s>"""
 _UNITS = (

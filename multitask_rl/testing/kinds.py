@@ -28,8 +28,6 @@ from multitask_rl.testing.builders import make_evaluation, make_rollout
 from multitask_rl.testing.contract import Finding, run_check
 from multitask_rl.tracking.base import Tracker
 
-__all__ = ["check_algorithm", "check_guard", "check_scheduler", "check_task", "check_tracker"]
-
 _TASKS = ("first", "second")
 _LEVELS = [0.6] * 8 + [0.05] * 6
 """Held-out levels of the first task: steady, then it is lost."""

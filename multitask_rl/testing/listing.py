@@ -10,8 +10,6 @@ from pathlib import Path
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.plugins import PluginInfo
 
-__all__ = ["Description", "describe"]
-
 
 @dataclass(frozen=True, slots=True)
 class Description:

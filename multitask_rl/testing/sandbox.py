@@ -20,8 +20,6 @@ from multitask_rl.sandbox.base import (
     Verdict,
 )
 
-__all__ = ["assert_sandbox_contract"]
-
 _LIMITS = Limits(cpu_s=1, wall_s=2, mem_mb=128, stdout_bytes=1 << 16, stderr_bytes=1 << 12)
 _SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
 _TESTS = [

@@ -24,8 +24,6 @@ from multitask_rl.plugins import (
     list_plugins,
 )
 
-__all__ = ["KINDS", "Kind", "main", "scaffold"]
-
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
 
 _PYPROJECT = Template("""[build-system]

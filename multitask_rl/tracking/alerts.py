@@ -19,8 +19,6 @@ from multitask_rl.tracking.background import BackgroundWriter
 from multitask_rl.tracking.base import Tracker
 from multitask_rl.tracking.lines import dump_line
 
-__all__ = ["TOKEN_VARIABLE", "AlertTracker"]
-
 TOKEN_VARIABLE = "MULTITASK_RL_WEBHOOK_TOKEN"
 """Environment variable with the token sent as ``Authorization: Bearer ...``."""
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["MAX_PER_BATCH", "BackgroundWriter"]
-
 _LOG = logging.getLogger(__name__)
 MAX_PER_BATCH = 1000
 """Points that one write takes."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from multitask_rl.records import Event, Scored
 
-__all__ = ["Tracker"]
-
 
 class Tracker:
     """Receives metrics, events and rollouts of a run; each method does nothing until it is overridden.

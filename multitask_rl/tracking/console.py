@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-__all__ = ["ConsoleTracker"]
-
 _TASK_COLUMNS: Mapping[str, Sequence[str]] = {
     "reward": ("reward_mean",),
     "weight": ("weight",),

@@ -17,8 +17,6 @@ from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import Tracker
 
-__all__ = ["Trackers"]
-
 _LOG = logging.getLogger(__name__)
 
 

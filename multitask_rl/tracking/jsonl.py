@@ -17,8 +17,6 @@ from multitask_rl.tracking.base import Tracker
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
 from multitask_rl.tracking.record_files import RecordFile
 
-__all__ = ["JsonlTracker"]
-
 
 class JsonlTracker(Tracker):
     """Writes what it is given."""

@@ -23,8 +23,6 @@ from multitask_rl.records import (
     Verdict,
 )
 
-__all__ = ["dump_line", "rollout_from_dict", "scored_to_dict"]
-
 
 def _plain(value: Any) -> Any:
     """Return ``value`` with only JSON types in it; unknown objects become their ``str``."""

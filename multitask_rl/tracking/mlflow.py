@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-__all__ = ["MLflowTracker", "fetch_run", "flatten_parameters", "legal_name"]
-
 _LOG = logging.getLogger(__name__)
 _MAX_NAME = 250
 _MAX_PARAMETER = 500

@@ -14,8 +14,6 @@ from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.records import Direction
 from multitask_rl.tracking.timeline import summarise
 
-__all__ = ["Evaluation", "RunRecord", "read_lines", "read_run"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from multitask_rl.errors import disk_errors
 
-__all__ = ["RECORDS", "RecordFile", "cut_records", "record_lengths", "set_records_aside"]
-
 logger = logging.getLogger(__name__)
 
 RECORDS = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "evaluations.jsonl", "timeline.jsonl")

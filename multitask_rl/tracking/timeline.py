@@ -16,8 +16,6 @@ from typing import Any
 
 from multitask_rl.tracking.record_files import RecordFile
 
-__all__ = ["Timeline", "busy_seconds", "summarise"]
-
 Span = tuple[float, float]
 WAIT = "wait/"
 

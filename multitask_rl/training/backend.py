@@ -13,16 +13,6 @@ from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = [
-    "CreditedSample",
-    "Span",
-    "StepResult",
-    "StepStartOutputs",
-    "TokenMeans",
-    "TrainingBackend",
-    "Weighted",
-]
-
 Span = tuple[float, float]
 """Begin and end, ``time.monotonic`` seconds."""
 

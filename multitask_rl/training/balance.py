@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["deal", "share_out"]
-
 
 def share_out(costs: Sequence[float], number: int) -> list[list[int]]:
     """Return ``number`` lists of positions of about equal cost.

@@ -24,8 +24,6 @@ from multitask_rl.training.manifest import check_files, read_json, read_manifest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "CheckpointEntry", "CheckpointStore"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.records import TrainSample, concerned_cost
 from multitask_rl.training.backend import CreditedSample, TrainingBackend
 
-__all__ = ["CreditAssigner", "LearnerTask"]
-
 
 @dataclass(kw_only=True, slots=True)
 class LearnerTask:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-__all__ = ["Critic", "get_actor_critic", "rename_head"]
-
-
 class Critic(nn.Module):
     """Values of states, with one linear head per task, because tasks differ in the scale of their returns.
 

@@ -22,8 +22,6 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.shared_prompt import read_shared
 
-__all__ = ["TokenOutputs", "assume_split", "forward_tokens", "response_hidden", "split_head"]
-
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
 

@@ -17,8 +17,6 @@ from multitask_rl.seeding import random_stream
 from multitask_rl.training.backend import CreditedSample, Span, TokenMeans, TrainingBackend
 from multitask_rl.training.credit import LearnerTask
 
-__all__ = ["Learner", "UpdateReport"]
-
 MAX_BAD_UPDATES = 3
 """The run stops after so many updates in a row with a gradient that is not finite."""
 

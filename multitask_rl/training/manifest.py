@@ -14,8 +14,6 @@ from typing import Any
 
 from multitask_rl.errors import CheckpointError
 
-__all__ = ["MANIFEST", "check_files", "read_json", "read_manifest", "sync", "write_manifest"]
-
 FORMAT = 2
 MANIFEST = "manifest.json"
 

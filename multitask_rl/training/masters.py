@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Masters"]
-
 _LOW = (torch.bfloat16, torch.float16)
 
 

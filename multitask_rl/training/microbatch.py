@@ -17,8 +17,6 @@ from multitask_rl.errors import TrainingError
 from multitask_rl.models.actor import evaluating
 from multitask_rl.training.shared_prompt import BLOCK_CELLS, SharedPart, cut_by_length, cut_prompts, make_part
 
-__all__ = ["MicroBatch", "build_microbatches", "make_microbatch", "padding_share", "supports_packing"]
-
 logger = logging.getLogger(__name__)
 
 FORWARD_CELLS = 256

@@ -13,8 +13,6 @@ from multitask_rl.config.run import CriticConfig, OptimizerConfig
 from multitask_rl.errors import CheckpointError
 from multitask_rl.training.masters import Masters
 
-__all__ = ["ActorCriticOptimizer", "StateSharing", "schedule_factor"]
-
 MASTER = "master"
 LOSS_SCALE = "loss_scale"
 FIRST_SCALE, SMALLEST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**-8, 2.0**24

@@ -13,8 +13,6 @@ from multitask_rl.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AveragedReference"]
-
 
 class AveragedReference:
     """Exponential moving average of the actor: ``reference <- decay * reference + (1 - decay) * actor``.

@@ -27,8 +27,6 @@ from multitask_rl.training.shared_prompt import supports_shared_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ActivationOffload", "ModelRunner", "Passes", "scatter"]
-
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     """Context in which activations wait in host memory between forward and backward pass.

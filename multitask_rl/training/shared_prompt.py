@@ -30,16 +30,6 @@ from multitask_rl.attention.block import (
 from multitask_rl.attention.interface import has_windows, use_attention
 from multitask_rl.models.actor import evaluating
 
-__all__ = [
-    "BLOCK_CELLS",
-    "SharedPart",
-    "cut_by_length",
-    "cut_prompts",
-    "make_part",
-    "read_shared",
-    "supports_shared_prompts",
-]
-
 logger = logging.getLogger(__name__)
 
 BLOCK_CELLS = {"cpu": 8, "cuda": 128}

@@ -15,8 +15,6 @@ from multitask_rl_rewards.transformer_models import LoadedModel, ModelSettings, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CausalJudge"]
-
 _SLACK = 16
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl_rewards.text import strip_thinking
 
-__all__ = ["MAX_PARSED_CHARS", "CodeBlock", "complete_program", "defines", "extract_code", "parses"]
-
 _OPENING = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
 MAX_PARSED_CHARS = 20_000
 """A longer text is not looked at as Python: the parser takes seconds for some, and memory."""

@@ -27,8 +27,6 @@ from multitask_rl_rewards.text import data_failure
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["CodeEvaluator", "sandbox_task"]
-
 _NAME = "code_evaluator"
 
 

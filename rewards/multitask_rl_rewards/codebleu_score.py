@@ -22,8 +22,6 @@ from codebleu.codebleu import PACKAGE_DIR
 from codebleu.utils import AVAILABLE_LANGS, get_tree_sitter_language
 from tree_sitter import Parser
 
-__all__ = ["LANGUAGES", "compute_codebleu", "load_language"]
-
 LANGUAGES: tuple[str, ...] = tuple(sorted(AVAILABLE_LANGS))
 _MAX_CHARS = 20_000
 """Beyond, a candidate scores 0: the matching of subtrees is quadratic."""

@@ -17,15 +17,6 @@ from typing import Any
 import datasets
 import evaluate
 
-__all__ = [
-    "ROUGE_KINDS",
-    "ReferenceMetric",
-    "compute_f1",
-    "compute_rouge",
-    "normalise",
-    "per_prediction",
-]
-
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DASHES = str.maketrans("\u2212\u2013\u2010\u2011", "----")

@@ -16,8 +16,6 @@ from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of, unread, value_of
 from multitask_rl_rewards.transformer_models import check_device, read_model_config
 
-__all__ = ["FactChecker"]
-
 _NAME = "fact_checker"
 _POLICY = (
     "Factual errors. The answer states something that the evidence or question contradicts, or that is false."

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from multitask_rl_rewards.causal_judge import CausalJudge
 
-__all__ = ["FAMILIES", "HAZARDS", "GuardFamily", "build_prompt", "family_of"]
-
 HAZARDS: tuple[str, ...] = (
     "Violent Crimes",
     "Non-Violent Crimes",

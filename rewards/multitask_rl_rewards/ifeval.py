@@ -10,8 +10,6 @@ from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.ifeval_checks import CHECKS
 from multitask_rl_rewards.text import data_failure, strip_thinking
 
-__all__ = ["IFEval"]
-
 _NAME = "ifeval"
 
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 
 from multitask_rl_rewards.languages import detect_language
 
-__all__ = ["CHECKS", "Check"]
-
 Check = Callable[..., bool]
 """``check(text, **keywords of the instruction)``."""
 

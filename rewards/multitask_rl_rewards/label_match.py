@@ -11,8 +11,6 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import data_failure, strip_thinking, value_of, without_question
 
-__all__ = ["LabelMatch", "find_labels"]
-
 _NAME = "label_match"
 
 

@@ -10,8 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-__all__ = ["LANGUAGES", "detect_language"]
-
 _SCRIPTS: Mapping[str, tuple[int, int]] = {
     "latin": (0x0041, 0x024F),
     "greek": (0x0370, 0x03FF),

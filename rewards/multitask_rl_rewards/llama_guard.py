@@ -22,8 +22,6 @@ from multitask_rl_rewards.transformer_models import (
     worst_of_parts,
 )
 
-__all__ = ["GuardConfig", "GuardModel", "LlamaGuard"]
-
 LEAST_ROOM = 64
 """Tokens that a question must leave to a part of a response that is too long for the judge."""
 

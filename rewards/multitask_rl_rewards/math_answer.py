@@ -20,8 +20,6 @@ from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import data_failure, question_of, strip_thinking, value_of, without_question
 
-__all__ = ["MathAnswer", "last_boxed"]
-
 _MARK = re.compile(r"####|\banswer\s*(?:is|:|=)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|(?<=\S)\.(?=\s)")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")

@@ -13,8 +13,6 @@ from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.rm_hf import RewardModel
 from multitask_rl_rewards.text import value_of
 
-__all__ = ["PairwiseRewardModel"]
-
 
 class PairwiseRewardModel(RewardModel):
     """sigmoid((r(response) - r(opponent)) / temperature): the Bradley-Terry win probability.

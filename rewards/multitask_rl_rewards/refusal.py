@@ -18,8 +18,6 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import NOT_APPLICABLE, Failure, RewardResult, Rollout, Score, Verdict
 from multitask_rl_rewards.text import data_failure, strip_thinking, value_of
 
-__all__ = ["OverRefusal", "Refusal", "is_refusal"]
-
 _OPENING_CHARS = 240
 """A refusal says so at once; further down the same words usually qualify an answer."""
 _CANNOT = r"(?:can ?not|can't|not able|unable|not programmed|do not|don't)"

@@ -26,8 +26,6 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import question_of, render, strip_thinking
 
-__all__ = ["RUBRIC", "GenerativeJudge"]
-
 _NAME = "rm_generative"
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _MAX_REPLY_BYTES = 1 << 20

@@ -16,8 +16,6 @@ from multitask_rl_rewards.sequence_classifier import SequenceClassifier
 from multitask_rl_rewards.text import question_of
 from multitask_rl_rewards.transformer_models import ModelSettings, check_device, read_model_config
 
-__all__ = ["RewardModel"]
-
 
 class RewardModel:
     """Score a response by the logit of a reward model, as trained on preference pairs.

@@ -19,8 +19,6 @@ from multitask_rl_rewards.transformer_models import ModelSettings, check_device,
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SafetyClassifier", "unsafe_labels_of"]
-
 _NAME = "safety_classifier"
 _SAFE = {"safe", "benign", "harmless", "neutral", "normal", "ok", "clean"}
 _UNSAFE = {

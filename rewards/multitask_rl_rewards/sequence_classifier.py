@@ -17,8 +17,6 @@ from multitask_rl_rewards.transformer_models import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SequenceClassifier"]
-
 
 class SequenceClassifier:
     """A sequence-classification model over exchanges, loaded (or shared) at construction.

@@ -18,8 +18,6 @@ from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import data_failure, strip_thinking
 
-__all__ = ["Format", "JsonSchema", "Length", "Regex", "Repetition"]
-
 _FENCE = re.compile(r"\A\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL | re.IGNORECASE)
 
 

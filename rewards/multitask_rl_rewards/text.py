@@ -8,16 +8,6 @@ from typing import Any
 
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 
-__all__ = [
-    "data_failure",
-    "question_of",
-    "render",
-    "strip_thinking",
-    "unread",
-    "value_of",
-    "without_question",
-]
-
 _THINKING_END = "</think>"
 
 

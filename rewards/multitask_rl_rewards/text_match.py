@@ -17,8 +17,6 @@ from multitask_rl_rewards.text import data_failure, strip_thinking, value_of
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["F1", "ExactMatch", "Rouge", "extract_answer"]
-
 _AROUND = " .,()*`\"'\n"
 
 

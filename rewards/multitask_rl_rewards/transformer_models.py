@@ -22,18 +22,6 @@ from multitask_rl.errors import ConfigError, MissingExtraError, UnavailableError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "LoadedModel",
-    "ModelSettings",
-    "batches",
-    "check_device",
-    "load_model",
-    "read_model_config",
-    "remove_special_tokens",
-    "resolve_device",
-    "worst_of_parts",
-]
-
 P = TypeVar("P")
 
 _FULL_BATCH_TOKENS = 512

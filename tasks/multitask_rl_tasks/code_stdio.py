@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["CodeStdio"]
-
 
 class CodeStdio(SourcedTask):
     """CodeContests (arXiv:2203.07814) from the hub, or any rows with ``{"stdin", "stdout"}`` tests.

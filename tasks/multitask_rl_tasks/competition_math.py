@@ -10,8 +10,6 @@ from multitask_rl.data.readers import read_dataset_dict
 from multitask_rl_rewards.math_answer import last_boxed
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["CompetitionMath"]
-
 _SUBJECTS = (
     "algebra",
     "counting_and_probability",

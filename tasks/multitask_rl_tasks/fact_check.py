@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["FactCheck"]
-
 _LABELS = ["SUPPORTS", "REFUTES"]
 
 

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["Gsm8k"]
-
 
 class Gsm8k(SourcedTask):
     r"""Train and test as published; the answer counts in ``\boxed{}``, after "####" or "answer is"."""

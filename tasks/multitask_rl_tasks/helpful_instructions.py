@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["HelpfulInstructions"]
-
 
 class HelpfulInstructions(SourcedTask):
     """Overlap with the written answer (ROUGE-L), or a reward model where one is named.

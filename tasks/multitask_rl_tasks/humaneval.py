@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["HumanEval"]
-
 
 class HumanEval(SourcedTask):
     """A body, or the whole function again, scores 1 if the published ``check`` passes."""

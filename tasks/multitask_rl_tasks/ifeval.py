@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["IFEval"]
-
 
 class IFEval(SourcedTask):
     """The share of a prompt's instructions followed; ``ifeval/all`` says whether all of them were."""

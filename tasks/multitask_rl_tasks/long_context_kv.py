@@ -12,8 +12,6 @@ from multitask_rl.config.schema.ranges import Count
 from multitask_rl.seeding import random_stream
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["LongContextKV"]
-
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["Mbpp"]
-
 
 class Mbpp(SourcedTask):
     """The prompt shows one of a row's tests, so that name and signature are known; all tests count."""

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["NQOpen"]
-
 
 class NQOpen(SourcedTask):
     """Exact match with any accepted answer; word overlap as a metric."""

@@ -17,8 +17,6 @@ from multitask_rl.config.schema.ranges import Natural, Settings
 from multitask_rl.data.readers import read_dataset_dict, read_file
 from multitask_rl.errors import DataError
 
-__all__ = ["Row", "SourceConfig", "SourcedTask", "plugin_entry"]
-
 Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from multitask_rl.seeding import random_stream
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
-__all__ = ["TruthfulQA"]
-
 
 class TruthfulQA(SourcedTask):
     """Options are shuffled by the question's text (the data puts the right one first): equal in every run."""

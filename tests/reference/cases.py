@@ -11,8 +11,6 @@ from typing import Any
 from .naive.settings import DEFAULTS, POLICIES, ConstraintRule, RewardRule, Settings, Task
 from .world import Past, Script
 
-__all__ = ["Case", "draw_case"]
-
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
 POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))

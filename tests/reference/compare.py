@@ -32,8 +32,6 @@ from .naive.settings import FAILED
 from .naive.step import Result, Run, Teacher
 from .product import Product, ProductStep, arithmetic, given_of, temporary_directory
 
-__all__ = ["Comparison", "compare"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:

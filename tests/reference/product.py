@@ -57,8 +57,6 @@ from .naive.step import Given
 if str(Path(__file__).parents[1]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-__all__ = ["Product", "ProductStep", "arithmetic", "given_of", "temporary_directory"]
-
 
 class ScriptedEngine(FakeEngine):
     """Responses that depend on prompt, seed and version as ``world.py`` says."""

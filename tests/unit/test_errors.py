@@ -7,7 +7,7 @@ import pytest
 from multitask_rl import errors
 from multitask_rl.errors import MultitaskRLError
 
-CLASSES = [found for name in errors.__all__ if isinstance(found := getattr(errors, name), type)]
+CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, MultitaskRLError)]
 
 
 @pytest.mark.parametrize("cls", CLASSES)

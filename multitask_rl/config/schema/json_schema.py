@@ -15,8 +15,6 @@ from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.schema.build import setting_fields
 from multitask_rl.config.schema.ranges import Rule, field_hints
 
-__all__ = ["REFERENCE", "meanings", "object_schema", "value_schema"]
-
 REFERENCE = {"type": "string", "pattern": r"^\$\{"}
 """A reference that Hydra replaces: ``${oc.env:NAME}``."""
 

@@ -16,8 +16,6 @@ import yaml
 
 from multitask_rl.errors import ConfigError, path_errors
 
-__all__ = ["MAX_BYTES", "MAX_NODES", "OVERRIDE", "KeyPath", "Where", "check_plain", "load_yaml", "parse_yaml"]
-
 KeyPath = tuple[str | int, ...]
 OVERRIDE = -1
 """Line of a value from the command line or from Python."""

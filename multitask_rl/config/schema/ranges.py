@@ -15,23 +15,6 @@ from typing import Annotated, Any
 
 from multitask_rl.errors import ConfigError
 
-__all__ = [
-    "Count",
-    "Finite",
-    "Fraction",
-    "Natural",
-    "NotNegative",
-    "OneOf",
-    "Positive",
-    "PositiveFraction",
-    "Range",
-    "Settings",
-    "check_value",
-    "field_hints",
-    "rules_of",
-    "suggest",
-]
-
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the closest known word, or an empty string."""

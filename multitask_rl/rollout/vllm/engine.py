@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
     from multitask_rl.models.actor import Actor
 
-__all__ = ["VLLMEngine", "eager_on_cpu"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Row:

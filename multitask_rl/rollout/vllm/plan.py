@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["WeightPlan", "record_plan", "reload"]
-
 _aten = torch.ops.aten
 _HARMLESS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.detach.default}
 

@@ -19,8 +19,6 @@ import torch
 from multitask_rl.config.schema.ranges import Count, OneOf, Settings
 from multitask_rl.errors import ConfigError
 
-__all__ = ["VLLMConfig", "close_sockets_with", "num_workers_elsewhere", "start_vllm"]
-
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in process: weights by reference, start in 3 s instead of 16
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the process and its cores

@@ -15,8 +15,6 @@ from torch import Tensor
 from multitask_rl.errors import EngineError
 from multitask_rl.rollout.vllm.worker import SharedWeights
 
-__all__ = ["WeightLoader"]
-
 logger = logging.getLogger(__name__)
 
 

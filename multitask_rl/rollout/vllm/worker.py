@@ -20,8 +20,6 @@ from torch import Tensor
 
 from multitask_rl.rollout.vllm.plan import WeightPlan, record_plan, reload
 
-__all__ = ["SharedWeights", "WeightReceiver"]
-
 _ALIGNMENT = 64
 """Bytes; any element size divides it."""
 

@@ -19,8 +19,6 @@ from typing import Any
 from .channel import CellChannel, ChannelClosed
 from .codec import Decoder, Encoder
 
-__all__ = ["serve"]
-
 _MESSAGE_LIMIT = 500
 _MUTABLE = (list, dict, set, bytearray, deque)
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from .codec import MAX_MESSAGE, CodecError
 
-__all__ = ["CellChannel", "ChannelClosed", "load_verdict"]
-
 _LENGTH = struct.Struct("<I")
 _READ_AHEAD = 4096
 

@@ -23,8 +23,6 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "MAX_MESSAGE", "CodecError", "Decoder", "Encoder", "NeedsArraysError"]
-
 MAX_DEPTH = 100
 MAX_MESSAGE = 8 << 20
 """Bytes of one message."""

@@ -14,8 +14,6 @@ from .trainer import JobCancelled, TrainerConversation
 from .verdicts import Execution
 from .wire import EXIT, KILL, LIMITS, LONGEST_WAIT, OP_KILL, OP_SPAWN, OP_VARIANT, SPAWN, Exit, Mode
 
-__all__ = ["ZygoteProcess", "collect", "memory"]
-
 _GRACE_S = 5.0
 """How much later than a limit the zygote may report before the cell is given up."""
 _LAST_BREATH_S = 0.5

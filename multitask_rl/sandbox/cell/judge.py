@@ -23,8 +23,6 @@ from typing import Any
 from .channel import CellChannel
 from .peer import MESSAGE_LIMIT, CandidateGone, Peer, text_of
 
-__all__ = ["judge"]
-
 _SETTLE = "__settle__"
 _HAS_STATEMENTS = re.compile(r"[\n;]|^(?:async|class|def|for|if|try|while|with|match)\b|^@")
 """Finds text that may be more than one simple statement."""

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 
 from .linux import syscall
 
-__all__ = ["abi_version", "restrict_to"]
-
 _CREATE, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG = 1
 _RULE_PATH_BENEATH = 1

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from . import landlock, linux, seccomp
 
-__all__ = ["CELL_HOME", "CELL_UID", "Layout", "confine", "launch", "outside_id", "prefer_as_victim"]
-
 _Command = tuple[list[str], dict[str, str], set[int]]
 """What to execute: arguments, environment, descriptors to keep."""
 

@@ -11,8 +11,6 @@ from typing import Any
 from .channel import CellChannel, ChannelClosed, load_verdict
 from .codec import CodecError, Decoder, NeedsArraysError
 
-__all__ = ["NeedsJudgeError", "judge_literals"]
-
 _MAX_ANSWER = 1 << 14
 _SENT_AHEAD = 1 << 14
 """Bytes of requests that a socket takes even if the program does not read."""

@@ -23,8 +23,6 @@ from .trainer import JobCancelled, TrainerConversation, pack_frame
 from .verdicts import Execution
 from .wire import Exit, Mode
 
-__all__ = ["CellLostError", "CellMonitor", "main"]
-
 _KEPT_OUTPUT = 1 << 16
 _MONITOR_SCORE = 500
 """When memory runs out, the kernel ends a monitor after the programs (1000), before the trainer (0)."""

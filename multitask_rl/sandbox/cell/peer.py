@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 from .channel import CellChannel, ChannelClosed, load_verdict
 from .codec import CodecError, Decoder, Encoder
 
-__all__ = ["MESSAGE_LIMIT", "CandidateGone", "OpaqueError", "Peer", "Remote", "text_of"]
-
 T = TypeVar("T")
 
 _MAX_ITEMS = 200_000

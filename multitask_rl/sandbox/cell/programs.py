@@ -25,8 +25,6 @@ from . import candidate, judge
 from .linux import raw_syscall
 from .wire import COMPILE_STATUS, Mode
 
-__all__ = ["WARM_UP", "enter"]
-
 _ABOVE_ALL = 1 << 16
 _ASIDE = 90
 WARM_UP = 255

@@ -17,8 +17,6 @@ from typing import Any
 
 from . import linux
 
-__all__ = ["Room", "Rooms"]
-
 _PLACE = b"/tmp"
 _MOST_PROGRAMS, _MOST_OPTIONS = 32, 256
 _BLOCKS_AND_FILES = struct.Struct("=16x5Q")

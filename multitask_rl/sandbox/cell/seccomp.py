@@ -15,8 +15,6 @@ from typing import Any
 
 from .linux import prepare_call, raise_errno, raw_syscall
 
-__all__ = ["install", "monitor_filter", "prepare", "program_filter", "zygote_filter"]
-
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _EPERM, _ENOSYS, _ENOTTY = 0x00050001, 0x00050026, 0x00050019
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

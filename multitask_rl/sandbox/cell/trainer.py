@@ -13,8 +13,6 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["IDENTITY", "MAX_FRAME", "Inbox", "JobCancelled", "TrainerConversation", "pack_frame"]
-
 MAX_FRAME = 1 << 28
 """Bytes of one message."""
 _HEAD = struct.Struct("<II")

@@ -14,8 +14,6 @@ from typing import Any
 
 from .wire import COMPILE_STATUS, Exit
 
-__all__ = ["MAX_LINES", "Execution", "of_execution", "of_function", "of_stdio_test", "result", "same_text"]
-
 _MESSAGE_LIMIT = 500
 MAX_LINES = 1 << 24
 """Bytes of the judge's lines that are read."""

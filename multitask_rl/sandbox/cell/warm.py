@@ -18,8 +18,6 @@ from typing import Any
 from . import candidate, judge
 from .programs import WARM_UP, enter
 
-__all__ = ["warm_source", "warm_up"]
-
 _ROUNDS = 20
 _GETPID = (ctypes.c_long(39),)
 _SOURCE = b"""import sys, math

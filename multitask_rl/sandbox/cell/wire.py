@@ -6,11 +6,6 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = [
-    "COMPILE_STATUS", "EXIT", "KILL", "LIMITS", "LONGEST_WAIT", "OP_KILL", "OP_SPAWN", "OP_VARIANT", "SPAWN",
-    "Exit", "Mode",
-]  # fmt: skip
-
 OP_SPAWN, OP_KILL, OP_VARIANT = 1, 2, 3
 """First byte of a request; the name of a package to load follows ``OP_VARIANT``."""
 SPAWN = struct.Struct("<BIBBBId")

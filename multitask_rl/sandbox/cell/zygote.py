@@ -29,8 +29,6 @@ from . import landlock, linux, programs, seccomp, warm
 from .rooms import Room, Rooms
 from .wire import EXIT, KILL, LIMITS, LONGEST_WAIT, OP_SPAWN, OP_VARIANT, SPAWN
 
-__all__ = ["main"]
-
 _PRELOAD = (
     "abc array asyncio bisect builtins calendar cmath collections collections.abc contextlib copy "
     "dataclasses datetime decimal enum fractions functools hashlib heapq inspect io itertools json "

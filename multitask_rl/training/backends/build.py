@@ -24,8 +24,6 @@ from multitask_rl.training.backends.torchrun import TorchrunRank
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = ["LocalRank", "RayRanks", "build_backend"]
-
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from multitask_rl.training.backends import replica; replica.main()"

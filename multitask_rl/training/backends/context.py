@@ -28,8 +28,6 @@ from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_he
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
 from multitask_rl.training.runner import Passes
 
-__all__ = ["ContextPasses", "check_model", "cut_sequences"]
-
 
 @dataclass(kw_only=True, slots=True)
 class Part:

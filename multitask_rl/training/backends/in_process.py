@@ -17,8 +17,6 @@ from multitask_rl.training.microbatch import MicroBatch, padding_share
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner, scatter
 
-__all__ = ["InProcess"]
-
 MAX_OVERFLOWS = 12
 """Times that the passes of a step are made again with a smaller loss scale (float16)."""
 

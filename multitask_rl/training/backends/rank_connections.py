@@ -16,8 +16,6 @@ from typing import Any, Protocol, TypeVar
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, TrainingError
 
-__all__ = ["Helper", "Launch", "RankConnections"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -56,8 +56,6 @@ from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.balance import deal, share_out
 from multitask_rl.training.runner import Passes
 
-__all__ = ["RankGroup", "SpreadEngine"]
-
 _OwnStream = Callable[[Sequence[GenerationRequest]], Iterator[list[Ended]]]
 
 

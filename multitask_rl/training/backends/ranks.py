@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Ranks", "Traffic", "host_store", "join_store"]
-
 _DISTRIBUTED: Any = torch.distributed  # type checkers do not know all of its names
 _MEET_WITHIN = timedelta(minutes=3)
 """Limit of the ranks' start."""

@@ -45,8 +45,6 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.runner import ModelRunner
 
-__all__ = ["Described", "Replica", "Setup", "describe", "main", "register_outputs", "serve"]
-
 Described = tuple[str, torch.Size, torch.dtype]
 """Name, shape and type of a tensor."""
 

@@ -37,20 +37,6 @@ from multitask_rl.training.shared_prompt import supports_shared_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "ShardedPasses",
-    "ShardedState",
-    "Shards",
-    "Traits",
-    "blocks",
-    "check_probe",
-    "check_shardable",
-    "forward_pass",
-    "probe",
-    "shard_learner",
-    "shard_model",
-]
-
 
 def blocks(model: Any) -> list[nn.Module]:
     """Return the modules that are gathered as one (``_no_split_modules`` of transformers), inner first."""

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.balance import share_out
 
-__all__ = ["SharedState"]
-
 BUCKET_CELLS = 2**24
 """Numbers in one message: 64 MiB in float32."""
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["freeze", "thaw"]
-
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:

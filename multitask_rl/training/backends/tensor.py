@@ -23,8 +23,6 @@ from torch.nn.functional import linear
 from multitask_rl.errors import ConfigError
 from multitask_rl.training.backends.ranks import Ranks
 
-__all__ = ["ShardSpec", "check_layers", "cut_layers", "plan_layers"]
-
 _OUT = ("colwise", "colwise_gather_output")
 """Cut by outputs: dimension 0 of the weight."""
 _IN = ("rowwise", "rowwise_split_input")

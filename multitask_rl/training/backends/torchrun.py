@@ -14,8 +14,6 @@ from multitask_rl.config.devices import torchrun_size
 from multitask_rl.errors import ConfigError
 from multitask_rl.training.backends.replica import serve
 
-__all__ = ["TorchrunRank", "serve_torchrun_rank"]
-
 
 def serve_torchrun_rank() -> None:
     """In rank 0, and without ``torchrun``, return at once; in another rank serve the trainer, then exit.

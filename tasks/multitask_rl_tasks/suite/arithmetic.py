@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.suite.base import Row, SuiteTask
 
-__all__ = ["Arithmetic"]
-
 
 class Arithmetic(SuiteTask):
     """``A37+58=`` -> ``59`` (95 reversed)."""

@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Literal
 from multitask_rl.errors import DataError
 from multitask_rl.seeding import random_stream
 
-__all__ = ["Row", "Split", "SuiteTask", "build_rows", "is_held_out", "iterate_rows", "write_rows"]
-
 Row = dict[str, Any]
 """JSON-able; always ``task`` and ``prompt``, further columns by task."""
 

@@ -15,8 +15,6 @@ from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Rollout
 
-__all__ = ["ExpressionTests", "evaluate_expression"]
-
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -24,8 +24,6 @@ from multitask_rl_tasks.suite.warm_start import build_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SAFETY_LABELS", "save_reward_model", "save_safety_classifier"]
-
 SAFETY_LABELS = ("safe", "unsafe")
 NUM_TEST_EXAMPLES = 1000
 """Held-out pairs or texts on which the error rates are measured."""

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.suite.base import Row, SuiteTask
 
-__all__ = ["GOLD_MAXIMUM", "LETTERS", "Preference", "PreferencePair", "gold_utility", "sample_pair"]
-
 LETTERS = "abcdefghijklmnop"
 VOWELS = frozenset("aeio")
 IDEAL_LENGTH = 8

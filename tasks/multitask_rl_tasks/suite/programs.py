@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.suite.base import Row, SuiteTask
 
-__all__ = ["Code"]
-
 STUB = 'def f(x):\n    """{spec}"""\n'
 """The beginning of the program."""
 

@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.suite.base import Row, SuiteTask
 
-__all__ = ["REFUSAL", "Safe", "appropriate", "helpful", "is_violation", "over_refusal", "violation"]
-
 REFUSAL = "!"
 FLAG = "x"
 NEAR_MISS = "k"

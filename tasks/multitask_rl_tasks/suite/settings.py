@@ -17,16 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "FIGURES_FILE",
-    "JudgeSettings",
-    "ModelSize",
-    "RewardModelSettings",
-    "WarmStartSettings",
-    "WarmTask",
-    "cached_directory",
-]
-
 FIGURES_FILE = "figures.json"
 """Beside the weights: what was measured while making them."""
 

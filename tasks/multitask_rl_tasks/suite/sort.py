@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from multitask_rl_tasks.suite.base import Row, SuiteTask
 
-__all__ = ["Sort"]
-
 
 class Sort(SuiteTask):
     """``S40417>`` -> ``01447``."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CHARACTERS", "CONTROL_TOKENS", "build_tokenizer"]
-
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 """Newline and printable ASCII."""
 

@@ -23,8 +23,6 @@ from multitask_rl_tasks.suite.tokenizer import CONTROL_TOKENS, build_tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["build_config", "save_actor", "warm_start"]
-
 POOL_BATCHES = 16
 """Batches drawn together and sorted by length, so that little is padding."""
 WARMUP_STEPS = 50
