@@ -1,0 +1,1 @@
+"""Environments: worlds and tools that an actor talks to over several turns."""

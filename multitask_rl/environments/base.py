@@ -1,0 +1,95 @@
+"""Interfaces for authors of environments, and the one shape that a run drives.
+
+An author writes a class in one of two shapes, ``ToolEnvironment`` or ``MessageEnvironment``; methods may be
+``async``. ``environments.adapt`` turns an instance into a ``World``, which lives in a worker process for one
+episode. A message is a mapping as chat templates take it: ``{"role": "user", "content": "..."}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""``role`` (``system``, ``user``, ``assistant``, ``tool``) and ``content``, a text; further keys are for the
+chat template (``name``, ``tool_call_id``)."""
+
+Earned = float | Mapping[str, float] | None
+"""What an episode earned: a reward, rewards by name, or None = unscored (never 0)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """The answer of an environment to one message of the actor."""
+
+    messages: Sequence[Message] = ()
+    """What the environment says; empty only with ``done``."""
+    done: bool = False
+    """The episode ends."""
+    reward: Earned = None
+    """Reward of this step. The rewards of an episode's steps are summed, by name; None adds nothing."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-able facts for the record of the turn; numbers are averaged per task."""
+
+
+class ToolEnvironment(Protocol):
+    """An environment of tools, built as ``Class(**environment_config)`` (or ``Class(Config(...))``).
+
+    Every public method but ``reset``, ``get_reward`` and ``close`` is a tool: its name, docstring and typed
+    arguments become the schema that the chat template shows to the actor, its result becomes a message of
+    role ``tool``. A tool that raises gives the actor its error text. The episode ends with the first answer
+    that calls no tool. The shape is that of TRL's ``environment_factory``.
+    """
+
+    def reset(self, **row: Any) -> str | None:
+        """Begin an episode on a row of the data; the text is appended to the last user message."""
+        ...
+
+
+class MessageEnvironment(Protocol):
+    """An environment that answers messages: a game, a simulated user. Built as a ``ToolEnvironment`` is."""
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+        """Begin an episode; the messages follow those of the prompt (none: the prompt says all)."""
+        ...
+
+    def step(self, message: Message) -> StepResult:
+        """Answer the actor's message (role ``assistant``)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What an episode begins with."""
+
+    messages: Sequence[Message] = ()
+    """Messages behind those of the prompt."""
+    suffix: str = ""
+    """Text at the end of the last user message."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the tools (``{"type": "function", "function": {...}}``), for the chat template."""
+
+
+class World:
+    """One episode of one environment, in the shape that a run drives; it lives in a worker process.
+
+    ``reset`` is called once, then ``step`` per answer until a result is ``done``, then ``earned``; ``close``
+    is called exactly once, whatever happened before. An exception of ``reset``, ``step`` or ``earned`` is an
+    ``infra`` failure of the episode: errors that the actor caused are messages to it.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> Opening:
+        """Begin the episode."""
+        raise NotImplementedError
+
+    def step(self, message: Message) -> StepResult:
+        """Answer ``message``, the actor's whole answer as text in ``content``."""
+        raise NotImplementedError
+
+    def earned(self) -> Earned:
+        """Return the reward of the whole episode beside those of its steps; None = nothing to add."""
+        return None
+
+    def close(self) -> None:
+        """Free what the episode holds."""
