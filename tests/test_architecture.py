@@ -28,7 +28,7 @@ TIERS = [
     {"records"},
     {"contracts"},
     {"plugins"},
-    {"curriculum", "sandbox"},
+    {"curriculum", "sandbox", "environments"},
     {"config"},
     {"data", "tracking", "models", "algorithms"},
     {"statistics", "scoring"},
