@@ -9,7 +9,8 @@ Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,50 +41,6 @@ class TokenOutputs:
     """[N, H] last hidden state at the position before each token; only on request."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Distribution:
-    """From the model's logits to the sampled distribution."""
-
-    temperatures: Tensor | None
-    """[N]; None when they are all 1."""
-    filters: list[tuple[int, float, Tensor]]
-    """top-k, top-p and the tokens [N] bool they apply to."""
-    targets: Tensor
-    """[N] the sampled tokens, never filtered away."""
-    suppressed: list[tuple[Tensor, Tensor]]
-    """Ids that are never sampled [S], and the tokens [N] bool they apply to."""
-    mask: TokenMask | None
-    """What grammars allow."""
-
-    def slices(self, size: int) -> list[_Distribution]:
-        return [
-            replace(
-                self,
-                temperatures=None if self.temperatures is None else self.temperatures[i : i + size],
-                filters=[(k, p, chosen[i : i + size]) for k, p, chosen in self.filters],
-                targets=self.targets[i : i + size],
-                suppressed=[(ids, chosen[i : i + size]) for ids, chosen in self.suppressed],
-                mask=None if self.mask is None else self.mask.slice(i, i + size),
-            )
-            for i in range(0, len(self.targets), size)
-        ]
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return ``logits`` [N, V] in float32 after grammar, suppressed ids, temperature and filter."""
-        logits = logits.float()
-        if self.mask is not None:
-            logits = self.mask.apply(logits)
-        for ids, chosen in self.suppressed:
-            logits = suppress(logits, ids, chosen)
-        if self.temperatures is not None:
-            logits = logits / self.temperatures.unsqueeze(-1)
-        for top_k, top_p, chosen in self.filters:
-            tokens = chosen.nonzero().squeeze(-1)
-            filtered = keep_top(logits[tokens], top_k, top_p, keep=self.targets[tokens])
-            logits = logits.index_copy(0, tokens, filtered)
-        return logits
-
-
 def forward_tokens(
     model: Any,
     batch: MicroBatch,
@@ -105,23 +62,6 @@ def forward_tokens(
         entropy_gradient: let gradients flow through the entropy.
         mask: what grammars allow at the response tokens.
     """
-    device = batch.targets.device
-    temperatures = torch.tensor([s.temperature or 1.0 for s in sampling], device=device)
-    filters = []
-    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
-        chosen = torch.tensor([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling], device=device)
-        filters.append((top_k, top_p, chosen[batch.sequence]))
-    suppressed = []
-    for ids in {s.suppressed_ids for s in sampling if s.suppressed_ids}:
-        chosen = torch.tensor([s.suppressed_ids == ids for s in sampling], device=device)
-        suppressed.append((torch.tensor(ids, device=device), chosen[batch.sequence]))
-    distribution = _Distribution(
-        temperatures=None if bool((temperatures == 1.0).all()) else temperatures[batch.sequence],
-        filters=filters,
-        targets=batch.targets,
-        suppressed=suppressed,
-        mask=mask,
-    )
     split = split_head(model)
     if split is None:
         outputs = _run(model, batch, want_logits=True, want_hidden=want_hidden)
@@ -131,10 +71,13 @@ def forward_tokens(
         before, head = _run(split[0], batch)[0], split[1]
         hidden = before if want_hidden else None
 
-    def score(part: Tensor, own: _Distribution) -> tuple[Tensor, Tensor, Tensor]:
-        logits = own.apply(part if head is None else head(part))
+    def score(
+        part: Tensor, sequence: Tensor, targets: Tensor, allowed: TokenMask | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = part if head is None else head(part)
+        logits = _as_sampled(logits, sampling, sequence, targets, allowed)
         logprobs = logits.log_softmax(dim=-1)
-        picked = logprobs.gather(-1, own.targets.unsqueeze(-1)).squeeze(-1)
+        picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             # masked before the product: 0 * -inf is NaN, in the gradient too
             finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
@@ -144,21 +87,55 @@ def forward_tokens(
     width = before.shape[-1] if head is None else int(head.weight.shape[0])
     size = max(1, SLICE_CELLS // width)
     if want_logits or len(before) <= size:
-        logprobs, entropy, logits = score(before, distribution)
+        logprobs, entropy, logits = score(before, batch.sequence, batch.targets, mask)
         kept = logits if want_logits else None
         return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=kept, hidden=hidden)
-
-    def score_slice(part: Tensor, own: _Distribution) -> tuple[Tensor, Tensor]:
-        return score(part, own)[:2]
-
+    slices = zip(*(torch.split(one, size) for one in (before, batch.sequence, batch.targets)), strict=True)
     # a slice keeps its hidden states alone; the backward pass computes it again
     parts = [
-        checkpoint(score_slice, part, own, use_reentrant=False, preserve_rng_state=False)
-        for part, own in zip(torch.split(before, size), distribution.slices(size), strict=True)
+        checkpoint(
+            lambda *given: score(*given)[:2],
+            *given,
+            None if mask is None else mask.slice(number * size, (number + 1) * size),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for number, given in enumerate(slices)
     ]
     return TokenOutputs(
         logprobs=torch.cat([p for p, _ in parts]), entropy=torch.cat([e for _, e in parts]), hidden=hidden
     )
+
+
+def _as_sampled(
+    logits: Tensor,
+    sampling: Sequence[SamplingParams],
+    sequence: Tensor,
+    targets: Tensor,
+    mask: TokenMask | None,
+) -> Tensor:
+    """Return ``logits`` [N, V] in float32 after grammar, suppressed ids, temperature and filter.
+
+    ``sequence`` [N] numbers the sample of each token; filters keep the sampled tokens ``targets`` [N].
+    """
+
+    def of_token(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=targets.device)[sequence]
+
+    logits = logits.float()
+    if mask is not None:
+        logits = mask.apply(logits)
+    for ids in {s.suppressed_ids for s in sampling if s.suppressed_ids}:
+        chosen = of_token([s.suppressed_ids == ids for s in sampling])
+        logits = suppress(logits, torch.tensor(ids, device=targets.device), chosen)
+    temperatures = [s.temperature or 1.0 for s in sampling]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits = logits / of_token(temperatures).unsqueeze(-1)
+    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
+        tokens = of_token([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling]).nonzero().squeeze(-1)
+        filtered = keep_top(logits[tokens], top_k, top_p, keep=targets[tokens])
+        logits = logits.index_copy(0, tokens, filtered)
+    return logits
 
 
 def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
@@ -172,6 +149,8 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """Return the wanted outputs at the response tokens [N, ...]; of a decoder its last hidden states."""
     options: dict[str, Any] = {"output_hidden_states": True} if want_hidden else {}
+    if want_hidden and not want_logits:
+        options["logits_to_keep"] = 1
 
     def read(out: Any) -> tuple[Tensor, ...]:
         if not (want_logits or want_hidden):
@@ -179,8 +158,6 @@ def _run(
         logits = (out.logits,) if want_logits else ()
         return (*logits, out.hidden_states[-1]) if want_hidden else logits
 
-    if want_hidden and not want_logits:
-        options["logits_to_keep"] = 1
     if batch.shared:
         return read_shared(model, batch.shared, read, want_logits=want_logits, **options)
     width = batch.input_ids.shape[1]

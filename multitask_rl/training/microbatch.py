@@ -6,7 +6,7 @@ Axes: ``B`` samples of the micro-batch, ``S`` its width (prompt + response), ``N
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ FORWARD_CELLS = 256
 """Cost of one more micro-batch, in tokens of padding."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class MicroBatch:
     """Token tensors of some samples, ready for one forward."""
 
@@ -50,20 +50,12 @@ class MicroBatch:
     @property
     def num_cells(self) -> int:
         """Computed tokens with padding."""
-        return self.input_ids.numel() + sum(part.num_cells for part in self.shared)
+        return self.input_ids.numel() + sum(part.input_ids.numel() for part in self.shared)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the tensors."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            row=self.row.to(device),
-            column=self.column.to(device),
-            targets=self.targets.to(device),
-            sequence=self.sequence.to(device),
-            shared=[part.to(device) for part in self.shared],
-        )
+        moved: Any = {name: own.to(device) for name, own in vars(self).items() if isinstance(own, Tensor)}
+        return replace(self, **moved, shared=[part.to(device) for part in self.shared])
 
 
 def build_microbatches(
@@ -126,28 +118,31 @@ def make_microbatch(
     pad_token_id: int,
 ) -> MicroBatch:
     """Return the micro-batch of exactly the samples ``indices``, in their order."""
-    for i in indices:
-        _check(prompts[i])
-    if layout == "packed":
-        return _packed(indices, prompts, responses)
-    width = max(len(prompts[i]) + len(responses[i]) for i in indices)
-    ids = torch.full((len(indices), width), pad_token_id)
-    rows, columns = [], []
-    for row, i in enumerate(indices):
-        start, length = len(prompts[i]) - 1, len(responses[i])
-        ids[row, : start + 1 + length] = torch.tensor([*prompts[i], *responses[i]])
-        rows.append(torch.full((length,), row))
-        columns.append(torch.arange(start, start + length))
+    _check(prompts[i] for i in indices)
+    lengths = [len(prompts[i]) + len(responses[i]) for i in indices]
+    is_packed = layout == "packed"
+    width = sum(lengths) if is_packed else max(lengths)
+    ids = torch.full((1 if is_packed else len(indices), width), pad_token_id)
+    positions = torch.arange(width).repeat(len(ids), 1)
+    rows, columns, begin = [], [], 0
+    for number, (i, length) in enumerate(zip(indices, lengths, strict=True)):
+        row, end = 0 if is_packed else number, begin + length
+        ids[row, begin:end] = torch.tensor([*prompts[i], *responses[i]])
+        positions[row, begin:end] = torch.arange(length)
+        rows.append(torch.full((len(responses[i]),), row))
+        columns.append(torch.arange(end - len(responses[i]), end) - 1)
+        begin = end if is_packed else 0
     row_index, column = torch.cat(rows), torch.cat(columns)
+    sizes = torch.tensor([len(responses[i]) for i in indices])
     return MicroBatch(
         indices=indices,
         input_ids=ids,
-        position_ids=torch.arange(width).expand(len(indices), width),
+        position_ids=positions,
         row=row_index,
         column=column,
         targets=ids[row_index, column + 1],
-        sequence=row_index,
-        num_tokens=sum(len(prompts[i]) + len(responses[i]) for i in indices),
+        sequence=torch.arange(len(indices)).repeat_interleave(sizes),
+        num_tokens=sum(lengths),
     )
 
 
@@ -165,19 +160,17 @@ def _shared(
     device_type: str,
     one_pass: bool,
 ) -> list[MicroBatch]:
-    for prompt in prompts:
-        _check(prompt)
+    _check(prompts)
     block_cells = BLOCK_CELLS.get(device_type, BLOCK_CELLS["cuda"])
     indices = [i for i in range(len(prompts)) if responses[i]]
     batches: list[list[tuple[SharedPart, list[int]]]] = []
     used = 0
-    for piece in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
-        made = make_part(piece, prompts, responses, pad, block_cells)
-        if not batches or one_pass or used + made[0].budget > max_tokens:
+    for piece, cells in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
+        if not batches or one_pass or used + cells > max_tokens:
             batches.append([])
             used = 0
-        batches[-1].append(made)
-        used += made[0].budget
+        batches[-1].append(make_part(piece, prompts, responses, pad, block_cells))
+        used += cells
     empty = torch.empty(0, dtype=torch.long)
     result = []
     for parts in batches:
@@ -198,33 +191,8 @@ def _shared(
     return result
 
 
-def _packed(
-    indices: list[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
-) -> MicroBatch:
-    ids: list[int] = []
-    positions, columns, sequences = [], [], []
-    for number, i in enumerate(indices):
-        start, length = len(ids), len(responses[i])
-        ids.extend((*prompts[i], *responses[i]))
-        positions.append(torch.arange(len(ids) - start))
-        first = start + len(prompts[i]) - 1
-        columns.append(torch.arange(first, first + length))
-        sequences.append(torch.full((length,), number))
-    input_ids, column = torch.tensor([ids]), torch.cat(columns)
-    return MicroBatch(
-        indices=indices,
-        input_ids=input_ids,
-        position_ids=torch.cat(positions).unsqueeze(0),
-        row=torch.zeros_like(column),
-        column=column,
-        targets=input_ids[0, column + 1],
-        sequence=torch.cat(sequences),
-        num_tokens=len(ids),
-    )
-
-
-def _check(prompt: Sequence[int]) -> None:
-    if not prompt:
+def _check(prompts: Iterable[Sequence[int]]) -> None:
+    if not all(prompts):
         raise TrainingError("a training sample has an empty prompt; every response needs a token before it")
 
 

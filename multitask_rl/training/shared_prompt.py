@@ -39,7 +39,7 @@ KEYS_OF_A_CELL = 16
 """Tokens whose copied keys and values take the memory of one token: 2 of its about 32 vectors in a layer."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class SharedPart:
     """Samples as one sequence: shared prefixes, the rows behind them, and samples with prompts of their own.
 
@@ -62,27 +62,9 @@ class SharedPart:
 
     def to(self, device: torch.device) -> SharedPart:
         """Move the tensors."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            places=self.places.to(device),
-            prefix_lengths=self.prefix_lengths.to(device),
-            responses=[
-                replace(b, prompt=None if b.prompt is None else b.prompt.to(device)) for b in self.responses
-            ],
-        )
-
-    @property
-    def num_cells(self) -> int:
-        """Computed tokens with padding."""
-        return self.input_ids.numel()
-
-    @property
-    def budget(self) -> int:
-        """Its cost in the token budget of a micro-batch."""
-        copied = sum(int(self.prefix_lengths[b.prompt].sum()) for b in self.responses if b.prompt is not None)
-        return self.num_cells + copied // KEYS_OF_A_CELL
+        moved: Any = {name: own.to(device) for name, own in vars(self).items() if isinstance(own, Tensor)}
+        rows = [replace(b, prompt=None if b.prompt is None else b.prompt.to(device)) for b in self.responses]
+        return replace(self, **moved, responses=rows)
 
 
 def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[int]:
@@ -121,14 +103,14 @@ def cut_prompts(
     indices: Sequence[int],
     max_tokens: int,
     block_cells: int,
-) -> list[list[int]]:
+) -> list[tuple[list[int], int]]:
     """Group samples with the same or similarly long prompts into parts of at most ``max_tokens`` cells.
 
     Copies of a shared prompt's keys and values (one per row behind it) count, too. A single longer sample is
     a part of its own.
 
     Returns:
-        Samples of each part, ordered by prompt length.
+        Of each part the samples, ordered by prompt length, and the cells.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for i in indices:
@@ -156,21 +138,17 @@ def cut_prompts(
         )
         return cells + sum(len(prompts[i]) - 1 for i in together) // KEYS_OF_A_CELL
 
-    return [piece for part in parts for piece in _within(part, count, max_tokens)]
+    def within(part: list[list[int]]) -> list[tuple[list[int], int]]:
+        """Halve ``part``: prompts first, then rows of one prompt."""
+        flat = [i for own in part for i in own]
+        cells = count(flat)
+        if len(flat) == 1 or cells <= max_tokens:
+            return [(flat, cells)]
+        members = part if len(part) > 1 else [[i] for i in flat]
+        half = len(members) // 2
+        return within(members[:half]) + within(members[half:])
 
-
-def _within(part: list[list[int]], count: Callable[[Sequence[int]], int], limit: int) -> list[list[int]]:
-    """Halve ``part`` (prompts first, then rows of one prompt) until each piece is within ``limit`` cells."""
-    flat = [i for own in part for i in own]
-    if len(flat) == 1 or count(flat) <= limit:
-        return [flat]
-    if len(part) == 1:
-        half = len(flat) // 2
-        halves = [[flat[:half]], [flat[half:]]]
-    else:
-        half = len(part) // 2
-        halves = [part[:half], part[half:]]
-    return [piece for h in halves for piece in _within(h, count, limit)]
+    return [piece for part in parts for piece in within(part)]
 
 
 def make_part(
