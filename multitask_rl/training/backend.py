@@ -128,7 +128,7 @@ class TokenMeans:
 
 
 @dataclass(kw_only=True, slots=True)
-class StepResult:
+class UpdateResult:
     """Result of one optimizer step."""
 
     loss: float
@@ -165,7 +165,7 @@ class TrainingBackend:
         """
         raise NotImplementedError
 
-    def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
+    def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
         """Make one optimizer step.
 
         Args:

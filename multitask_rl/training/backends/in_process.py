@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import TrainSample
-from multitask_rl.training.backend import StepResult, StepStartOutputs, TokenMeans, TrainingBackend, Weighted
+from multitask_rl.training.backend import (
+    StepStartOutputs,
+    TokenMeans,
+    TrainingBackend,
+    UpdateResult,
+    Weighted,
+)
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.microbatch import MicroBatch, padding_share
 from multitask_rl.training.optimizer import ActorCriticOptimizer
@@ -63,7 +69,7 @@ class InProcess(TrainingBackend):
                     scatter(values, batch, runner.values(task, batch, out))
             return StepStartOutputs(old, runner.reference_logprobs(samples) if want_ref else None, values)
 
-    def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
+    def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
         """Make one optimizer step on this process's samples; ranks sum their gradients."""
         result = self._step(active, factor)
         if self.optimizer.scales_loss:
@@ -74,7 +80,7 @@ class InProcess(TrainingBackend):
                 result = self._step(active, factor)
         return result
 
-    def _step(self, active: Sequence[Weighted], factor: float) -> StepResult:
+    def _step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
         runner, means, total = self.runner, TokenMeans(), 0.0
         self.optimizer.zero_grad()
         with runner.actor.learning(), runner.critic.learning():
@@ -87,7 +93,7 @@ class InProcess(TrainingBackend):
                     total += float(loss.detach())
                     if loss.requires_grad:
                         torch.autograd.backward(loss * self.optimizer.loss_scale)
-            return StepResult(loss=total, norms=self.optimizer.step(factor), means=means)
+            return UpdateResult(loss=total, norms=self.optimizer.step(factor), means=means)
 
     def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
         """Return the weighted sum of the token losses of one micro-batch."""

@@ -30,10 +30,10 @@ from multitask_rl.rollout.base import (
 from multitask_rl.seeding import derive_seed
 from multitask_rl.training.backend import (
     Span,
-    StepResult,
     StepStartOutputs,
     TokenMeans,
     TrainingBackend,
+    UpdateResult,
     Weighted,
 )
 from multitask_rl.training.backends.context import ContextPasses, check_model
@@ -249,7 +249,7 @@ class RankGroup(TrainingBackend):
 
     # -- the work -------------------------------------------------------------------------------------------
 
-    def step(self, active: Sequence[Weighted], factor: float) -> StepResult:
+    def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
         """See ``TrainingBackend``."""
         self._synchronise()
         shares = self._deal([c.sample for c, _ in active])
@@ -264,7 +264,7 @@ class RankGroup(TrainingBackend):
             place = (rank // self._tensor, version, self._number_in_step)
             return derive_seed(self._config.seed, "learner rank", *place)
 
-        def own_step() -> StepResult:
+        def own_step() -> UpdateResult:
             if self._tensor == 1:
                 return self._own.step(parts[0], factor)
             # the trainer's own random state stays as it is
@@ -291,7 +291,7 @@ class RankGroup(TrainingBackend):
         for one in results:
             means.merge(one.means)
         self._remember()
-        return StepResult(loss=sum(one.loss for one in results), norms=own.norms, means=means)
+        return UpdateResult(loss=sum(one.loss for one in results), norms=own.norms, means=means)
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool

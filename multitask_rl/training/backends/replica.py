@@ -29,7 +29,7 @@ from multitask_rl.models.actor import compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
-from multitask_rl.training.backend import StepResult, StepStartOutputs, Weighted
+from multitask_rl.training.backend import StepStartOutputs, UpdateResult, Weighted
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
@@ -226,7 +226,7 @@ class Replica:
 
     def step(
         self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float], seed: int
-    ) -> StepResult | None:
+    ) -> UpdateResult | None:
         """Make an optimizer step with the other ranks; only the first of the peers returns the result."""
         torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
         for name, coefficient in coefficients.items():
