@@ -1,0 +1,1 @@
+"""Bundled environments, one a file, found through the entry points ``multitask_rl.environments``."""
