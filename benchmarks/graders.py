@@ -25,12 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from hostile_texts import ANSWER_KINDS, answers
 from math_verify import parse, verify
 
 from multitask_rl.contracts import Reward
 from multitask_rl.records import Score
 from multitask_rl.testing import make_rollout
-from multitask_rl.testing.hostile import ANSWER_KINDS, answers
 from multitask_rl_rewards.label_match import LabelMatch
 from multitask_rl_rewards.math_answer import MathAnswer
 from multitask_rl_rewards.text_match import F1, ExactMatch

@@ -29,13 +29,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from hostile_texts import hostile_texts
+
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.records import Failure, NotApplicable, Rollout, Score, Verdict
 from multitask_rl.scoring.adapt import resolve_constraint, resolve_reward
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
-from multitask_rl.testing.hostile import hostile_texts
 
 LIMIT_MIB = 200
 ROUNDING = 1e-5

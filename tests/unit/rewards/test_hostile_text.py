@@ -6,14 +6,15 @@ the tests of the pool hold that only the text pays.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multitask_rl.records import Failure, NotApplicable, Score
-from multitask_rl.testing.hostile import ANSWER_KINDS, answers, hostile_texts, near_misses, same_answers
 from multitask_rl_rewards import shape
 from multitask_rl_rewards.code_blocks import complete_program, extract_code, parses
 from multitask_rl_rewards.ifeval import IFEval
@@ -23,6 +24,11 @@ from multitask_rl_rewards.math_answer import MathAnswer, last_boxed
 from multitask_rl_rewards.refusal import OverRefusal, Refusal, is_refusal
 from multitask_rl_rewards.text_match import F1, ExactMatch, Rouge
 from reward_builders import rollout
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from hostile_texts import ANSWER_KINDS, answers, hostile_texts, near_misses, same_answers  # noqa: E402
 
 SIZE, LIMIT_S = 15_000, 1.0
 """Characters of a response, and CPU seconds for it; a linear check takes some milliseconds."""
