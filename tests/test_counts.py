@@ -28,7 +28,6 @@ FOREIGN = {
     "run": (6, "a reward given as an object"),
     "sandbox": (21, "builtins, the interpreter, objects of a candidate program, limits by name"),
     "scoring": (22, "a user's plugin or a value it returned; objects of other reward libraries"),
-    "testing": (2, "nodes of a syntax tree; finders of the interpreter"),
     "tracking": (2, "numbers of other libraries"),
     "training": (12, "transformers models and configurations, torch modules and names"),
 }
