@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
@@ -23,6 +24,7 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.scoring.results import Result
 from multitask_rl.testing.builders import make_rollout
 
+P = ParamSpec("P")
 NON_ANSWERS = {
     "empty": "",
     "blank": " \n\t ",
@@ -64,50 +66,14 @@ def assert_findings(findings: Sequence[Finding]) -> None:
     assert not failed, "the plugin breaks its contract:\n" + "\n".join(failed)
 
 
-def assert_reward_contract(
-    plugin: str | Any,
-    *,
-    row: Mapping[str, Any],
-    gold: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    full: float | None = None,
-) -> None:
-    """Assert that a reward keeps its contract.
+def asserting(check: Callable[P, Sequence[Finding]]) -> Callable[P, None]:
+    """Return the function that calls ``check`` and raises what it finds (see ``assert_findings``)."""
 
-    Args:
-        plugin: reference as in a tasks file, or a built reward.
-        row: a row of the data it is for.
-        gold: a response that deserves the full score; None = the row's ``reference`` or ``answer``, if any.
-        config: keys of its ``Config``.
-        full: the score of ``gold``; None = its declared maximum; without one, at least any non-answer's.
+    @wraps(check)
+    def assert_contract(*arguments: P.args, **keywords: P.kwargs) -> None:
+        assert_findings(check(*arguments, **keywords))
 
-    Raises:
-        AssertionError: lists every check that failed.
-    """
-    assert_findings(check_reward(plugin, row=row, gold=gold, config=config, full=full))
-
-
-def assert_constraint_contract(
-    plugin: str | Any,
-    *,
-    row: Mapping[str, Any],
-    accepted: str | None = None,
-    violating: str | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> None:
-    """Assert that a constraint keeps its contract.
-
-    Args:
-        plugin: reference as in a tasks file, or a built constraint.
-        row: a row of the data it is for.
-        accepted: a response it must let through.
-        violating: a response it must refuse.
-        config: keys of its ``Config``.
-
-    Raises:
-        AssertionError: lists every check that failed.
-    """
-    assert_findings(check_constraint(plugin, row=row, accepted=accepted, violating=violating, config=config))
+    return assert_contract
 
 
 def check_reward(
@@ -118,10 +84,20 @@ def check_reward(
     config: Mapping[str, Any] | None = None,
     full: float | None = None,
 ) -> list[Finding]:
-    """Return the findings behind ``assert_reward_contract``.
+    """Check that a reward keeps its contract.
 
     A plugin named by a text runs in a worker process first. If it hangs or ends that process, it is not
     called in this one.
+
+    Args:
+        plugin: reference as in a tasks file, or a built reward.
+        row: a row of the data it is for.
+        gold: a response that deserves the full score; None = the row's ``reference`` or ``answer``, if any.
+        config: keys of its ``Config``.
+        full: the score of ``gold``; None = its declared maximum; without one, at least any non-answer's.
+
+    Returns:
+        The findings. ``assert_reward_contract`` raises an ``AssertionError`` that lists those that failed.
     """
     columns = (c for c in _GOLD_COLUMNS if isinstance(row.get(c), (str, int, float)))
     column = next(columns, "") if gold is None else ""
@@ -168,7 +144,15 @@ def check_constraint(
     violating: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Return the findings behind ``assert_constraint_contract``; see ``check_reward``."""
+    """Check that a constraint keeps its contract; see ``check_reward``.
+
+    Args:
+        plugin: reference as in a tasks file, or a built constraint.
+        row: a row of the data it is for.
+        accepted: a response it must let through.
+        violating: a response it must refuse.
+        config: keys of its ``Config``.
+    """
 
     def judges(grader: Grader, results: Sequence[Result]) -> list[Finding]:
         findings = []
@@ -189,6 +173,10 @@ def check_constraint(
 
     prompt = str(row.get("prompt", "Hello"))
     return _findings("constraint", plugin, config, row, prompt, "4", judges)
+
+
+assert_reward_contract = asserting(check_reward)
+assert_constraint_contract = asserting(check_constraint)
 
 
 def _findings(

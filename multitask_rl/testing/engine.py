@@ -23,7 +23,7 @@ from multitask_rl.models.sampling import keep_top, suppress
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, collect
-from multitask_rl.testing.contract import Finding, assert_findings, run_check
+from multitask_rl.testing.contract import Finding, asserting, run_check
 
 _PLAIN = SamplingParams(max_new_tokens=24)
 _FILTERED = SamplingParams(max_new_tokens=12, temperature=0.7, top_p=0.8, top_k=20)
@@ -80,31 +80,11 @@ def check_engine(plugin: str, config: Mapping[str, Any] | None = None) -> list[F
     def answers() -> str:
         with tempfile.TemporaryDirectory() as directory:
             engine = engine_class.build(actor, settings, seed=0, output_dir=Path(directory))
-            findings.extend(_findings(engine, actor.model, tokenizer, 1e-4))
+            findings.extend(check_built_engine(engine, actor.model, tokenizer))
             engine.close()
         return ""
 
     return [run_check("is built, answers requests and closes", answers), *findings]
-
-
-def assert_engine_contract(
-    engine: RolloutEngine, model: Any, tokenizer: Any, tolerance: float = 1e-4
-) -> None:
-    """Assert that ``engine`` keeps its contract with ``model``, whose weights it holds, on the CPU.
-
-    The model must end some of its responses by itself within 24 tokens and none of them always. Its weights
-    are changed on the way and put back, as are the engine's (at a later ``policy_version``).
-
-    Args:
-        engine: the engine, open.
-        model: causal language model of ``transformers``, in eval mode.
-        tokenizer: the tokenizer both use.
-        tolerance: largest accepted distance of log-probabilities (nats).
-
-    Raises:
-        AssertionError: lists every check that failed.
-    """
-    assert_findings(_findings(engine, model, tokenizer, tolerance))
 
 
 class _EndsOddSeeds:
@@ -123,7 +103,23 @@ def _ids(results: Sequence[Sequence[Generation]]) -> list[list[list[int]]]:
 
 
 @torch.no_grad()
-def _findings(engine: RolloutEngine, model: Any, tokenizer: Any, tolerance: float) -> list[Finding]:
+def check_built_engine(
+    engine: RolloutEngine, model: Any, tokenizer: Any, tolerance: float = 1e-4
+) -> list[Finding]:
+    """Check that ``engine`` keeps its contract with ``model``, whose weights it holds, on the CPU.
+
+    The model must end some of its responses by itself within 24 tokens and none of them always. Its weights
+    are changed on the way and put back, as are the engine's (at a later ``policy_version``).
+
+    Args:
+        engine: the engine, open.
+        model: causal language model of ``transformers``, in eval mode.
+        tokenizer: the tokenizer both use.
+        tolerance: largest accepted distance of log-probabilities (nats).
+
+    Returns:
+        The findings. ``assert_engine_contract`` raises an ``AssertionError`` that lists those that failed.
+    """
     size, eos = len(tokenizer), int(tokenizer.eos_token_id)
     prompts = [
         [3 + (7 * i + 3 * j) % (size - 3) for j in range(length)] for i, length in enumerate((5, 1, 40, 17))
@@ -273,3 +269,6 @@ def _findings(engine: RolloutEngine, model: Any, tokenizer: Any, tolerance: floa
     if engine.can_watch:
         checks["a monitor may end responses"] = watch
     return [run_check(name, check) for name, check in checks.items()]
+
+
+assert_engine_contract = asserting(check_built_engine)

@@ -63,18 +63,14 @@ class FakeEngine(RolloutEngine):
             ids = list(self._respond(request.prompt_ids, seed))[:limit]
         else:
             drawn = seed if request.sampling.temperature > 0 else 0
-            ids = self._draw(derive_seed(drawn, "fake", self.policy_version, *request.prompt_ids), limit)
+            stream = random.Random(derive_seed(drawn, "fake", self.policy_version, *request.prompt_ids))
+            ids = []
+            while len(ids) < limit and self._eos_id not in ids[-1:]:
+                ends = stream.random() < 1 / 8
+                ids.append(self._eos_id if ends else stream.randrange(1, self._vocab_size))
         ended = bool(ids) and ids[-1] == self._eos_id
         return Generation(
             response_ids=ids,
             rollout_logprobs=[-1.0 - (i % 7) / 10 for i in ids],
             finish_reason="stop" if ended or len(ids) < limit else "length",
         )
-
-    def _draw(self, seed: int, limit: int) -> list[int]:
-        stream, ids = random.Random(seed), list[int]()
-        for _ in range(limit):
-            ids.append(self._eos_id if stream.random() < 1 / 8 else stream.randrange(1, self._vocab_size))
-            if ids[-1] == self._eos_id:
-                break
-        return ids
