@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.guard.base import Guard
@@ -25,28 +26,12 @@ from multitask_rl.training.learner import Learner
 logger = logging.getLogger(__name__)
 
 
-class Stateful(Protocol):
-    """A part of the run whose state is JSON data."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that changes."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str], /) -> None:
-        """Restore ``state_dict``; ``renamed`` maps former task names to the present ones."""
-        ...
-
-
-class TensorState(Protocol):
-    """A part of the run whose state is tensors."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        ...
-
-    def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str], /) -> None:
-        """Restore ``tensors``; ``renamed`` maps former task names to the present ones."""
-        ...
+@dataclass(frozen=True, slots=True)
+class _Part:
+    save: Callable[[], dict[str, Any]]
+    """Return everything that changes: JSON data, or tensors by name."""
+    load: Callable[[Any, Mapping[str, str]], None]
+    """Restore what ``save`` returned; the second argument maps former task names to the present ones."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,38 +62,44 @@ class RunState:
         critic: Critic,
         learner: Learner,
         tasks: Mapping[str, TaskState],
-        scheduler: Stateful,
+        scheduler: DynamicTaskWeightScheduler,
         scorer: RunScorer,
         guard: Guard | None,
     ) -> None:
         self.actor = actor
-        self._tasks = tasks
-        streams = _RandomStreams()
-        self._parts: dict[str, Stateful | None] = {
-            "counters": _Counters(progress, actor, learner),
-            "tasks": _Tasks(tasks),
-            "scheduler": scheduler,
-            "scorer": _ScorerBudgets(scorer),
-            "guard": guard,
-            "random": streams,
+        self._progress, self._critic, self._learner, self._tasks = progress, critic, learner, tasks
+
+        def load_scorer(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+            scorer.load_state_dict({renamed.get(task, task): own for task, own in state.items()})
+
+        def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
+            critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)
+
+        self._parts: dict[str, _Part | None] = {
+            "counters": _Part(self._counters, self._load_counters),
+            "tasks": _Part(lambda: {n: task.state_dict() for n, task in tasks.items()}, self._load_tasks),
+            "scheduler": _Part(scheduler.state_dict, scheduler.load_state_dict),
+            "scorer": _Part(scorer.state_dict, load_scorer),
+            "guard": None if guard is None else _Part(guard.state_dict, guard.load_state_dict),
+            "random": _Part(_random_data, _load_random_data),
         }
-        self._tensors: dict[str, TensorState] = {
-            "critic": _CriticTensors(critic),
-            "optimizer": _OptimizerTensors(learner, actor, critic),
-            "reference": _ReferenceTensors(learner),
-            "random": streams,
+        self._tensors = {
+            "critic": _Part(critic.tensors, load_critic),
+            "optimizer": _Part(self._optimizer_tensors, self._load_optimizer),
+            "reference": _Part(self._reference_tensors, self._load_reference),
+            "random": _Part(_random_tensors, _load_random_tensors),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON data of every part."""
-        return {name: part.state_dict() if part is not None else None for name, part in self._parts.items()}
+        return {name: part.save() if part is not None else None for name, part in self._parts.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of every part as ``<part>/<name>``, without the actor's weights."""
         return {
             f"{name}/{key}": value
             for name, part in self._tensors.items()
-            for key, value in part.tensors().items()
+            for key, value in part.save().items()
         }
 
     def restore(self, checkpoint: Checkpoint, *, without: Collection[str] = ()) -> None:
@@ -133,15 +124,12 @@ class RunState:
                 if type(value) is not int or value < (0 if name == "step" else -1):
                     raise ValueError(f"counter {name!r} is {value!r}")
             self.actor.load_weights(checkpoint.actor_dir)
-            for name, holder in self._tensors.items():
-                prefix = f"{name}/"
-                own = {
-                    k.removeprefix(prefix): v for k, v in checkpoint.tensors.items() if k.startswith(prefix)
-                }
-                holder.load_tensors(own, renamed)
-            for name, part in self._parts.items():
-                if part is not None and name not in without and checkpoint.state[name] is not None:
-                    part.load_state_dict(checkpoint.state[name], renamed)
+            for name, tensors in self._tensors.items():
+                found = ((key.partition("/"), value) for key, value in checkpoint.tensors.items())
+                tensors.load({key: value for (part, _, key), value in found if part == name}, renamed)
+            for name, data in self._parts.items():
+                if data is not None and name not in without and checkpoint.state[name] is not None:
+                    data.load(checkpoint.state[name], renamed)
         except MultitaskRLError:
             raise
         # the hashes are right, so the state was edited or is another version's: any part may fail on it
@@ -152,36 +140,23 @@ class RunState:
                 "DIR, or begin anew with checkpoint.resume=never"
             ) from error
 
-
-class _Counters:
-    def __init__(self, progress: RunProgress, actor: Actor, learner: Learner) -> None:
-        self._progress, self._actor, self._learner = progress, actor, learner
-
-    def state_dict(self) -> dict[str, int]:
+    def _counters(self) -> dict[str, Any]:
         return {
             "step": self._progress.step,
-            "policy_version": self._actor.policy_version,
+            "policy_version": self.actor.policy_version,
             "evaluated_at": self._progress.evaluated_at,
             "num_confirmations": self._progress.num_confirmations,
             "bad_updates": self._learner.bad_updates,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], _renamed: Mapping[str, str], /) -> None:
+    def _load_counters(self, state: Mapping[str, int], _renamed: Mapping[str, str]) -> None:
         self._progress.step = self._progress.saved_at = state["step"]
         self._progress.evaluated_at = state["evaluated_at"]
         self._progress.num_confirmations = state["num_confirmations"]
-        self._actor.policy_version = state["policy_version"]
+        self.actor.policy_version = state["policy_version"]
         self._learner.bad_updates = state["bad_updates"]
 
-
-class _Tasks:
-    def __init__(self, tasks: Mapping[str, TaskState]) -> None:
-        self._tasks = tasks
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: task.state_dict() for name, task in self._tasks.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any], _renamed: Mapping[str, str], /) -> None:
+    def _load_tasks(self, state: Mapping[str, Any], _renamed: Mapping[str, str]) -> None:
         for name, task in self._tasks.items():
             known = state.get(name) or state.get(task.spec.renamed_from)
             if known is not None:
@@ -189,101 +164,67 @@ class _Tasks:
             else:
                 logger.info("task %r is new since the checkpoint: it starts fresh", name)
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        found = {f"actor.{n}": p for n, p in self.actor.model.named_parameters()}
+        return found | {f"critic.{n}": p for n, p in self._critic.named_parameters()}
 
-class _ScorerBudgets:
-    def __init__(self, scorer: RunScorer) -> None:
-        self._scorer = scorer
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's state, by names of parameters (``actor.``..., ``critic.``...)."""
+        names = {id(p): name for name, p in self._parameters().items()}
+        return self._learner.backend.optimizer_tensors(names)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._scorer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str], /) -> None:
-        self._scorer.load_state_dict({renamed.get(task, task): own for task, own in state.items()})
-
-
-class _RandomStreams:
-    """The global random streams of Python, NumPy and torch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        version, internal, gauss = random.getstate()
-        kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)
-        return {
-            "python": [version, list(internal), gauss],
-            "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], _renamed: Mapping[str, str], /) -> None:
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
-        _, keys, *_ = np.random.get_state(legacy=True)  # ``load_tensors`` has put them there
-        kind, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            for device, value in enumerate(torch.cuda.get_rng_state_all()):
-                found[f"cuda/{device}"] = value
-        _, keys, *_ = np.random.get_state(legacy=True)
-        found["numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64))
-        return found
-
-    def load_tensors(self, tensors: Mapping[str, Tensor], _renamed: Mapping[str, str], /) -> None:
-        np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), 624, 0, 0.0))
-        torch.set_rng_state(tensors["torch"])
-        if torch.cuda.is_available():
-            for device in range(torch.cuda.device_count()):
-                if f"cuda/{device}" in tensors:
-                    torch.cuda.set_rng_state(tensors[f"cuda/{device}"], device)
-
-
-class _CriticTensors:
-    def __init__(self, critic: Critic) -> None:
-        self._critic = critic
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._critic.tensors()
-
-    def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str], /) -> None:
-        self._critic.load_tensors(_fit(tensors, {"trunk.": self._critic.trunk}), renamed=renamed)
-
-
-class _OptimizerTensors:
-    """The optimizer's state, by names of parameters (``actor.``..., ``critic.``...)."""
-
-    def __init__(self, learner: Learner, actor: Actor, critic: Critic) -> None:
-        self._learner, self._actor, self._critic = learner, actor, critic
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._learner.backend.optimizer_tensors(
-            {id(p): name for name, p in self._parameters().items()}
-        )
-
-    def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str], /) -> None:
-        models = {"actor.": self._actor.model, "critic.trunk.": self._critic.trunk}
+    def _load_optimizer(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
+        models = {"actor.": self.actor.model, "critic.trunk.": self._critic.trunk}
         fitted = {rename_head(name, renamed): v for name, v in _fit(tensors, models, blank=True).items()}
         self._learner.backend.load_optimizer(fitted, self._parameters())
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        found = {f"actor.{n}": p for n, p in self._actor.model.named_parameters()}
-        found.update({f"critic.{n}": p for n, p in self._critic.named_parameters()})
-        return found
-
-
-class _ReferenceTensors:
-    """The averaged reference, if the run has one."""
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-
-    def tensors(self) -> dict[str, Tensor]:
+    def _reference_tensors(self) -> dict[str, Tensor]:
+        """Return the averaged reference, if the run has one."""
         average = self._learner.backend.runner.average
         return average.tensors() if average is not None else {}
 
-    def load_tensors(self, tensors: Mapping[str, Tensor], _renamed: Mapping[str, str], /) -> None:
+    def _load_reference(self, tensors: Mapping[str, Tensor], _renamed: Mapping[str, str]) -> None:
         runner = self._learner.backend.runner
         if runner.average is not None:
             runner.average.load_tensors(_fit(tensors, {"": runner.reference}))
+
+
+def _random_data() -> dict[str, Any]:
+    """Return the global random streams of Python and NumPy, without NumPy's keys."""
+    version, internal, gauss = random.getstate()
+    kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _load_random_data(state: Mapping[str, Any], _renamed: Mapping[str, str]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    _, keys, *_ = np.random.get_state(legacy=True)  # ``_load_random_tensors`` has put them there
+    kind, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _random_tensors() -> dict[str, Tensor]:
+    """Return the random streams of torch and NumPy's keys."""
+    found = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        for device, value in enumerate(torch.cuda.get_rng_state_all()):
+            found[f"cuda/{device}"] = value
+    _, keys, *_ = np.random.get_state(legacy=True)
+    found["numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+    return found
+
+
+def _load_random_tensors(tensors: Mapping[str, Tensor], _renamed: Mapping[str, str]) -> None:
+    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), 624, 0, 0.0))
+    torch.set_rng_state(tensors["torch"])
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            if f"cuda/{device}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"cuda/{device}"], device)
 
 
 def _fit(
