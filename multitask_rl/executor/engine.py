@@ -6,10 +6,10 @@ that dies is restarted once with the newest weights; only its unfinished samples
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.config.run import ModelConfig, RolloutConfig
@@ -17,46 +17,45 @@ from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.executor.replica import EngineReplica, Look, without_monitors
 from multitask_rl.models.actor import Actor
-from multitask_rl.rollout.base import (
-    Ended,
-    Generation,
-    GenerationRequest,
-    RolloutEngine,
-    collect,
-    most_tokens,
-)
+from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.training.balance import share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class EngineFactory(Protocol):
-    """An engine class, or an object that builds engines in its place."""
+class RayEngine(RolloutEngine):
+    """``RolloutEngine`` over replicas in Ray actors, which start from ``<output_dir>/ray_start``.
 
-    def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RolloutEngine:
-        """Return the engine of ``actor``."""
-        ...
+    Args:
+        engine: class of the replicas.
+        actor: is written to the disk, from where each replica loads its copy.
+        config: as of ``RolloutEngine.build``, as are ``seed`` and ``output_dir``.
+        num_replicas: number of actors.
+        num_gpus: per replica.
+        num_cpus: per replica.
 
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayEngineFactory:
-    """Builds ``num_replicas`` of an engine in Ray actors, behind one engine."""
-
-    engine: type[RolloutEngine]
-    num_replicas: int
-    num_gpus: float = 0.0
-    """Per replica."""
-    num_cpus: float = 1.0
-    """Per replica."""
-
-    def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RayEngine:
-        """Write the actor to ``<output_dir>/ray_start`` and start the replicas from there."""
+    def __init__(
+        self,
+        engine: type[RolloutEngine],
+        actor: Actor,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        output_dir: Path,
+        num_replicas: int,
+        num_gpus: float = 0.0,
+        num_cpus: float = 1.0,
+    ) -> None:
         directory = (output_dir / "ray_start").resolve()
         actor.save_for_engine(directory)
-        device = "cuda" if self.num_gpus else "cpu"
+        device = "cuda" if num_gpus else "cpu"
         # names of their own: Ray pickles what the function reads, and must not pickle the actor
-        engine_class, tokenizer, autocast = self.engine, actor.tokenizer, actor.config.autocast
+        tokenizer, autocast = actor.tokenizer, actor.config.autocast
         attention = actor.model.config._attn_implementation.replace(FLOAT32, "sdpa")
 
         def make(index: int) -> EngineReplica:
@@ -68,53 +67,18 @@ class RayEngineFactory:
             model.to(device).eval()
             copy = Actor(model, tokenizer, ModelConfig(name_or_path=str(directory), autocast=autocast))
             own = directory / f"replica-{index}"
-            return EngineReplica(engine_class.build(copy, config, seed=seed, output_dir=own), copy)
+            return EngineReplica(engine.build(copy, config, seed=seed, output_dir=own), copy)
 
-        engine = RayEngine(
-            make, self.num_replicas, self.num_gpus, self.num_cpus, can_watch=self.engine.can_watch
-        )
-        engine.update_weights(actor.state_dict(), actor.policy_version)
-        return engine
-
-
-class RayEngine(RolloutEngine):
-    """``RolloutEngine`` over replicas in Ray actors.
-
-    Args:
-        make: builds replica ``index`` in its actor.
-        num_replicas: number of actors.
-        num_gpus: per replica.
-        num_cpus: per replica.
-        can_watch: of the replicas' engine.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], EngineReplica],
-        num_replicas: int,
-        num_gpus: float,
-        num_cpus: float = 1.0,
-        *,
-        can_watch: bool,
-    ) -> None:
-        self.can_watch = can_watch
-        self.policy_version = 0
-        self._weights: Any = None
+        self.can_watch = engine.can_watch
         self._group: ActorGroup | None = ActorGroup(
             "rollout replica", make, num_replicas, num_cpus=num_cpus, num_gpus=num_gpus
         )
+        self.update_weights(actor.state_dict(), actor.policy_version)
 
     def _open(self) -> ActorGroup:
         if self._group is None:
             raise EngineError("the Ray engine is closed")
         return self._group
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Return ``len(seeds)`` generations per request (see ``RolloutEngine``)."""
-        return collect(requests, self.generate_stream(requests))
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield samples as they end, from all replicas (see ``RolloutEngine``)."""
@@ -172,7 +136,7 @@ class RayEngine(RolloutEngine):
         import ray
 
         group = self._open()
-        self._weights = ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
+        self._weights: Any = ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
         self.policy_version = policy_version
         arguments = (self._weights, policy_version)
         _, dead = group.call("update_weights", dict.fromkeys(range(len(group)), arguments))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import EngineError
@@ -20,10 +20,6 @@ from multitask_rl.executor.group import ActorGroup
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
 from multitask_rl.scoring.pending import Deferred, Pending
 from multitask_rl.scoring.pool import RewardPool
-
-if TYPE_CHECKING:
-    from multitask_rl.config.run import ScoringConfig
-    from multitask_rl.config.task import TaskSpec
 
 _CALLS = 4
 """Calls that one pool answers at the same time: its metrics can be read while it scores."""
@@ -47,11 +43,8 @@ class _PoolActor:
         """Add ``rollouts`` to a round; calls may overtake each other, so each names its ``places``."""
         with self._lock:
             if number not in self._rounds:
-                is_scoring = kind == "scoring"
-                self._rounds[number] = (
-                    self.pool.begin_scoring() if is_scoring else self.pool.begin_judging(),
-                    [],
-                )
+                begin = self.pool.begin_scoring if kind == "scoring" else self.pool.begin_judging
+                self._rounds[number] = (begin(), [])
             pending, known = self._rounds[number]
             pending.add(rollouts)
             known.extend(places)
@@ -156,20 +149,6 @@ class RayScorer:
         self._births = [0] * num_pools
         self._state: dict[str, Any] = {}
 
-    @classmethod
-    def build(
-        cls,
-        specs: Mapping[str, TaskSpec],
-        config: ScoringConfig,
-        *,
-        seed: int,
-        devices: Mapping[str, str],
-        num_pools: int,
-    ) -> RayScorer:
-        """Return ``num_pools`` actors with a ``RewardPool`` of the other arguments each."""
-        own, places = dict(specs), dict(devices)
-        return cls(lambda index: RewardPool(own, config, seed=seed, devices=places), num_pools=num_pools)
-
     def _open(self) -> ActorGroup:
         if self._group is None:
             raise EngineError("the Ray reward pools are closed")
@@ -205,8 +184,7 @@ class RayScorer:
 
     def reward_traits(self) -> dict[str, dict[str, PluginTraits]]:
         """Return the traits of the first pool; all pools have the same."""
-        traits: dict[str, dict[str, PluginTraits]] = self._ask_all("reward_traits")[0]
-        return traits
+        return dict(self._ask_all("reward_traits")[0])
 
     def _deal(self, method: str, *columns: Sequence[Any]) -> list[Any]:
         """Call ``method`` with each pool's share of the ``columns``, rollouts first."""

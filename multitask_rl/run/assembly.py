@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.executor.engine import EngineFactory, RayEngineFactory
+from multitask_rl.executor.engine import RayEngine
 from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor
@@ -85,19 +86,10 @@ def build_parts(
     inserted: Sequence[tuple[Stage, str]],
     track: bool,
 ) -> RunParts:
-    """Build all parts and resume.
+    """Build all parts and resume; ``critic``, ``scheduler``, ``guard`` and ``progress`` are filled here.
 
-    Args:
-        plan: the checked run.
-        actor: the shared actor.
-        critic: its heads are built here.
-        tasks: the tasks.
-        scheduler: is bound to the tasks.
-        guard: is bound to the tasks.
-        scorer: started.
-        progress: is filled from the checkpoint.
-        inserted: stages of the user, each with the name of the stage it follows.
-        track: True: the run trains and is recorded. False: it is only read.
+    Each stage of ``inserted`` stands with the name of the stage it follows. Without ``track`` the run is only
+    read: nothing is trained or recorded.
 
     Raises:
         ConfigError, CheckpointError, EngineError, MissingExtraError, TrainingError: a part cannot be built;
@@ -119,21 +111,22 @@ def build_parts(
         actor.release_engine()
         engine = plan.engine
         if engine is None:
-            factory: EngineFactory = plan.engine_class
+            build: Callable[..., RolloutEngine] = plan.engine_class.build
             if config.executor == "ray":
                 cores = 1.0
                 if "RAY_ADDRESS" not in os.environ:  # this machine alone: replicas share what pools leave
                     left = max(0.5, (os.cpu_count() or 1) - config.ray.num_reward_pools)
                     cores = min(1.0, left / config.ray.num_engines)
-                factory = RayEngineFactory(
-                    engine=plan.engine_class,
+                build = partial(
+                    RayEngine,
+                    plan.engine_class,
                     num_replicas=config.ray.num_engines,
                     num_gpus=config.ray.gpus_per_engine,
                     num_cpus=cores,
                 )
             elif config.rollout_lag > 0 and plan.engine_class.shares_weights:
-                factory = SnapshotFactory(plan.engine_class)
-            engine = factory.build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
+                build = SnapshotFactory(plan.engine_class).build
+            engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
         runner = ModelRunner(actor, critic, config, store.reference(actor, tasks))
         learner_tasks = {n: tasks[n].learner for n in plan.trained}
@@ -237,16 +230,16 @@ def bind_controllers(
 
 def build_scorer(plan: RunPlan) -> RunScorer:
     """Return the reward pool, not started: in this process's workers, or in Ray actors."""
-    config = plan.config
-    if config.executor == "ray":
-        return RayScorer.build(
-            plan.specs,
-            config.scoring,
-            seed=config.seed,
-            devices=plan.devices,
-            num_pools=config.ray.num_reward_pools,
-        )
-    return RewardPool(plan.specs, config.scoring, seed=config.seed, devices=plan.devices)
+    specs, devices, scoring, seed = plan.specs, plan.devices, plan.config.scoring, plan.config.seed
+
+    def make(_index: int = 0) -> RewardPool:
+        return RewardPool(specs, scoring, seed=seed, devices=devices)
+
+    return (
+        RayScorer(make, num_pools=plan.config.ray.num_reward_pools)
+        if plan.config.executor == "ray"
+        else make()
+    )
 
 
 def describe_overlap(plan: RunPlan, actor: Actor) -> str:

@@ -25,7 +25,7 @@ from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError, TrainingError
 from multitask_rl.executor import group
-from multitask_rl.executor.engine import RayEngine, RayEngineFactory
+from multitask_rl.executor.engine import RayEngine
 from multitask_rl.executor.scorer import RayScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import (
@@ -107,9 +107,7 @@ REQUESTS = [
 def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Actor, tmp_path: Path) -> None:
     config = RolloutConfig()
     local = HFEngine.build(actor, config, seed=0, output_dir=tmp_path)
-    remote = RayEngineFactory(engine=HFEngine, num_replicas=2).build(
-        actor, config, seed=0, output_dir=tmp_path
-    )
+    remote = RayEngine(HFEngine, actor, config, seed=0, output_dir=tmp_path, num_replicas=2)
     try:
         assert remote.can_watch
         assert_engine_contract(remote, actor.model, actor.tokenizer)
@@ -314,7 +312,7 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
     config = ScoringConfig(num_workers=1)
     rollouts = _rollouts([*("a" * (3 * i % 7) for i in range(10)), "odd"])
     local = RewardPool(specs, config, seed=0, devices={})
-    remote = RayScorer.build(specs, config, seed=0, devices={}, num_pools=2)
+    remote = RayScorer(lambda _: RewardPool(dict(specs), config, seed=0, devices={}), num_pools=2)
     try:
         local.start()
         remote.start()
