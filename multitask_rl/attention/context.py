@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from multitask_rl.attention.interface import Peers, check_options, current_peers
+from multitask_rl.attention.interface import check_options, current_peers, exchange
 
 CONTEXT = "multitask_rl_context_parallel"
 MASK_CELLS = 2**25
@@ -27,20 +27,6 @@ MASK_CELLS = 2**25
 def pieces_of(index: int, number: int) -> tuple[int, int]:
     """Return the pieces that process ``index`` of ``number`` computes."""
     return index, 2 * number - 1 - index
-
-
-class _GatherAndSum(torch.autograd.Function):
-    """[B, ...] -> [C, B, ...]; every process uses all parts, so their gradients are summed over processes."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return peers.gather_peers(own)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        peers: Peers = ctx.peers
-        return peers.sum_rows(gradients[0]), None
 
 
 def context_attention(
@@ -59,8 +45,8 @@ def context_attention(
     check_options(kwargs, "in parts")
     peers = current_peers()
     number, width = peers.peers, key.shape[-1]
-    own = torch.cat([key, value], dim=-1)
-    parts: Tensor = _GatherAndSum.apply(own, peers)  # type: ignore[no-untyped-call]
+    # every process uses all parts [C, B, ...], so their gradients are summed over processes
+    parts = exchange(torch.cat([key, value], dim=-1), peers.gather_peers, peers.sum_rows)
     length = key.shape[2] // 2
     halves = [(p, 0) if p < number else (2 * number - 1 - p, 1) for p in range(2 * number)]
     everything = torch.cat(

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.autograd import Function
 
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 """Arguments of the interface that do not change causal attention."""
@@ -34,6 +35,22 @@ class Peers(Protocol):
         """Return this process's row of the sum over the peers of ``parts`` [peers, ...]."""
         ...
 
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return forth(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+exchange: Any = _Exchange.apply
+"""``exchange(given, forth, back)`` returns ``forth(given)``; its gradient goes through ``back``."""
 
 _peers: list[Peers] = []
 """Innermost last. Not a context variable: checkpointing computes layers in threads of the backward pass."""

@@ -16,7 +16,6 @@ from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
-from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams, TrainSample
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
@@ -66,17 +65,9 @@ class Passes:
         """Return the context that sets the attention of ``models``; None = as in one process."""
         return None
 
-    def forward(
-        self,
-        model: Any,
-        batch: MicroBatch,
-        sampling: list[SamplingParams],
-        *,
-        mask: TokenMask | None,
-        **wants: bool,
-    ) -> TokenOutputs:
+    def forward(self, model: Any, batch: MicroBatch, *args: Any, **options: Any) -> TokenOutputs:
         """Return ``forward_tokens`` of the whole micro-batch."""
-        return forward_tokens(model, batch, sampling, mask=mask, **wants)
+        return forward_tokens(model, batch, *args, **options)
 
 
 class ModelRunner:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multitask_rl.attention.context import CONTEXT, pieces_of
-from multitask_rl.attention.interface import has_windows, use_attention
+from multitask_rl.attention.interface import exchange, has_windows, use_attention
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams
@@ -89,41 +89,23 @@ class ContextPasses(Passes):
         return use_attention(models, CONTEXT, peers=self._ranks)
 
     def forward(
-        self,
-        model: Any,
-        batch: MicroBatch,
-        sampling: list[SamplingParams],
-        *,
-        mask: TokenMask | None,
-        **wants: bool,
+        self, model: Any, batch: MicroBatch, *args: Any, mask: TokenMask | None = None, **wants: Any
     ) -> TokenOutputs:
         """Return ``forward_tokens`` of the whole micro-batch; needs the context ``attention``."""
         ranks = self._ranks
         part = cut_sequences(batch, ranks.peer_index, ranks.context)
         own_mask = None if mask is None else mask.select(part.tokens, len(batch.targets))
-        out = forward_tokens(model, part.batch, sampling, mask=own_mask, **wants)
+        out = forward_tokens(model, part.batch, *args, mask=own_mask, **wants)
 
         def whole(own: Tensor) -> Tensor:
             missing = part.most - len(own)
             even = torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
-            gathered: Tensor = _Gather.apply(even, ranks)  # type: ignore[no-untyped-call]
+            # all ranks compute the same loss; each takes the gradient of its own part
+            gathered: Tensor = exchange(even, ranks.gather_peers, lambda of_all: of_all[ranks.peer_index])
             return gathered.flatten(0, 1)[part.place]
 
         parts: Any = {name: None if own is None else whole(own) for name, own in vars(out).items()}
         return TokenOutputs(**parts)
-
-
-class _Gather(torch.autograd.Function):
-    """[N, ...] -> [C, N, ...]. All ranks compute the same loss; each takes the gradient of its own part."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Ranks) -> Tensor:
-        ctx.index = ranks.peer_index
-        return ranks.gather_peers(own)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][ctx.index], None
 
 
 @torch.no_grad()
@@ -147,7 +129,7 @@ def check_model(ranks: Ranks, model: Any) -> None:
         sampling = [SamplingParams()] * len(numbers)
         try:
             with passes.attention([model]):
-                found = passes.forward(model, batch, sampling, mask=None)
+                found = passes.forward(model, batch, sampling)
             whole = forward_tokens(model, batch, sampling)
         except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
             problem = str(error)

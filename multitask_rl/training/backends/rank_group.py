@@ -21,12 +21,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import TrainSample
-from multitask_rl.rollout.base import (
-    Ended,
-    GenerationRequest,
-    RolloutEngine,
-    most_tokens,
-)
+from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.seeding import derive_seed
 from multitask_rl.training.backend import (
     Span,
@@ -43,9 +38,7 @@ from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
 from multitask_rl.training.backends.replica import Replica, Setup, describe
 from multitask_rl.training.backends.sharded import (
     ShardedPasses,
-    ShardedState,
     Shards,
-    Traits,
     check_probe,
     check_shardable,
     probe,
@@ -54,7 +47,9 @@ from multitask_rl.training.backends.sharded import (
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.balance import deal, share_out
+from multitask_rl.training.forward import split_head
 from multitask_rl.training.runner import Passes
+from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 _OwnStream = Callable[[Sequence[GenerationRequest]], Iterator[list[Ended]]]
 
@@ -138,7 +133,9 @@ class RankGroup(TrainingBackend):
             self._connections.on_lost = self._ranks.abort
             self._ranks.before_sum = wait_for_all
             self._send_tensors()
-            self._state: SharedState | ShardedState
+            self._state: SharedState
+            self._shards: Shards
+            """Of sharded models only."""
             if sharded:
                 self._shard()
             else:
@@ -182,17 +179,18 @@ class RankGroup(TrainingBackend):
         gone = [i for i, t in enumerate(self._tensors) if t.data_ptr() in cut]
         for i in gone:
             self._tensors[i] = torch.empty(0)
-        traits, expected = Traits.of(actor.model), probe(actor.model, Passes())
+        traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
+        expected = probe(actor.model, Passes())
         # the copy shares the actor's buffers: a change of one is seen in the other
         same = {id(buffer): buffer for buffer in actor.model.buffers()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
-        (self._own, self._state), _ = self._call(
+        parts = (double, runner.critic, reference, self._main.tasks, self._config, self._ranks)
+        (self._own, state), _ = self._call(
             Replica.shard,
             dict.fromkeys(self._others, (self._places, gone, traits)),
-            lambda: shard_learner(
-                double, runner.critic, reference, self._main.tasks, self._config, self._ranks, traits
-            ),
+            lambda: shard_learner(*parts, *traits),
         )
+        self._state, self._shards = state, state.shards
         found, _ = self._call(Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks)))
         check_probe(actor.model, found, expected)
         self._remember()
@@ -313,7 +311,7 @@ class RankGroup(TrainingBackend):
 
         ``engine`` itself if it has its own weights, or if the other ranks hold only parts of the weights.
         """
-        can_spread = engine.shares_weights and isinstance(self._state, SharedState)
+        can_spread = engine.shares_weights and self._own is self._main
         return SpreadEngine(engine, self.sample) if can_spread else engine
 
     def sample(self, requests: Sequence[GenerationRequest], own: _OwnStream) -> Iterator[list[Ended]]:
@@ -428,11 +426,6 @@ class RankGroup(TrainingBackend):
             work = dict.fromkeys(self._others, (numbers,))
             self._call(Replica.fill_parts, work, lambda: self._shards.fill(numbers, wholes))
         self._remember()
-
-    @property
-    def _shards(self) -> Shards:
-        assert isinstance(self._state, ShardedState), "the models are whole"
-        return self._state.shards
 
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
         """See ``TrainingBackend``."""

@@ -35,9 +35,7 @@ from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
 from multitask_rl.training.backends.sharded import (
     ShardedPasses,
-    ShardedState,
     Shards,
-    Traits,
     probe,
     shard_learner,
 )
@@ -154,21 +152,23 @@ class Replica:
         runner = ModelRunner(actor, critic, config, reference, passes=passes, is_whole=False)
         runner.average = average
         self._own = InProcess(runner, tasks, config)
-        self._state: SharedState | ShardedState = SharedState(self.ranks, *self._own.optimizer.parameters)
+        self._state = SharedState(self.ranks, *self._own.optimizer.parameters)
+        self._shards: Shards
+        """Of sharded models only."""
         self._own.optimizer.share_out(self._state)
 
     def fill(self, numbers: Sequence[int]) -> None:
         """Receive the tensors ``numbers`` from rank 0."""
         self.ranks.broadcast([self._tensors[i] for i in numbers])
 
-    def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: Traits) -> None:
+    def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: tuple[bool, bool]) -> None:
         """Keep only a part of the actor (tensors ``places``) and of the reference (tensors ``gone``)."""
         for number in (*places, *gone):
             self._tensors[number] = torch.empty(0)
         whole = self._own.runner
-        self._own, self._state = shard_learner(
-            whole.actor, whole.critic, whole.reference, self._own.tasks, self._config, self.ranks, traits
-        )
+        parts = (whole.actor, whole.critic, whole.reference, self._own.tasks, self._config, self.ranks)
+        self._own, self._state = shard_learner(*parts, *traits)
+        self._shards = self._state.shards
 
     def fill_parts(self, numbers: Sequence[int]) -> None:
         """Receive this rank's part of the parameters ``numbers``."""
@@ -182,11 +182,6 @@ class Replica:
     def probe(self) -> None:
         """Take part in rank 0's ``probe``."""
         probe(self._own.runner.actor.model, ShardedPasses(self.ranks))
-
-    @property
-    def _shards(self) -> Shards:
-        assert isinstance(self._state, ShardedState), "the models are whole"
-        return self._state.shards
 
     def load_optimizer(self, described: Sequence[Described]) -> None:
         """Receive this rank's part of the optimizer's state from rank 0."""

@@ -10,7 +10,6 @@ Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -29,10 +28,9 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.tensor import ShardSpec, check_layers, cut_layers
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.forward import TokenOutputs, assume_split, split_head
-from multitask_rl.training.microbatch import make_microbatch
+from multitask_rl.training.forward import TokenOutputs, assume_split
+from multitask_rl.training.microbatch import MicroBatch, make_microbatch
 from multitask_rl.training.runner import ModelRunner, Passes
-from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,13 +96,10 @@ class ShardedPasses(Passes):
         """See ``Passes``."""
         return self._ranks.most(number)
 
-    def forward(self, model: Any, *args: Any, **wants: Any) -> TokenOutputs:
+    def forward(self, model: Any, batch: MicroBatch, *args: Any, **options: Any) -> TokenOutputs:
         """See ``Passes``."""
-
-        def act() -> dict[str, Any]:
-            return vars(super(ShardedPasses, self).forward(model, *args, **wants))
-
-        return TokenOutputs(**forward_pass(model, act))
+        whole = super().forward
+        return TokenOutputs(**forward_pass(model, lambda: vars(whole(model, batch, *args, **options))))
 
 
 class Shards:
@@ -226,31 +221,27 @@ class Shards:
             module.reshard()
 
 
-class ShardedState:
+class ShardedState(SharedState):
     """``SharedState`` of a sharded model: each rank has the optimizer state of its own part.
 
     Value heads (``critic``) are whole on every rank and have an owner.
     """
 
     def __init__(self, ranks: Ranks, shards: Shards, critic: Sequence[nn.Parameter]) -> None:
-        self._ranks, self.shards = ranks, shards
-        self._heads = SharedState(ranks, [], critic)
+        super().__init__(ranks, (), critic)
+        self.shards = shards
         self._trained = [number for number, p in enumerate(shards.local) if p.requires_grad]
-        self._num_sharded = len(self._trained)
-        parameters = [*(shards.local[number] for number in self._trained), *critic]
-        self.numbered = {str(number): p for number, p in enumerate(parameters)}
-        """The name of a parameter between ranks is its number."""
-        self.names = {id(p): name for name, p in self.numbered.items()}
+        self._number([*(shards.local[number] for number in self._trained), *critic])
 
     def is_own(self, parameter: nn.Parameter) -> bool:
         """See ``StateSharing``."""
         number = self.names.get(id(parameter))
-        return number is not None and (int(number) < self._num_sharded or self._heads.is_own(parameter))
+        return number is not None and (int(number) < len(self._trained) or super().is_own(parameter))
 
     def sum_gradients(self) -> None:
         """See ``StateSharing``."""
         self.shards.take_gradients()
-        self._heads.sum_gradients()
+        super().sum_gradients()
 
     def norms(self) -> list[float | None]:
         """See ``StateSharing``."""
@@ -268,17 +259,13 @@ class ShardedState:
                 total[1] = 1.0
         self._ranks.sum(total)
         norm, number = float(total[0].sqrt()), float(total[1])
-        return [norm if number else None, self._heads.norms()[1]]
-
-    def send_weights(self) -> None:
-        """See ``StateSharing``."""
-        self._heads.send_weights()
+        return [norm if number else None, super().norms()[1]]
 
     def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
         """See ``SharedState``."""
         number = int(name.partition("|")[0])
-        if number >= self._num_sharded:
-            return self._heads.deal(f"{number - self._num_sharded}|", value)
+        if number >= len(self._trained):
+            return super().deal(name, value)
         shard = self._trained[number]
         parts = self.shards.cut(shard, value.expand(self.shards.shape(shard)))
         # a scalar goes whole to every rank with a part of the parameter
@@ -287,23 +274,9 @@ class ShardedState:
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """See ``SharedState``."""
         number = int(name.partition("|")[0])
-        if number >= self._num_sharded or not parts[0].dim():
+        if number >= len(self._trained) or not parts[0].dim():
             return parts[0]
         return self.shards.join(self._trained[number], parts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traits:
-    """Results of trials that need the whole model."""
-
-    shares_prompts: bool
-    can_split_head: bool
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Traits:
-        """Try ``model``, which is whole."""
-        can_split_head = split_head(model) is not None
-        return cls(shares_prompts=supports_shared_prompts(model), can_split_head=can_split_head)
 
 
 def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
@@ -343,7 +316,7 @@ def probe(model: Any, passes: Passes) -> Tensor:
     batch = batch.to(next(model.parameters()).device)
     try:
         with evaluating(model):
-            return passes.forward(model, batch, [SamplingParams()], mask=None).logprobs.clone()
+            return passes.forward(model, batch, [SamplingParams()]).logprobs.clone()
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"device_map.actor=... sharded: {type(model).__name__} cannot be computed in parts: {error}"
@@ -368,17 +341,19 @@ def shard_learner(
     tasks: Mapping[str, LearnerTask],
     config: RunConfig,
     ranks: Ranks,
-    traits: Traits,
+    shares_prompts: bool,
+    can_split_head: bool,
 ) -> tuple[InProcess, ShardedState]:
     """Return the backend of this rank's part and its share of the optimizer's state.
 
-    Cuts ``actor`` and ``reference`` in place; value heads stay whole. Every rank calls this at the same time.
+    Cuts ``actor`` and ``reference`` in place; value heads stay whole. Every rank calls this at the same time,
+    with the results of trials that need the whole model.
     """
     spec = shard_model(actor.model, ranks)
-    assume_split(actor.model, traits.can_split_head)
+    assume_split(actor.model, can_split_head)
     if reference is not None:
         shard_model(reference, ranks)
-        assume_split(reference, traits.can_split_head)
+        assume_split(reference, can_split_head)
     shards = Shards(actor.model, ranks, spec)
     runner = ModelRunner(
         actor,
@@ -386,7 +361,7 @@ def shard_learner(
         config,
         reference,
         passes=ShardedPasses(ranks),
-        shares_prompts=traits.shares_prompts,
+        shares_prompts=shares_prompts,
         is_whole=False,
     )
     own = InProcess(runner, tasks, config, [p for p in shards.local if p.requires_grad and p.numel()])

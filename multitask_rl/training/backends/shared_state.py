@@ -34,13 +34,16 @@ class SharedState:
         self._ranks = ranks
         self._groups = (actor, critic)
         self.parameters = [*actor, *critic]
-        self.numbered = {str(number): p for number, p in enumerate(self.parameters)}
-        """The name of a parameter between ranks is its number."""
-        self.names = {id(p): name for name, p in self.numbered.items()}
+        self._number(self.parameters)
         self._share = dict.fromkeys(actor, 1.0) | dict.fromkeys(critic, 1.0 / ranks.peers)
         shares = share_out([p.numel() for p in self.parameters], ranks.size)
         self._owner = {self.parameters[i]: rank for rank, share in enumerate(shares) for i in share}
         self._moving: list[nn.Parameter] = []
+
+    def _number(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.numbered = {str(number): p for number, p in enumerate(parameters)}
+        """The name of a parameter between ranks is its number."""
+        self.names = {id(p): name for name, p in self.numbered.items()}
 
     def is_own(self, parameter: nn.Parameter) -> bool:
         """See ``StateSharing``."""

@@ -13,13 +13,13 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from multitask_rl.attention.interface import exchange
 from multitask_rl.errors import ConfigError
 from multitask_rl.training.backends.ranks import Ranks
 
@@ -106,6 +106,34 @@ def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
     summed: set[int] = set()
     entrances: dict[str, _Entrance] = {}
 
+    def same(whole: Tensor) -> Tensor:
+        return whole.view_as(whole)
+
+    def add_up(part: Tensor) -> Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        ranks.sum_peers(total)
+        return total
+
+    def gather(own: Tensor) -> Tensor:
+        return torch.cat(list(ranks.gather_peers(own)), dim=-1)
+
+    def take_own(whole: Tensor) -> Tensor:
+        return whole.chunk(ranks.peers, dim=-1)[ranks.peer_index].clone()
+
+    # All peers compute the same loss, so the adjoint of a sum over the peers is the identity.
+    def enter(given: Tensor) -> Tensor:
+        entered: Tensor = exchange(given, same, add_up)
+        return entered
+
+    def sum_outputs(module: Any, layer: Callable[[], Any]) -> None:
+        def with_bias(_module: Any, _given: Any, out: Tensor) -> Tensor:
+            total: Tensor = exchange(out, add_up, same)
+            bias = layer().bias
+            return total if bias is None else total + bias.to(total.dtype)
+
+        layer().forward = lambda given: linear(given, layer().weight)
+        module.register_forward_hook(with_bias)
+
     def cut(module: Any, name: str, dim: int) -> None:
         whole = getattr(module, name)
         own = whole.detach().chunk(ranks.tensor, dim)[ranks.peer_index].contiguous().clone()
@@ -131,22 +159,16 @@ def cut_layers(model: Any, ranks: Ranks) -> ShardSpec:
             if layer.bias is not None:
                 cut(layer, "bias", 0)
             layer.out_features //= ranks.tensor
-            entrance = entrances.setdefault(name.rpartition(".")[0], _Entrance(ranks))
+            entrance = entrances.setdefault(name.rpartition(".")[0], _Entrance(enter))
             entrance.num_layers += 1
             module.register_forward_pre_hook(entrance)
             if style == "colwise_gather_output":
-                module.register_forward_hook(
-                    lambda _module, _given, out: _exchange(out, ranks, _gather, _slice)
-                )
+                module.register_forward_hook(lambda _module, _given, out: exchange(out, gather, take_own))
             continue
         layer.in_features //= ranks.tensor
         if style == "rowwise_split_input":
-            module.register_forward_pre_hook(
-                lambda _module, given: (_exchange(given[0], ranks, _slice, _gather),)
-            )
-        own = weakref.ref(layer)  # a model that holds itself is freed late
-        layer.forward = partial(_without_bias, own)
-        module.register_forward_hook(partial(_sum_and_add_bias, own, ranks))
+            module.register_forward_pre_hook(lambda _module, given: (exchange(given[0], take_own, gather),))
+        sum_outputs(module, weakref.ref(layer))  # a model that holds itself is freed late
     named = {name: id(p) for name, p in model.named_parameters()}
     return ShardSpec(
         dims={name: dims[place] for name, place in named.items() if place in dims},
@@ -164,24 +186,14 @@ def _layer(module: Any) -> Any:
     return getattr(module, "base_layer", module)
 
 
-def _without_bias(layer: Any, given: Tensor) -> Tensor:
-    return linear(given, layer().weight)
-
-
-def _sum_and_add_bias(layer: Any, ranks: Ranks, _module: Any, _given: Any, out: Tensor) -> Tensor:
-    total: Tensor = _exchange(out, ranks, _sum, _same)
-    bias = layer().bias
-    return total if bias is None else total + bias.to(total.dtype)
-
-
 class _Entrance:
     """Pre-hook of layers that are cut by outputs and read the same hidden states (query, key and value).
 
-    It sums the gradients of the hidden states over the peers, once for all of the layers.
+    ``enter``, which sums their gradients over the peers, is called once for all of the layers.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, enter: Callable[[Tensor], Tensor]) -> None:
+        self._enter = enter
         self.num_layers = 0
         self._num_left = 0
         self._given: Tensor | None = None
@@ -189,50 +201,10 @@ class _Entrance:
 
     def __call__(self, _module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if given[0] is not self._given or self._entered is None:
-            self._entered = _exchange(given[0], self._ranks, _same, _sum)
+            self._entered = self._enter(given[0])
             self._given, self._num_left = given[0], self.num_layers
         entered: Tensor = self._entered
         self._num_left -= 1
         if not self._num_left:
             self._given = self._entered = None  # they would hold the graph
         return (entered, *given[1:])
-
-
-class _Exchange(torch.autograd.Function):
-    """Applies ``forth`` in the forward pass, and its adjoint ``back`` to the gradient.
-
-    All peers compute the same loss, so the adjoint of a sum over the peers is the identity.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, ranks: Ranks, forth: _Step, back: _Step) -> Tensor:
-        ctx.ranks, ctx.back = ranks, back
-        return forth(given, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(gradients[0], ctx.ranks), None, None, None
-
-
-_Step = Callable[[Tensor, Ranks], Tensor]
-_exchange: Any = _Exchange.apply
-
-
-def _same(whole: Tensor, _ranks: Ranks) -> Tensor:
-    return whole.view_as(whole)
-
-
-def _sum(part: Tensor, ranks: Ranks) -> Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
-    ranks.sum_peers(total)
-    return total
-
-
-def _gather(own: Tensor, ranks: Ranks) -> Tensor:
-    """[..., n] -> [..., peers * n]."""
-    return torch.cat(list(ranks.gather_peers(own)), dim=-1)
-
-
-def _slice(whole: Tensor, ranks: Ranks) -> Tensor:
-    """[..., peers * n] -> [..., n]: this rank's."""
-    return whole.chunk(ranks.peers, dim=-1)[ranks.peer_index].clone()
