@@ -12,8 +12,8 @@ from multitask_rl.plugins import SANDBOXES, load_plugin
 from multitask_rl.sandbox.base import Sandbox
 
 _lock = threading.Lock()
-_shared: Sandbox | None = None
-os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock(), _shared=None))
+_shared: dict[tuple[str, ...], Sandbox] = {}
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock(), _shared={}))
 
 
 def open_sandbox(name: str = "namespaces", **config: Any) -> Sandbox:
@@ -32,17 +32,17 @@ def open_sandbox(name: str = "namespaces", **config: Any) -> Sandbox:
     return sandbox
 
 
-def shared_sandbox() -> Sandbox:
+def shared_sandbox(packages: tuple[str, ...] = ("numpy",)) -> Sandbox:
     """Return the built-in sandbox of this process; the first call opens it, the exit closes it.
 
-    Any number of threads may use it at once. A forked child gets its own.
+    Any number of threads may use it at once. A forked child gets its own. There is one for each choice of
+    third-party ``packages``.
 
     Raises:
         SandboxError: this machine cannot run it.
     """
-    global _shared
     with _lock:
-        if _shared is None:
-            _shared = open_sandbox(workers=max(1, min(8, os.cpu_count() or 1)))
-            atexit.register(_shared.close)  # in a forked child it does nothing
-        return _shared
+        if packages not in _shared:
+            _shared[packages] = open_sandbox(workers=max(1, min(8, os.cpu_count() or 1)), packages=packages)
+            atexit.register(_shared[packages].close)  # in a forked child it does nothing
+        return _shared[packages]
