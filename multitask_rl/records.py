@@ -7,12 +7,14 @@ misalign.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, PositiveFraction, Settings
+
+T = TypeVar("T")
 
 FLAGGED = "flagged"
 """Finish reason of a response that a streaming constraint ended."""
@@ -349,6 +351,21 @@ class TaskEvaluation:
     def statistic(self, metric: str = "") -> Statistic | None:
         """Return a metric by name (empty = the primary metric); None if the evaluation lacks it."""
         return self.metrics.get(metric) if metric else self.primary
+
+
+def rename_tasks(
+    by_task: Mapping[str, T], renamed: Mapping[str, str] | None, known: Collection[str] | None = None
+) -> dict[str, T]:
+    """Return ``by_task`` with present names, without tasks that are not ``known``.
+
+    Args:
+        by_task: its keys are ``task`` or ``task/...``.
+        renamed: former name -> present name.
+        known: None = all.
+    """
+    parts = ((key.partition("/"), value) for key, value in by_task.items())
+    found = {(renamed or {}).get(task, task) + slash + rest: v for (task, slash, rest), v in parts}
+    return {key: value for key, value in found.items() if known is None or key in known}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from multitask_rl.config.schema.ranges import Fraction, Positive, Range
-from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
+from multitask_rl.curriculum.base import NOISE, SchedulerPolicy, SchedulerPolicyConfig, softmax
 
 _MIN_SCALE = 1e-3
-_NOISE = 2.0
-"""A gain of 1 is a change of at least this many standard errors of a level."""
 
 
 class Bandit(SchedulerPolicy):
@@ -52,7 +50,7 @@ class Bandit(SchedulerPolicy):
         for task, change in progress.items():
             self.scale[task] = max(0.99 * self.scale[task], abs(change), _MIN_SCALE)
         errors = [self.traces[task].level_error for task in progress]
-        largest = max(*self.scale.values(), _NOISE * max(errors))
+        largest = max(*self.scale.values(), NOISE * max(errors))
         for task, change in progress.items():
             self.log_values[task] += self.config.rate * change / largest
         probs = softmax(self.log_values)

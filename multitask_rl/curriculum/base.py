@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
 from multitask_rl.curriculum.quotas import normalise
 from multitask_rl.curriculum.signal import REWARD_SCORE, TaskTrace
-from multitask_rl.records import TaskStats
+from multitask_rl.records import TaskStats, rename_tasks
 
-_NOISE = 2.0
-"""A difference between tasks counts only beyond this many standard errors."""
+NOISE = 2.0
+"""A difference between tasks, or a change, counts only beyond this many standard errors."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class SchedulerPolicy:
     """Base of all policies: built as ``Cls(Cls.Config(**policy_config), tasks, ...)``.
 
     Subclasses override ``_start``, ``_learn`` and ``_preferences``, list the attributes that hold a number
-    per task in ``per_task`` (they are then saved, restored and renamed), and may override ``reasons``.
+    per task in ``per_task`` (they are then saved, restored and renamed), and may override ``_reason``.
 
     Args:
         config: an instance of the policy's ``Config``.
@@ -76,15 +76,10 @@ class SchedulerPolicy:
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> None:
         """Update from the statistics of one step. A task without prompts or finite value stays as it is."""
-        progress: dict[str, float] = {}
-        for task in self.tasks:
+        own, progress = self.config, dict[str, float]()
+        for task, trace in self.traces.items():
             if task in stats:
-                change = self.traces[task].observe(
-                    stats[task],
-                    metric_key=self.config.metric_key,
-                    smoothing=self.config.smoothing,
-                    prompts_averaged=self.config.prompts_averaged,
-                )
+                change = trace.observe(stats[task], own.metric_key, own.smoothing, own.prompts_averaged)
                 if change is not None:
                     progress[task] = change
         if progress:
@@ -93,16 +88,15 @@ class SchedulerPolicy:
     def calibrate(self, held_out: Mapping[str, float], errors: Mapping[str, float] | None = None) -> None:
         """Correct the levels by mean held-out rewards; no effect when ``metric_key`` is another metric."""
         if self.config.metric_key == REWARD_SCORE:
-            for task in self.tasks:
+            for task, trace in self.traces.items():
                 if task in held_out:
-                    self.traces[task].calibrate(held_out[task], (errors or {}).get(task, 0.0))
+                    trace.calibrate(held_out[task], (errors or {}).get(task, 0.0))
 
     def weights(self) -> dict[str, float]:
         """Return the share per task, sum 1: the prior, moved towards the preferences by the certainty.
 
-        ``share_k = prior_k + c_k (r_k - prior_k)`` with ``r`` the normalised preferences and the certainty
-        ``c_k = n_k / (n_k + prior_prompts)`` after ``n_k`` prompts of the task. Gains and losses must
-        balance: the larger of the two sums is scaled down to the smaller.
+        ``share_k = prior_k + c_k (r_k - prior_k)`` with ``r`` the normalised preferences and ``c_k`` the
+        ``certainty``. Gains and losses must balance: the larger sum is scaled down to the smaller.
         """
         seen = [task for task in self.tasks if self.traces[task].steps]
         preferences = self._preferences()
@@ -116,12 +110,11 @@ class SchedulerPolicy:
         moved = min(gained, given)
         if not moved > 0.0:
             return dict(self.prior)
-        scale = {True: moved / gained, False: moved / given}
-        moves = {task: move * scale[move > 0.0] for task, move in moves.items()}
+        moves = {task: move * (moved / (gained if move > 0.0 else given)) for task, move in moves.items()}
         return normalise({task: self.prior[task] + moves.get(task, 0.0) for task in self.tasks})
 
     def certainty(self, task: str) -> float:
-        """Return the part of the way from prior to preference that the prompts seen justify, in [0, 1]."""
+        """Return ``n / (n + prior_prompts)`` after ``n`` prompts of the task: how far its share may move."""
         prompts = self.traces[task].prompts
         return prompts / (prompts + self.config.prior_prompts) if prompts else 0.0
 
@@ -138,20 +131,20 @@ class SchedulerPolicy:
         cleared = {}
         for task, value in values.items():
             variance = pooled + (1.0 - 2.0 * q[task]) * errors[task] ** 2
-            distance = value - mean
-            noise = _NOISE * _NOISE * max(0.0, variance)
+            distance, noise = value - mean, NOISE * NOISE * max(0.0, variance)
             is_clear = distance * distance > noise
             cleared[task] = mean + distance * (1.0 - noise / distance**2) if is_clear else mean
         return cleared
 
     def reasons(self) -> dict[str, str]:
         """Return the reason for each task's weight: a few words with numbers."""
-        return {
-            task: f"level {self.traces[task].level:.2f} +- {self.traces[task].level_error:.2f} of target "
-            f"{self.targets[task]:.2f} after {self.traces[task].prompts} prompts, "
-            f"{self.traces[task].informative:.0%} of its groups informative"
-            for task in self.tasks
-        }
+        return {task: self._reason(task, self.traces[task]) for task in self.tasks}
+
+    def _reason(self, task: str, trace: TaskTrace) -> str:
+        return (
+            f"level {trace.level:.2f} +- {trace.level_error:.2f} of target {self.targets[task]:.2f} after "
+            f"{trace.prompts} prompts, {trace.informative:.0%} of its groups informative"
+        )
 
     def deficit(self, task: str) -> float:
         """Return how far the task's level is below its target, >= 0."""
@@ -173,15 +166,11 @@ class SchedulerPolicy:
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict``. Tasks missing in it start fresh; state of removed tasks is dropped."""
-        names = renamed or {}
-        for old, saved in state["traces"].items():
-            if (task := names.get(old, old)) in self.traces:
-                self.traces[task] = TaskTrace.from_state(saved, self.ranges.get(task))
+        for task, saved in rename_tasks(state["traces"], renamed, self.tasks).items():
+            self.traces[task] = TaskTrace.from_state(saved, self.ranges.get(task))
         for name in self.per_task:
             values: dict[str, float] = getattr(self, name)
-            for old, value in state["per_task"].get(name, {}).items():
-                if (task := names.get(old, old)) in values:
-                    values[task] = value
+            values.update(rename_tasks(state["per_task"].get(name, {}), renamed, values))
 
 
 def softmax(logits: Mapping[str, float], temperature: float = 1.0) -> dict[str, float]:

@@ -51,7 +51,7 @@ class DeficitLearnability(SchedulerPolicy):
                 informative = max(trace.informative, config.min_informative)
                 if informative < config.enough_informative:
                     learnable = math.sqrt(informative / config.enough_informative)
-                    learnable_error = min(0.5, 0.5 * learnable * trace.informative_error / informative)
+                    learnable_error = min(0.5, 0.5 * learnable * trace.with_gradient.error(1.0) / informative)
                 deficit = self.deficit(task)
                 scores[task] = deficit * learnable
                 errors[task] = math.hypot(learnable * trace.level_error, deficit * learnable_error)

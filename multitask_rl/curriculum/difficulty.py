@@ -1,12 +1,10 @@
 """Difficulty pools: how a task's draws are split between its easy and its hard prompts.
 
-A group of rollouts teaches in proportion to the spread of its rewards: with a 0/1 reward and pass rate ``p``
-the expected variance is ``p (1 - p)``, zero for prompts that are always or never solved. Draws follow it.
+A group teaches in proportion to the spread of its rewards: with a 0/1 reward and pass rate ``p`` the expected
+variance is ``p (1 - p)``. Draws follow it, with ``n_i`` prompts in pool ``i`` and ``L_i`` the mean variance
+of the rewards within its groups:
 
     share_i = floor * n_i / n + (1 - floor) * n_i L_i / sum_j n_j L_j
-
-``n_i`` prompts are in pool ``i``, ``L_i`` is the mean variance of the rewards within its groups. The factor
-``n_i`` makes draws uniform over prompts when all pools have equal ``L_i``.
 
 Sources: learnability ``p (1 - p)``: Rutherford et al., "No Regrets" (arXiv:2408.15099), Eq. 2; Foster et al.,
 "Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272).
@@ -16,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from multitask_rl.curriculum.signal import ShownRange
+from multitask_rl.curriculum.signal import ShownRange, place
 
 MAX_LEARNABILITY = 0.25
 """p (1 - p) at p = 0.5: the optimistic learnability of a pool before it is measured."""
@@ -30,35 +28,26 @@ _GAIN = 0.05
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardRange:
+class RewardRange(ShownRange):
     """The scale that turns rewards into pass rates: [0, 1], or the observed range if it goes beyond."""
-
-    shown: ShownRange = field(default_factory=ShownRange)
 
     def observe(self, groups: Iterable[Sequence[float]]) -> None:
         """Add the rewards of further groups, at least one reward per group."""
         ends = [(min(rewards), max(rewards)) for rewards in groups]
-        self.shown.widen([low for low, _ in ends], [high for _, high in ends])
+        self.widen([low for low, _ in ends], [high for _, high in ends])
 
     @property
-    def ends(self) -> tuple[float, float]:
-        """Return ``low < high``."""
-        if not self.shown.lowest:
-            return 0.0, 1.0
-        low, high = self.shown.ends or (self.shown.lowest[0], self.shown.highest[0])
+    def scale(self) -> tuple[float, float]:
+        """Its ends, ``low < high``."""
+        low, high = self.ends or (min(self.lowest, default=0.0), max(self.highest, default=1.0))
         if low >= 0.0 and high <= 1.0:
             return 0.0, 1.0
         return low, high if high > low else low + 1.0
 
     def clip(self, rewards: Sequence[float]) -> list[float]:
         """Return ``rewards`` clipped to the range."""
-        low, high = self.ends
+        low, high = self.scale
         return [min(high, max(low, reward)) for reward in rewards]
-
-    def place(self, reward: float) -> float:
-        """Return the position of ``reward`` in the range, in [0, 1]."""
-        low, high = self.ends
-        return min(1.0, max(0.0, (reward - low) / (high - low)))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +74,7 @@ class PoolEstimate:
 
     def pass_rate(self, scale: RewardRange) -> float:
         """Return the pool's pass rate in [0, 1]; NaN before its first group."""
-        return scale.place(self.mean) if self.groups else math.nan
+        return place(self.mean, *scale.scale) if self.groups else math.nan
 
     def learnability(self, scale: RewardRange) -> float:
         """Return the mean within-group variance, mixed with the optimistic start while groups are few.
@@ -93,7 +82,7 @@ class PoolEstimate:
         Groups of one rollout have no variance: ``p (1 - p)`` of the pool's pass rate replaces it.
         """
         if self.spreads:
-            low, high = scale.ends
+            low, high = scale.scale
             measured = self.variance / (high - low) ** 2
         else:
             p = self.pass_rate(scale) if self.groups else 0.5

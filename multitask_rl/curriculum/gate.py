@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multitask_rl.curriculum.base import SchedulerPolicy
-from multitask_rl.records import Event, TaskStats
+from multitask_rl.records import Event, TaskStats, rename_tasks
 
 _MIN_INFORMATIVE = 0.02
 _RELEASE_INFORMATIVE = 0.05
@@ -45,7 +45,7 @@ class UnlearnableGate:
             self._dead_steps[task] = self._dead_steps[task] + 1 if is_dead else 0
             if task not in self.held and self._dead_steps[task] >= _STEPS:
                 self.held.add(task)
-                kind, effect = "alarm", "held at its floor"
+                effect = "held at its floor"
                 if not policy.adaptive:
                     effect = "its weight is kept, the policy does not adapt"
                 reason = (
@@ -55,13 +55,13 @@ class UnlearnableGate:
                 )
             elif task in self.held and (informative > _RELEASE_INFORMATIVE or is_learnt):
                 self.held.remove(task)
-                kind = "release"
                 reason = f"{task} gives a gradient again in {informative:.0%} of its groups: released"
             else:
                 continue
-            data = {"informative": informative, "level": level}
-            event = Event(step=step, source="scheduler", kind=kind, reason=reason, task=task, data=data)
-            events.append(event)
+            kind, data = "alarm" if is_dead else "release", {"informative": informative, "level": level}
+            events.append(
+                Event(step=step, source="scheduler", kind=kind, reason=reason, task=task, data=data)
+            )
         return events
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,8 +70,5 @@ class UnlearnableGate:
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         """Restore ``state_dict``; unknown tasks are dropped."""
-        for old, steps in state["dead_steps"].items():
-            if (task := renamed.get(old, old)) in self._dead_steps:
-                self._dead_steps[task] = steps
-        held = {renamed.get(task, task) for task in state["held"]}
-        self.held = held & set(self._dead_steps)
+        self._dead_steps |= rename_tasks(state["dead_steps"], renamed, self._dead_steps)
+        self.held = set(rename_tasks(dict.fromkeys(state["held"]), renamed, self._dead_steps))

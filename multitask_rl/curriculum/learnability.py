@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from multitask_rl.config.schema.ranges import Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig, softmax
+from multitask_rl.curriculum.signal import TaskTrace
 
 
 class Learnability(SchedulerPolicy):
@@ -37,7 +38,5 @@ class Learnability(SchedulerPolicy):
         values = softmax(spreads, self.config.temperature) if spreads else {}
         return {task: self.prior[task] * values.get(task, 0.0) for task in self.tasks}
 
-    def reasons(self) -> dict[str, str]:
-        """Return the spread per task."""
-        spreads = {task: self.traces[task].spread[0] for task in self.tasks}
-        return {task: f"spread within groups {spread:.3f}" for task, spread in spreads.items()}
+    def _reason(self, task: str, trace: TaskTrace) -> str:
+        return f"spread within groups {trace.spread[0]:.3f}"

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 
 from multitask_rl.config.schema.ranges import Count, NotNegative, Range
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
+from multitask_rl.curriculum.signal import TaskTrace
 
 
 class Patience(SchedulerPolicy):
@@ -60,10 +61,8 @@ class Patience(SchedulerPolicy):
     def _preferences(self) -> dict[str, float]:
         return {task: self.prior[task] * self.scale[task] for task in self.tasks}
 
-    def reasons(self) -> dict[str, str]:
-        """Return level, target and how long the task has waited."""
-        return {
-            task: f"level {self.traces[task].level:.2f} of target {self.targets[task]:.2f}, best "
-            f"{self.best[task]:.2f}, {self.waited[task]:.0f} of {self.config.patience} steps without a rise"
-            for task in self.tasks
-        }
+    def _reason(self, task: str, trace: TaskTrace) -> str:
+        return (
+            f"level {trace.level:.2f} of target {self.targets[task]:.2f}, best {self.best[task]:.2f}, "
+            f"{self.waited[task]:.0f} of {self.config.patience} steps without a rise"
+        )

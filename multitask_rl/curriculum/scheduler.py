@@ -21,7 +21,7 @@ from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 from multitask_rl.curriculum.signal import REWARD_SCORE
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import SCHEDULERS, class_id, load_plugin
-from multitask_rl.records import Event, TaskStats
+from multitask_rl.records import Event, TaskStats, rename_tasks
 from multitask_rl.seeding import derive_seed
 
 _DEFAULT_MIN_WEIGHT = 0.1
@@ -64,18 +64,6 @@ class DynamicTaskWeightScheduler:
         PluginError: no such policy, or one that cannot be loaded.
     """
 
-    _gate: UnlearnableGate
-    _floors: dict[str, float]
-    _factors: dict[str, float]
-    _calibrated_at: int
-    _carry: dict[str, float]
-    _tie_break: dict[str, int]
-    _reported: dict[str, float]
-    _reported_at: int
-    _has_warned_missing: bool
-    _bound_events: list[Event]
-    _pending: list[Event]
-
     def __init__(
         self,
         initial_weights: Mapping[str, float] | None = None,
@@ -105,8 +93,14 @@ class DynamicTaskWeightScheduler:
         where = Where(path=("scheduler", "policy_config"))
         config = build_dataclass(self.policy_class.Config, policy_config, where)
         self.policy_config = dataclasses.replace(config, metric_key=metric_key)
-        self._policy: SchedulerPolicy | None = None
+        self._bound: SchedulerPolicy | None = None
         self.tasks: tuple[str, ...] = ()
+
+    @property
+    def _policy(self) -> SchedulerPolicy:
+        if self._bound is None:
+            raise RuntimeError("DynamicTaskWeightScheduler.bind(tasks, ...) must be called first")
+        return self._bound
 
     def bind(
         self,
@@ -132,14 +126,14 @@ class DynamicTaskWeightScheduler:
         self.tasks = tuple(tasks)
         if not tasks or len(set(tasks)) != len(tasks):
             raise ConfigError(f"the scheduler needs at least one task and no name twice, got {list(tasks)!r}")
-        for key, names in (("initial_weights", self.initial_weights), ("min_share", min_shares or {})):
-            for name in names:
-                if name not in tasks:
-                    raise ConfigError(
-                        f"{key} names the task {name!r}, which does not exist{suggest(name, tasks)} "
-                        f"(known tasks: {', '.join(tasks)})"
-                    )
         given = self.initial_weights
+        named = [("initial_weights", name) for name in given] + [("min_share", n) for n in min_shares or {}]
+        for key, name in named:
+            if name not in tasks:
+                raise ConfigError(
+                    f"{key} names the task {name!r}, which does not exist{suggest(name, tasks)} "
+                    f"(known tasks: {', '.join(tasks)})"
+                )
         mean = math.fsum(given.values()) / len(given) if given else 1.0
         weights = {task: given.get(task, mean) for task in tasks}
         if math.fsum(weights.values()) > 0.0:
@@ -163,51 +157,41 @@ class DynamicTaskWeightScheduler:
             )
         # a task of weight 0 with a min_share still needs a prior above 0
         prior = {task: weights[task] or self._floors[task] for task in active}
-        self._policy = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
+        self._bound = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
         self._gate = UnlearnableGate(active)
-        self._factors = {}
-        self._calibrated_at = -1
-        self._carry = {}
-        self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
-        self._reported = self.weights()
-        self._reported_at = -_STEPS_BETWEEN_REPORTS
+        self._factors: dict[str, float] = {}
+        self._carry: dict[str, float] = {}
+        self._calibrated_at, self._reported_at = -1, -_STEPS_BETWEEN_REPORTS
         self._has_warned_missing = False
-        self._bound_events = self._describe_start(self._policy)
-        self._pending = list(self._bound_events)
-
-    def _describe_start(self, policy: SchedulerPolicy) -> list[Event]:
-        """Return the initial shares, and warnings of an unused setting and of estimated ranges."""
-        given, shares = self.initial_weights, self._reported
-        filled = [task for task in self.tasks if given and task not in given]
+        self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
+        self._reported = shares = self.weights()
+        filled = [task for task in tasks if given and task not in given]
         listed = ", ".join(f"{task} {share:.3f}" for task, share in shares.items())
         reason = f"initial shares {listed} by policy {self.policy_name}"
         if filled:
             reason += f"; no weight given for {', '.join(filled)}: each gets the mean of the given weights"
         data: dict[str, Any] = {"given": dict(given), "filled": filled, "to": shares, "floors": self._floors}
-        events = [Event(step=0, source="scheduler", kind="weights", reason=reason, data=data)]
+        events = [_event("weights", reason, data=data)]
         if self._unused_patience is not None:
             reason = (
                 f"patience={self._unused_patience} has no effect: the policy {self.policy_name} does not "
                 "wait for plateaus; leave it out, or set policy to patience"
             )
-            events.append(Event(step=0, source="scheduler", kind="warn", reason=reason))
-        unknown = [task for task in policy.tasks if task not in policy.ranges]
-        if policy.adaptive and self.policy_config.metric_key == REWARD_SCORE and unknown:
+            events.append(_event("warn", reason))
+        unknown = [task for task in active if task not in self._bound.ranges]
+        if self._bound.adaptive and self.policy_config.metric_key == REWARD_SCORE and unknown:
             reason = (
                 f"the rewards of {', '.join(unknown)} declare no range: the scheduler estimates the scale of "
                 "their levels from observed rewards; declare low and high (with_traits or PluginTraits) so "
                 "that levels of different tasks are comparable from the start"
             )
-            data = {"tasks": unknown}
-            events.append(Event(step=0, source="scheduler", kind="warn", reason=reason, data=data))
-        return events
+            events.append(_event("warn", reason, data={"tasks": unknown}))
+        self._bound_events, self._pending = events, list(events)
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
         """Update from the statistics, by task, of ``step`` and return events."""
-        policy = self._bound()
-        policy.update(stats, step)
-        events = [dataclasses.replace(event, step=step) for event in self._pending]
-        self._pending = []
+        self._policy.update(stats, step)
+        events, self._pending = self._pending, []
         key = self.policy_config.metric_key
         seen = [set(own.metrics) for own in stats.values() if own.num_prompts > 0]
         is_missing = key != REWARD_SCORE and bool(seen) and not any(key in metrics for metrics in seen)
@@ -218,24 +202,19 @@ class DynamicTaskWeightScheduler:
                 f"scheduler.metric_key {key!r} is not among the step's metrics{suggest(key, known)}: weights "
                 f"do not move until it appears (known: reward_score, {', '.join(known) or 'no other'})"
             )
-            data: dict[str, Any] = {"known": known}
-            events.append(Event(step=step, source="scheduler", kind="warn", reason=reason, data=data))
-        events += self._gate.update(policy, stats, step)
+            events.append(_event("warn", reason, data={"known": known}))
+        events += self._gate.update(self._policy, stats, step)
         new, old = self.weights(), self._reported
         changes = {task: abs(share - old.get(task, 0.0)) for task, share in new.items()}
         task = max(changes, key=lambda t: (changes[t], t))
         is_due = step - self._reported_at >= _STEPS_BETWEEN_REPORTS
         if is_due and changes[task] >= _MIN_REPORTED_CHANGE:
             self._reported, self._reported_at = new, step
-            reasons = policy.reasons()
-            reason = (
-                f"share of {task} {old.get(task, 0.0):.3f} -> {new[task]:.3f}: "
-                f"{reasons.get(task, 'not trained')}"
-            )
+            reasons = self._policy.reasons()
+            change = f"share of {task} {old.get(task, 0.0):.3f} -> {new[task]:.3f}"
             data = {"from": dict(old), "to": new, "reasons": reasons, "policy": self.policy_name}
-            event = Event(step=step, source="scheduler", kind="reweight", reason=reason, task=task, data=data)
-            events.append(event)
-        return events
+            events.append(_event("reweight", f"{change}: {reasons.get(task, 'not trained')}", task, data))
+        return [dataclasses.replace(event, step=step) for event in events]
 
     def calibrate(
         self, held_out: Mapping[str, float], step: int, errors: Mapping[str, float] | None = None
@@ -244,14 +223,13 @@ class DynamicTaskWeightScheduler:
 
         The same ``step`` again, after a resume, has no effect.
         """
-        policy = self._bound()
         if step > self._calibrated_at:
             self._calibrated_at = step
-            policy.calibrate(held_out, errors or {})
+            self._policy.calibrate(held_out, errors or {})
 
     def weights(self) -> dict[str, float]:
         """Return the share of every bound task, sum 1; 0 for a task that is not trained."""
-        policy = self._bound()
+        policy = self._policy
         shares = policy.weights()
         floors = dict(self._floors)
         if len(self._gate.held) == len(policy.tasks):  # no task could use the freed shares
@@ -273,10 +251,9 @@ class DynamicTaskWeightScheduler:
         0 freezes a task: it gets no prompts, even with a floor. Factors that would freeze every task are
         ignored.
         """
-        policy = self._bound()
-        frozen = {task for task, factor in factors.items() if factor <= 0.0}
-        known = {task: max(0.0, factor) for task, factor in factors.items() if task in policy.tasks}
-        self._factors = {} if frozen >= set(policy.tasks) else known
+        known = {task: max(0.0, factors[task]) for task in self._policy.tasks if task in factors}
+        is_frozen = len(known) == len(self._policy.tasks) and not any(known.values())
+        self._factors = {} if is_frozen else known
 
     def quotas(self, num_prompts: int, step: int) -> dict[str, int]:
         """Return how many prompts each task gets at ``step``, sum ``num_prompts``; advances the state."""
@@ -284,11 +261,10 @@ class DynamicTaskWeightScheduler:
         return counts
 
     def carry_over(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
-        """Carry each task's missing groups over to later quotas, at the expense of the other tasks.
+        """Carry the missing groups of each task over to later quotas, at the expense of the other tasks.
 
-        Refill cannot always find as many informative groups as the quota; the task's share of the training
-        would stay below its weight. ``shortfall`` holds the missing groups by task, ``num_prompts`` is the
-        size of the step. At most one step's quota is carried.
+        Otherwise the task's share of the training would stay below its weight, as refill cannot always find
+        as many informative groups as the quota. At most the quota of one step of ``num_prompts`` is carried.
         """
         shares = self.weights()
         owed = {
@@ -302,17 +278,15 @@ class DynamicTaskWeightScheduler:
 
     def informative_rate(self, task: str) -> float:
         """Return the smoothed share of the task's informative groups; 1 before any was seen."""
-        policy = self._bound()
-        return policy.traces[task].informative if task in policy.tasks else 1.0
+        return self._policy.traces[task].informative if task in self._policy.tasks else 1.0
 
     def metrics(self) -> dict[str, float]:
         """Return level, informative share and gate of every task seen so far, as ``task/<name>/...``."""
-        policy = self._bound()
         values = {}
-        for task in policy.tasks:
-            if policy.traces[task].steps:
-                values[f"task/{task}/level"] = policy.traces[task].level
-                values[f"task/{task}/informative"] = policy.traces[task].informative
+        for task, trace in self._policy.traces.items():
+            if trace.steps:
+                values[f"task/{task}/level"] = trace.level
+                values[f"task/{task}/informative"] = trace.informative
                 values[f"task/{task}/held"] = float(task in self._gate.held)
         return values
 
@@ -320,7 +294,7 @@ class DynamicTaskWeightScheduler:
         """Return the state, JSON-able."""
         return {
             "policy": class_id(self.policy_class),
-            "policy_state": self._bound().state_dict(),
+            "policy_state": self._policy.state_dict(),
             "gate": self._gate.state_dict(),
             "carry": dict(self._carry),
             "factors": dict(self._factors),
@@ -336,31 +310,21 @@ class DynamicTaskWeightScheduler:
         State of a removed task is dropped; a new task starts fresh. State of another policy is ignored, and
         the next ``update`` returns a warning.
         """
-        policy, names = self._bound(), dict(renamed or {})
         # events that the run has already reported
         self._pending = [event for event in self._pending if event.reason not in state["said"]]
         before, now = state["policy"], class_id(self.policy_class)
         if before == now:
-            policy.load_state_dict(state["policy_state"], names)
+            self._policy.load_state_dict(state["policy_state"], renamed or {})
         else:
-            reason = (
-                f"the checkpoint's scheduler policy was {before}, this run's is {now}: it starts without "
-                "history"
-            )
-            self._pending.append(Event(step=0, source="scheduler", kind="warn", reason=reason))
-        self._gate.load_state_dict(state["gate"], names)
-        self._carry = _rename(state["carry"], names, self.tasks)
-        self._factors = _rename(state["factors"], names, self.tasks)
+            reason = f"the checkpoint's scheduler policy was {before}, this run's is {now}: it starts without"
+            self._pending.append(_event("warn", f"{reason} history"))
+        self._gate.load_state_dict(state["gate"], renamed or {})
+        self._carry = rename_tasks(state["carry"], renamed, self.tasks)
+        self._factors = rename_tasks(state["factors"], renamed, self.tasks)
         self._calibrated_at = state["calibrated_at"]
-        self._reported = {**self.weights(), **_rename(state["reported"], names, self.tasks)}
+        self._reported = self.weights() | rename_tasks(state["reported"], renamed, self.tasks)
         self._reported_at = state["reported_at"]
 
-    def _bound(self) -> SchedulerPolicy:
-        if self._policy is None:
-            raise RuntimeError("DynamicTaskWeightScheduler.bind(tasks, ...) must be called first")
-        return self._policy
 
-
-def _rename(values: Mapping[str, float], names: Mapping[str, str], tasks: Sequence[str]) -> dict[str, float]:
-    new = {names.get(task, task): value for task, value in values.items()}
-    return {task: value for task, value in new.items() if task in tasks}
+def _event(kind: str, reason: str, task: str = "", data: Mapping[str, Any] | None = None) -> Event:
+    return Event(step=0, source="scheduler", kind=kind, reason=reason, task=task, data=data or {})

@@ -1,9 +1,7 @@
 """Level, spread and progress of a task from its step statistics, smoothed, on one scale for all tasks.
 
-Weights compare tasks, so levels must be comparable. A level in [0, 1] is the position of the mean reward
-within the reward's range: the declared range (``reward_ranges``), else the observed range. An end of the
-observed range is the third most extreme reward of a group, so that one or two outliers do not set the scale.
-Targets are levels.
+A level in [0, 1] is the position of the mean reward within the reward's range: the declared range
+(``reward_ranges``), else the observed range. Targets are levels.
 
 Training prompts repeat and are memorised, sooner in tasks with more prompts, so the training reward
 overstates the level. Evaluations correct the level by the difference between held-out and training reward.
@@ -32,12 +30,13 @@ _PRIOR_STEPS = 4
 
 @dataclass(kw_only=True, slots=True)
 class ShownRange:
-    """Observed range of rewards: ``NUM_EXTREMES`` groups reach each end, so one outlier does not set it."""
+    """Observed range of rewards: ``NUM_EXTREMES`` groups reach each end, so one outlier does not set it.
+
+    ``lowest`` holds the smallest of the groups' lowest rewards, ascending; ``highest`` is its mirror image.
+    """
 
     lowest: list[float] = field(default_factory=list)
-    """The ``NUM_EXTREMES`` smallest of the groups' lowest rewards, ascending."""
     highest: list[float] = field(default_factory=list)
-    """The ``NUM_EXTREMES`` largest of the groups' highest rewards, descending."""
 
     def widen(self, lowest: Iterable[float], highest: Iterable[float]) -> None:
         """Add the lowest and the highest reward of each further group."""
@@ -93,9 +92,8 @@ class TaskTrace:
     known_range: tuple[float, float] | None = None
     """Declared ``(low, high)`` of the reward."""
     steps: int = 0
-    """Steps that gave a finite value."""
+    """Steps that gave a finite value; ``prompts`` counts their prompts."""
     prompts: int = 0
-    """Prompts of those steps."""
     raw: Average = field(default_factory=Average)
     """The watched value, unscaled: the scale is applied on reading, so a wider range rescales old values."""
     within: Average = field(default_factory=Average)
@@ -112,41 +110,34 @@ class TaskTrace:
     """Observed range of the rewards; empty when another metric is watched."""
 
     def observe(
-        self,
-        stats: TaskStats,
-        *,
-        metric_key: str,
-        smoothing: float,
-        prompts_averaged: int = 1,
+        self, stats: TaskStats, metric_key: str, smoothing: float, prompts_averaged: int = 1
     ) -> float | None:
         """Add one step; return the change of the smoothed level, None without prompts or finite value.
 
         The gain of the moving averages is ``min(smoothing, n / prompts_averaged)`` for a step with ``n``
         prompts of the task, at least ``n`` over all prompts so far (so a plain mean at first).
         """
-        watches_reward = metric_key == REWARD_SCORE
-        if watches_reward:
+        value, statistic = stats.metrics.get(metric_key, math.nan), stats.statistics.get(metric_key)
+        if metric_key == REWARD_SCORE:
             value = stats.reward_mean + stats.shift
-        else:  # turned so that higher is better: ``1 - x`` of a bad rate
-            value, statistic = stats.metrics.get(metric_key, math.nan), stats.statistics.get(metric_key)
-            if statistic is not None and statistic.direction is Direction.lower:
-                ends = statistic.low + statistic.high
-                value = ends - value if math.isfinite(ends) else -value
+        elif statistic is not None and statistic.direction is Direction.lower:  # ``1 - x`` of a bad rate
+            ends = statistic.low + statistic.high
+            value = ends - value if math.isfinite(ends) else -value
         if stats.num_prompts <= 0 or not math.isfinite(value):
             return None
         std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
         before, n = self.raw.value, stats.num_prompts
         self.steps += 1
         self.prompts += n
-        if watches_reward:
-            low, high = (value - _SPREAD * std,), (value + _SPREAD * std,)
-            self.shown.widen(stats.lowest or low, stats.highest or high)
+        if metric_key == REWARD_SCORE:
+            self.shown.widen(
+                stats.lowest or [value - _SPREAD * std], stats.highest or [value + _SPREAD * std]
+            )
         gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
         self.raw.add(value, n, gain)
         self.within.add(std, n, gain)
         self.with_gradient.add(stats.num_informative / n, n, gain)
-        ends_of_scale = self._scale
-        change = _place(self.raw.value, *ends_of_scale) - _place(before, *ends_of_scale)
+        change = place(self.raw.value, *self._scale) - place(before, *self._scale)
         return change if self.steps > 1 else 0.0
 
     def calibrate(self, held_out: float, error: float = 0.0) -> None:
@@ -161,7 +152,7 @@ class TaskTrace:
     @property
     def level(self) -> float:
         """Smoothed value, corrected by the evaluations, on the scale of levels, in [0, 1]."""
-        return _place(self.raw.value + self.offset, *self._scale)
+        return place(self.raw.value + self.offset, *self._scale)
 
     @property
     def level_error(self) -> float:
@@ -182,28 +173,20 @@ class TaskTrace:
         return self.with_gradient.value if self.steps else 1.0
 
     @property
-    def informative_error(self) -> float:
-        """Its standard error."""
-        return self.with_gradient.error(1.0)
-
-    @property
     def _scale(self) -> tuple[float, float]:
         """Ends of the scale, ``low < high``."""
         if self.known_range is not None and self.known_range[0] < self.known_range[1]:
             return self.known_range
-        if (ends := self.shown.ends) is not None:
-            return ends
-        # another metric, or rewards that have not differed yet
-        return min(0.0, self.raw.value), max(1.0, self.raw.value)
+        # without ends: another metric, or rewards that have not differed yet
+        return self.shown.ends or (min(0.0, self.raw.value), max(1.0, self.raw.value))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], known_range: tuple[float, float] | None) -> TaskTrace:
         """Return the trace that ``asdict`` described."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
-        shown = ShownRange(**state["shown"])
-        return cls(**{**state, **averages, "shown": shown, "known_range": known_range})
+        return cls(**{**state, **averages, "shown": ShownRange(**state["shown"]), "known_range": known_range})
 
 
-def _place(value: float, low: float, high: float) -> float:
+def place(value: float, low: float, high: float) -> float:
     """Return where ``value`` lies between ``low`` and ``high``, clipped to [0, 1]."""
     return min(1.0, max(0.0, (value - low) / (high - low)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from multitask_rl.curriculum.base import SchedulerPolicy
+from multitask_rl.curriculum.signal import TaskTrace
 
 
 class Static(SchedulerPolicy):
@@ -16,6 +17,5 @@ class Static(SchedulerPolicy):
         """Return the initial weights."""
         return dict(self.prior)
 
-    def reasons(self) -> dict[str, str]:
-        """Return the same reason for every task."""
-        return dict.fromkeys(self.tasks, "initial weight, kept")
+    def _reason(self, task: str, trace: TaskTrace) -> str:
+        return "initial weight, kept"

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from multitask_rl.config.schema.ranges import NotNegative
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
+from multitask_rl.curriculum.signal import TaskTrace
 
 _START_STEPS = 10
 _MIN_START_DEFICIT = 1e-6
@@ -59,9 +60,5 @@ class Straggler(SchedulerPolicy):
         cleared = self.clear(remaining, errors)
         return {t: self.prior[t] * cleared.get(t, 0.0) ** self.config.exponent for t in self.tasks}
 
-    def reasons(self) -> dict[str, str]:
-        """Return the remaining part per task."""
-        return {
-            task: f"{self._remaining(task):.0%} of the distance to target {self.targets[task]:.2f} remains"
-            for task in self.tasks
-        }
+    def _reason(self, task: str, trace: TaskTrace) -> str:
+        return f"{self._remaining(task):.0%} of the distance to target {self.targets[task]:.2f} remains"

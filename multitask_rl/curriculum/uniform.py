@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.static import Static
 
 
@@ -12,6 +13,5 @@ class Uniform(Static):
         """Return equal shares."""
         return {task: 1.0 / len(self.tasks) for task in self.tasks}
 
-    def reasons(self) -> dict[str, str]:
-        """Return the same reason for every task."""
-        return dict.fromkeys(self.tasks, "equal shares")
+    def _reason(self, task: str, trace: TaskTrace) -> str:
+        return "equal shares"

@@ -14,7 +14,7 @@ from typing import Any
 from multitask_rl.config.task import PASS_RATE, CurriculumSpec
 from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
 from multitask_rl.curriculum.quotas import apportion
-from multitask_rl.curriculum.signal import ShownRange
+from multitask_rl.curriculum.signal import place
 from multitask_rl.data.rows import Row, Rows
 from multitask_rl.data.stream import PromptStream
 from multitask_rl.errors import DataError
@@ -136,7 +136,7 @@ class PooledStream(PromptStream):
         old = self._rates.get(index)
         rate = mean if old is None else old + _ROW_GAIN * (mean - old)
         self._rates[index] = rate
-        number = min(self._spec.pools - 1, int(self._scale.place(rate) * self._spec.pools))
+        number = min(self._spec.pools - 1, int(place(rate, *self._scale.scale) * self._spec.pools))
         for pool in self._pools.values():
             pool.pop(index, None)
         self._pools[str(number)][index] = None
@@ -218,7 +218,7 @@ class PooledStream(PromptStream):
                 "spec": asdict(self._spec),
                 "pools": {name: list(pool) for name, pool in self._pools.items()},
                 "estimates": {name: asdict(e) for name, e in self._estimates.items()},
-                "scale": asdict(self._scale),
+                "scale": {"shown": asdict(self._scale)},
                 "rates": {str(index): rate for index, rate in self._rates.items()},
                 "carry": dict(self._carry),
                 "pending": {str(draw): list(where) for draw, where in self._pending.items()},
@@ -265,7 +265,7 @@ class PooledStream(PromptStream):
             return
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in saved["pools"].items()}
         self._estimates = {name: PoolEstimate(**e) for name, e in saved["estimates"].items()}
-        self._scale = RewardRange(shown=ShownRange(**saved["scale"]["shown"]))
+        self._scale = RewardRange(**saved["scale"]["shown"])
         self._rates = {int(index): rate for index, rate in saved["rates"].items()}
         self._carry = dict(saved["carry"])
         self._pending = {int(draw): (where[0], where[1]) for draw, where in saved["pending"].items()}
