@@ -64,6 +64,18 @@ class DynamicTaskWeightScheduler:
         PluginError: no such policy, or one that cannot be loaded.
     """
 
+    _gate: UnlearnableGate
+    _floors: dict[str, float]
+    _factors: dict[str, float]
+    _carry: dict[str, float]
+    _tie_break: dict[str, int]
+    _calibrated_at: int
+    _reported: dict[str, float]
+    _reported_at: int
+    _has_warned_missing: bool
+    _bound_events: list[Event]
+    _pending: list[Event]
+
     def __init__(
         self,
         initial_weights: Mapping[str, float] | None = None,
@@ -159,8 +171,7 @@ class DynamicTaskWeightScheduler:
         prior = {task: weights[task] or self._floors[task] for task in active}
         self._bound = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
         self._gate = UnlearnableGate(active)
-        self._factors: dict[str, float] = {}
-        self._carry: dict[str, float] = {}
+        self._factors, self._carry = {}, {}
         self._calibrated_at, self._reported_at = -1, -_STEPS_BETWEEN_REPORTS
         self._has_warned_missing = False
         self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
