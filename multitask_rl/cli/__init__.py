@@ -7,10 +7,10 @@ traceback.
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 
 import multitask_rl
 from multitask_rl.boundary.printable import one_line
@@ -18,38 +18,22 @@ from multitask_rl.boundary.redaction import redact_text
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
 
-__all__ = ["aligned", "error_line", "main", "run_command"]
-
-_COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("multitask_rl.cli.train:train", "train: key=value overrides, --multirun for sweeps"),
-    "eval": (
-        "multitask_rl.cli.train:evaluate",
-        "evaluate the newest checkpoint of a run on held-out prompts",
-    ),
+_COMMANDS = {
+    "train": ("cli.train:train", "train: key=value overrides, --multirun for sweeps"),
+    "eval": ("cli.train:evaluate", "evaluate the newest checkpoint of a run on held-out prompts"),
     "tasks": (
-        "multitask_rl.cli.tasks:main",
+        "cli.tasks:main",
         "validate FILE | show FILE | schema: check or print a tasks file, or its schema",
     ),
-    "plugins": (
-        "multitask_rl.cli.plugins:main",
-        "list | check NAME | new KIND NAME: show, test or write plugins",
-    ),
-    "compare": (
-        "multitask_rl.cli.comparison:main_compare",
-        "RUN RUN...: differences per task with intervals",
-    ),
-    "report": ("multitask_rl.cli.comparison:main_report", "RUN: summary of one run"),
-    "rescore": (
-        "multitask_rl.cli.rescore:main",
-        "RUN [--reward NAME]: score the stored rollouts again, without a model",
-    ),
-    "bench": ("multitask_rl.cli.bench:main", "measure steps: tokens/s, seconds per stage, memory"),
-    "sandbox corpus": ("multitask_rl.sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
-    "doctor": (
-        "multitask_rl.cli.doctor:main",
-        "show what is installed and what works, with a command for each fault",
-    ),
+    "plugins": ("cli.plugins:main", "list | check NAME | new KIND NAME: show, test or write plugins"),
+    "compare": ("cli.comparison:main_compare", "RUN RUN...: differences per task with intervals"),
+    "report": ("cli.comparison:main_report", "RUN: summary of one run"),
+    "rescore": ("cli.rescore:main", "RUN [--reward NAME]: score the stored rollouts again, without a model"),
+    "bench": ("cli.bench:main", "measure steps: tokens/s, seconds per stage, memory"),
+    "sandbox corpus": ("sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
+    "doctor": ("cli.doctor:main", "show what is installed and what works, with a command for each fault"),
 }
+"""Name -> function in ``multitask_rl``, help."""
 
 _OPTIONS = """\
 options:
@@ -97,8 +81,7 @@ def run_command(arguments: list[str]) -> int:
         raise ConfigError(
             f"unknown command {name!r}{suggest(name, _COMMANDS)} (commands: {', '.join(_COMMANDS)})"
         )
-    module, function = _COMMANDS[name][0].split(":")
-    command: Callable[[list[str]], int | None] = getattr(import_module(module), function)
+    command = pkgutil.resolve_name(f"multitask_rl.{_COMMANDS[name][0]}")
     return command(arguments[words:]) or 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from multitask_rl.boundary.printable import one_line, printable
 from multitask_rl.cli import aligned
+from multitask_rl.config.run import dotted
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
 from multitask_rl.statistics.intervals import Difference, compare_means, holm
@@ -216,17 +217,9 @@ def _constraints(run: RunRecord) -> list[dict[str, Any]]:
     return rows
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _config_difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return dotted key -> [base's, other's] where they differ; None = has no such key."""
-    first, second = dict(_flatten(base)), dict(_flatten(other))
+    first, second = dict(dotted(base)), dict(dotted(other))
     return {
         key: [first.get(key), second.get(key)]
         for key in sorted({*first, *second})

@@ -7,7 +7,7 @@ class. Choices are ``OneOf``, because OmegaConf 2.3 does not understand ``Litera
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -401,6 +401,15 @@ def recorded_config(run: Path) -> RunConfig:
     given = {name: as_given(task) for name, task in tasks.items()}
     config = build_dataclass(RunConfig, {**document, "tasks_file": "", "tasks": given}, where)
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested keys with their values, as ``model.lora.rank``; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def as_given(task: Mapping[str, Any]) -> dict[str, Any]:

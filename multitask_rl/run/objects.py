@@ -37,58 +37,25 @@ def name_objects(
 
     Args:
         config: the run; ``tasks`` in it may hold objects.
-        tasks: a tasks file, or tasks as ``plain_tasks`` takes them; None = those of ``config``.
+        tasks: a tasks file, or tasks in its forms; None = those of ``config``. A reward or constraint may be
+            a function, a class or an instance; ``dataset`` and ``eval_dataset`` may be a list of rows, a
+            ``datasets.Dataset`` or, for ``dataset``, a ``datasets.DatasetDict``.
         data: a ``TaskDataLoader``, or what ``get_dataloader`` takes; None = the tasks name their data.
-
-    Raises:
-        ConfigError, DataError, PluginError: see ``plain_tasks``.
-    """
-    if isinstance(tasks, (str, Path)):
-        config = replace(config, tasks_file=str(tasks))
-    elif tasks is not None:
-        config = replace(config, tasks_file="", tasks=_by_name(tasks))
-    loader = data if data is None or isinstance(data, TaskDataLoader) else get_dataloader(data)
-    if config.tasks:
-        plain, given = plain_tasks(config.tasks, Path(config.output_dir) / "plugins")
-        config = replace(config, tasks=plain)
-        if given is not None and loader is not None:
-            loader = replace(loader, splits={**loader.splits, **given.splits})
-        else:
-            loader = loader or given
-    return config, loader
-
-
-def _by_name(tasks: Any) -> dict[str, Any]:
-    """Return tasks as a mapping, from the forms that a tasks file has."""
-    if isinstance(tasks, Mapping) and set(tasks) == {"tasks"}:
-        tasks = tasks["tasks"]
-    if isinstance(tasks, Sequence) and not isinstance(tasks, str):
-        unnamed = [i for i, t in enumerate(tasks) if not (isinstance(t, Mapping) and "name" in t)]
-        if unnamed:
-            raise ConfigError(f"tasks[{unnamed[0]}]: every task of a list is a mapping with a 'name'")
-        tasks = {task["name"]: {k: v for k, v in task.items() if k != "name"} for task in tasks}
-    if not isinstance(tasks, Mapping):
-        raise ConfigError(f"tasks: expected a mapping name -> task or a list of tasks, got {tasks!r}")
-    return dict(tasks)
-
-
-def plain_tasks(tasks: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any], TaskDataLoader | None]:
-    """Return ``tasks`` as a tasks file would hold them, and the rows that were given as objects.
-
-    Args:
-        tasks: name -> task. A reward
-            or constraint may be a function, a class or an instance; ``dataset`` and ``eval_dataset`` may be a
-            list of rows, a ``datasets.Dataset`` or, for ``dataset``, a ``datasets.DatasetDict``.
-        directory: where objects that cannot be imported are kept (see ``plugin_reference``).
 
     Raises:
         ConfigError: a task is no mapping, or held-out rows stand alone.
         DataError: a data set of another type, or without rows.
         PluginError: a plugin that cannot be pickled.
     """
+    if isinstance(tasks, (str, Path)):
+        config = replace(config, tasks_file=str(tasks))
+    elif tasks is not None:
+        config = replace(config, tasks_file="", tasks=_by_name(tasks))
+    loader = data if data is None or isinstance(data, TaskDataLoader) else get_dataloader(data)
+    directory = Path(config.output_dir) / "plugins"
     plain: dict[str, Any] = {}
     splits: dict[str, dict[str, Any]] = {}
-    for name, given in tasks.items():
+    for name, given in config.tasks.items():
         if not isinstance(given, Mapping):
             raise ConfigError(f"tasks.{name}: expected a mapping of the task's keys, got {given!r}")
         task = dict(given)
@@ -114,9 +81,25 @@ def plain_tasks(tasks: Mapping[str, Any], directory: Path) -> tuple[dict[str, An
             splits[name]["validation"] = [row for rows in held_out.values() for row in rows]
             task["eval_split"] = "validation"
         plain[name] = {key: str(v) if isinstance(v, Path) else v for key, v in task.items()}
-    if not splits:
-        return plain, None
-    return plain, TaskDataLoader(splits=splits, weights=fill_weights(list(splits), {}), batch_size=0)
+    if splits and loader is None:
+        loader = TaskDataLoader(splits=splits, weights=fill_weights(list(splits), {}), batch_size=0)
+    elif splits and loader is not None:
+        loader = replace(loader, splits={**loader.splits, **splits})
+    return replace(config, tasks=plain), loader
+
+
+def _by_name(tasks: Any) -> dict[str, Any]:
+    """Return tasks as a mapping, from the forms that a tasks file has."""
+    if isinstance(tasks, Mapping) and set(tasks) == {"tasks"}:
+        tasks = tasks["tasks"]
+    if isinstance(tasks, Sequence) and not isinstance(tasks, str):
+        unnamed = [i for i, t in enumerate(tasks) if not (isinstance(t, Mapping) and "name" in t)]
+        if unnamed:
+            raise ConfigError(f"tasks[{unnamed[0]}]: every task of a list is a mapping with a 'name'")
+        tasks = {task["name"]: {k: v for k, v in task.items() if k != "name"} for task in tasks}
+    if not isinstance(tasks, Mapping):
+        raise ConfigError(f"tasks: expected a mapping name -> task or a list of tasks, got {tasks!r}")
+    return dict(tasks)
 
 
 def _plain_plugin(item: Any, directory: Path) -> Any:

@@ -7,14 +7,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from multitask_rl.boundary.redaction import redact
-from multitask_rl.config.run import CheckpointConfig, RunConfig
+from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
@@ -208,8 +208,8 @@ class RunStore:
 
     def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the changed settings, without secrets: key -> (before, now)."""
-        old = dict(_flat(redact(self.read_config())))
-        new = dict(_flat(redact(json.loads(json.dumps(dataclasses.asdict(config))))))
+        old = dict(dotted(redact(self.read_config())))
+        new = dict(dotted(redact(json.loads(json.dumps(dataclasses.asdict(config))))))
         if not (old.get("tasks_file") and new.get("tasks_file")):
             new.pop("tasks_file", None)  # a run without a tasks file has its tasks in ``config.yaml``
         model = "model.name_or_path"
@@ -220,7 +220,8 @@ class RunStore:
                 "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
                 "another name, correct config.yaml there"
             )
-        return {key: (old.get(key), value) for key, value in new.items() if old.get(key, value) != value}
+        differing = (key for key, value in new.items() if old.get(key, value) != value)
+        return {key: (old.get(key), new[key]) for key in differing if key not in _MAY_DIFFER}
 
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> None:
         """Write a checkpoint, with the lengths of the run's records."""
@@ -270,11 +271,3 @@ class RunStore:
             aside.write_text(text, encoding="utf-8")
             aside.replace(self._output_dir / "config.yaml")
         return plain
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif prefix or key not in _MAY_DIFFER:
-            yield f"{prefix}{key}", value

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.boundary.redaction import redact_text
-from multitask_rl.config.run import TrackingConfig
+from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Event
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
@@ -69,15 +69,11 @@ def legal_name(name: str) -> str:
     return f"{legal[: _MAX_NAME - 5]}_{hashlib.blake2b(name.encode(), digest_size=2).hexdigest()}"
 
 
-def flatten_parameters(parameters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield dotted legal names and values cut to MLflow's limit; lists are written as JSON."""
-    for key, value in parameters.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from flatten_parameters(value, f"{name}.")
-            continue
+    for key, value in dotted(parameters):
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield legal_name(name), text if len(text) <= _MAX_PARAMETER else text[: _MAX_PARAMETER - 3] + "..."
+        yield legal_name(key), text if len(text) <= _MAX_PARAMETER else text[: _MAX_PARAMETER - 3] + "..."
 
 
 def _require_mlflow() -> None:
