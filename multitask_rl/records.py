@@ -6,9 +6,10 @@ misalign.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
@@ -137,8 +138,37 @@ class Prompt:
 
 
 @dataclass(kw_only=True, slots=True)
+class Turn:
+    """One answer of the actor in an episode, and what its world said before it."""
+
+    num_tokens: int
+    """Tokens of the answer: its part of the rollout's ``response_ids``."""
+    given_ids: list[int] = field(default_factory=list)
+    """[G] tokens between the answer before and this one, which the actor did not sample; empty in the first
+    turn, whose world has spoken in the prompt."""
+    context_ids: list[int] | None = None
+    """[C] the whole context of the answer, where it is not the tokens before: the chat template has rewritten
+    the conversation. The episode is then more than one training sample."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """What the world said before the answer, as chat messages; in the first turn those behind the prompt."""
+    response: str = ""
+    """The answer as text, as ``Rollout.response``."""
+    finish_reason: str = "stop"
+    """Of the answer, as ``Rollout.finish_reason``."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """``StepResult.info`` of the world's reply to the answer."""
+    reward: float | Mapping[str, float] | None = None
+    """``StepResult.reward`` of the world's reply to the answer."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Rollout:
-    """One sampled response, token-exact as the engine produced it."""
+    """One sampled response, token-exact as the engine produced it; or an episode, whose turns are answers.
+
+    ``response_ids`` and ``rollout_logprobs`` of an episode hold the tokens of all its answers, one after the
+    other, and no others: tokens of the world are in ``turns``. Everything that counts or learns from tokens
+    reads the former and so never meets a token that the actor did not sample.
+    """
 
     prompt: Prompt
     sample: int
@@ -153,7 +183,7 @@ class Rollout:
     """Decoded text without special tokens and stop strings."""
     finish_reason: str = "stop"
     """``stop`` (end token or stop string), ``length``, ``flagged`` (ended by a streaming constraint, or a
-    partial response that such a constraint judges) or ``error``."""
+    partial response that such a constraint judges) or ``error``. An episode that a limit cut: ``length``."""
     policy_version: int = 0
     """Optimizer steps of the weights that generated the response."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -162,7 +192,29 @@ class Rollout:
     rejected: bool = False
     """A constraint in mode ``reject`` rejected it; another attempt follows unless the attempts ran out."""
     failure: Failure | None = None
-    """The engine failed; there is no response to score."""
+    """The engine or the world failed; there is no response to score."""
+    turns: list[Turn] = field(default_factory=list)
+    """Of an episode, one at least; empty for a task of one turn."""
+    earned: float | Mapping[str, float] | None = None
+    """What the environment gave the whole episode; None = unscored."""
+    token_limit: int = 0
+    """Most sampled tokens of the episode; 0 = no episode."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation behind the prompt: what the world said, and the answers (role ``assistant``)."""
+        answers = self.turns or [Turn(num_tokens=len(self.response_ids), response=self.response)]
+        return [m for t in answers for m in (*t.messages, {"role": "assistant", "content": t.response})]
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens that ``response_ids`` may have."""
+        return self.token_limit or self.sampling.max_new_tokens
+
+    @property
+    def num_given(self) -> int:
+        """Tokens behind the prompt that the actor did not sample."""
+        return sum(len(turn.given_ids) for turn in self.turns)
 
     @property
     def task(self) -> str:
@@ -229,18 +281,60 @@ class TrainSample:
     prompt_ids: Sequence[int]
     """[P] the context of the loss; differs from the rollout's if the algorithm changes the conditioning."""
     response_ids: Sequence[int]
-    """[T]"""
+    """[T] the sampled tokens: loss, statistics and every number of an algorithm are over these alone."""
     rollout_logprobs: Sequence[float]
     """[T] nats; empty = the sample is not on-policy data, so it has no importance ratio."""
     reward: float = 0.0
     """Scalar outcome of the response."""
     ref_prompt_ids: Sequence[int] | None = None
     """Context for the reference policy, without control token; None = ``prompt_ids``."""
+    turns: Sequence[Turn] = ()
+    """Of an episode: where tokens of the world stand between those of ``response_ids``."""
 
     @property
     def task(self) -> str:
         """Name of the task it belongs to."""
         return self.scored.rollout.task
+
+    @property
+    def answers(self) -> list[Sequence[int]]:
+        """``response_ids`` turn by turn."""
+        ends = list(itertools.accumulate(turn.num_tokens for turn in self.turns)) or [len(self.response_ids)]
+        return [self.response_ids[a:b] for a, b in itertools.pairwise([0, *ends])]
+
+    def behind_prompt(self) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Return all tokens behind the prompt, and which of them are sampled: positions [T], None = all."""
+        if not any(turn.given_ids for turn in self.turns):
+            return self.response_ids, None
+        tokens: list[int] = []
+        sampled: list[int] = []
+        for turn, answer in zip(self.turns, self.answers, strict=True):
+            tokens += turn.given_ids
+            sampled += range(len(tokens), len(tokens) + len(answer))
+            tokens += answer
+        return tokens[: sampled[-1] + 1] if sampled else [], sampled
+
+    def split(self) -> list[TrainSample]:
+        """Return the samples to train on: one, and one more per turn with a context of its own."""
+        starts = [i for i, turn in enumerate(self.turns) if turn.context_ids is not None]
+        if not starts:
+            return [self]
+        parts = []
+        ends = list(itertools.accumulate((turn.num_tokens for turn in self.turns), initial=0))
+        for first, last in itertools.pairwise([0, *(i for i in starts if i), len(self.turns)]):
+            context = self.turns[first].context_ids
+            own = slice(ends[first], ends[last])
+            parts.append(
+                replace(
+                    self,
+                    prompt_ids=self.prompt_ids if context is None else context,
+                    ref_prompt_ids=self.ref_prompt_ids if context is None else None,
+                    response_ids=self.response_ids[own],
+                    rollout_logprobs=self.rollout_logprobs[own],
+                    turns=self.turns[first:last],
+                )
+            )
+        return [part for part in parts if part.response_ids]
 
 
 class Direction(Enum):

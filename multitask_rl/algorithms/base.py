@@ -191,6 +191,7 @@ class Algorithm:
                 response_ids=s.rollout.response_ids,
                 rollout_logprobs=s.rollout.rollout_logprobs,
                 reward=self.outcome(s),
+                turns=s.rollout.turns,
             )
             for s in scored
         ]

@@ -48,7 +48,7 @@ class DAPO(GRPO):
             ConfigError: the buffer is larger than the task's token limit.
         """
         rollout, buffer = scored.rollout, self.config.overlong_buffer
-        max_length = rollout.sampling.max_new_tokens
+        max_length = rollout.max_response_tokens
         if buffer > max_length:
             raise ConfigError(
                 f"algorithm_config.overlong_buffer of task {rollout.task!r} is {buffer} tokens, more than "

@@ -19,7 +19,7 @@ from multitask_rl.algorithms.base import (
 )
 from multitask_rl.config.schema.ranges import Range
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
+from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample, Turn
 from multitask_rl.seeding import random_stream
 
 _ROUNDING = 1e-12
@@ -132,6 +132,8 @@ class RewardConditioned(Algorithm):
                 finish_reason=old.finish_reason,
                 policy_version=old.policy_version,
                 sampling=old.sampling,
+                turns=[replace(turn, messages=[], response="", info={}) for turn in old.turns],
+                token_limit=old.token_limit,
             )
             self._buffer.append(_as_sample(rollout, self.outcome(item), item.cost))
         quantiles = quantile_of_each([past.reward for past in self._buffer], self.config.quantiles)
@@ -203,7 +205,9 @@ class RewardConditioned(Algorithm):
         for saved in state["buffer"]:
             prompt = Prompt(**saved["rollout"]["prompt"])
             sampling = SamplingParams.from_json(saved["rollout"]["sampling"])
-            rollout = Rollout(**{**saved["rollout"], "prompt": prompt, "sampling": sampling})
+            turns = [Turn(**turn) for turn in saved["rollout"].get("turns", ())]
+            known = {"prompt": prompt, "sampling": sampling, "turns": turns}
+            rollout = Rollout(**{**saved["rollout"], **known})
             self._buffer.append(_as_sample(rollout, saved["reward"], saved["cost"]))
 
 
@@ -216,4 +220,5 @@ def _as_sample(rollout: Rollout, reward: float, cost: float) -> TrainSample:
         rollout_logprobs=[],
         reward=reward,
         ref_prompt_ids=rollout.prompt.prompt_ids,
+        turns=rollout.turns,
     )

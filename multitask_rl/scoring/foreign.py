@@ -117,7 +117,7 @@ class TrlReward(ForeignReward):
             if as_messages is None:
                 as_messages = isinstance(rollout.row.get("prompt"), list)
             text = rollout.response
-            completions.append([{"role": "assistant", "content": text}] if as_messages else text)
+            completions.append(rollout.messages if as_messages or rollout.turns else text)
         arguments["completion_ids"] = [list(r.response_ids) for r in rollouts]
         arguments["trainer_state"] = SimpleNamespace(global_step=max(r.policy_version for r in rollouts))
         arguments["log_extra"] = arguments["log_metric"] = ignore

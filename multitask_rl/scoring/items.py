@@ -91,7 +91,7 @@ class Item:
 
     def make_probe(self) -> Item:
         """Return its new probe, which tells a bad response from a plugin that is down."""
-        rollout = replace(self.rollout, response="", response_ids=[], rollout_logprobs=[])
+        rollout = replace(self.rollout, response="", response_ids=[], rollout_logprobs=[], turns=[])
         self.probe = Item(rollout, Latch(), f"{self.label} (empty response)", alone=True, subject=self)
         return self.probe
 

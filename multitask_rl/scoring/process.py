@@ -288,6 +288,8 @@ def _without_tokens(rollouts: Sequence[Rollout]) -> list[Rollout]:
                 policy_version=rollout.policy_version,
                 sampling=rollout.sampling,
                 verdicts=rollout.verdicts,
+                turns=[replace(turn, given_ids=[], context_ids=None) for turn in rollout.turns],
+                earned=rollout.earned,
             )
         )
     return slim

@@ -236,4 +236,6 @@ def _content_key(plugin: bytes, rollout: Rollout, prompts: dict[int, bytes]) -> 
     key.update(array("q", rollout.response_ids).tobytes())
     key.update(b"\0")
     key.update(rollout.response.encode(errors="surrogatepass"))
+    if rollout.turns:
+        key.update(repr((rollout.earned, rollout.turns)).encode(errors="surrogatepass"))
     return key.digest()

@@ -20,6 +20,7 @@ from multitask_rl.records import (
     SamplingParams,
     Score,
     Scored,
+    Turn,
     Verdict,
 )
 
@@ -77,6 +78,8 @@ def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
         "row": dict(prompt.row),
         "prompt_ids": list(prompt.prompt_ids),
         "response_ids": list(rollout.response_ids),
+        # an episode, turn by turn
+        **({"turns": [asdict(t) for t in rollout.turns], "earned": rollout.earned} if rollout.turns else {}),
     }
 
 
@@ -103,4 +106,6 @@ def rollout_from_dict(line: Mapping[str, Any]) -> Rollout:
         finish_reason=line["finish_reason"],
         policy_version=line["policy_version"],
         sampling=SamplingParams.from_json(line["sampling"]),
+        turns=[Turn(**turn) for turn in line.get("turns", ())],
+        earned=line.get("earned"),
     )

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from multitask_rl.records import TrainSample
@@ -40,6 +41,9 @@ class CreditedSample:
     left out: their probability is 1 under any weights."""
     has_gradient: bool = True
     """False: the loss does not depend on the sample; the sample only counts in the denominator."""
+    fraction: float = 1.0
+    """Its share of the tokens of its rollout: below 1 where an episode is several samples, which together
+    count as one."""
 
     @property
     def num_choices(self) -> int:
@@ -60,6 +64,19 @@ class StepStartOutputs:
     """None: not requested."""
     values: list[Tensor] | None
     """None: not requested."""
+
+    def join(self, counts: Sequence[int]) -> StepStartOutputs:
+        """Return the outputs of rollouts, given how many samples each one is in this record."""
+        if all(count == 1 for count in counts):
+            return self
+
+        def joined(tensors: list[Tensor] | None) -> list[Tensor] | None:
+            following = iter(tensors or ())
+            return tensors and [torch.cat([next(following) for _ in range(count)]) for count in counts]
+
+        return StepStartOutputs(
+            joined(self.old_logprobs) or [], joined(self.ref_logprobs), joined(self.values)
+        )
 
     @classmethod
     def merge(cls, shares: Sequence[Sequence[int]], parts: Sequence[StepStartOutputs]) -> StepStartOutputs:

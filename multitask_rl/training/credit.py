@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,18 +71,24 @@ class CreditAssigner:
     def _credit_task(
         self, task: LearnerTask, samples: list[TrainSample]
     ) -> tuple[list[CreditedSample], dict[str, float]]:
+        """Credit episodes as a whole; return a sample per context that they were sampled in."""
         needs_critic = task.algorithm.needs_critic
+        parts = [sample.split() for sample in samples]
         want_ref = task.spec.kl.coefficient > 0 and not task.algorithm.wants_exact_kl
         before = None
         if want_ref or needs_critic or self._many_updates:
             before = self._backend.step_start_outputs(
-                task.spec.name, samples, want_values=needs_critic, want_ref=want_ref
-            )
+                task.spec.name,
+                [part for own in parts for part in own],
+                want_values=needs_critic,
+                want_ref=want_ref,
+            ).join([len(own) for own in parts])
         known = None
-        grammars = [s.scored.rollout.sampling.grammar for s in samples]
-        if any(grammars):
+        answers = [(s.scored.rollout.sampling.grammar, answer) for s in samples for answer in s.answers]
+        if any(grammar for grammar, _ in answers):
             restricted = self._backend.runner.actor.grammars
-            known = restricted.choices(grammars, [s.response_ids for s in samples])
+            by_answer = iter(restricted.choices([g for g, _ in answers], [answer for _, answer in answers]))
+            known = [torch.cat([next(by_answer) for _ in s.answers]) for s in samples]
         # a critic learns a value at every token
         choices = None if needs_critic else known
         costs = None
@@ -135,16 +142,28 @@ class CreditAssigner:
         has_gradient = [not may_skip or bool(own.any()) for own in advantages]
         if choices is not None:
             has_gradient = [h and bool(own.any()) for h, own in zip(has_gradient, choices, strict=True)]
-        return [
-            CreditedSample(
-                sample=sample,
-                advantages=advantages[i],
-                old_logprobs=old[i] if old else None,
-                ref_logprobs=ref[i] if ref else None,
-                old_values=values[i] if values else None,
-                returns=returns[i] if returns is not None else None,
-                choices=choices[i] if choices else None,
-                has_gradient=has_gradient[i],
-            )
-            for i, sample in enumerate(samples)
-        ], metrics
+        credited = []
+        for i, sample in enumerate(samples):
+            start = 0
+            for part in parts[i]:
+                own = slice(start, start := start + len(part.response_ids))
+
+                def take(tensors: Sequence[Tensor] | None, i: int = i, own: slice = own) -> Tensor | None:
+                    if not tensors or len(parts[i]) == 1:
+                        return tensors[i] if tensors else None
+                    return tensors[i][own].clone()
+
+                credited.append(
+                    CreditedSample(
+                        sample=part,
+                        advantages=cast(Tensor, take(advantages)),
+                        old_logprobs=take(old),
+                        ref_logprobs=take(ref),
+                        old_values=take(values),
+                        returns=take(returns),
+                        choices=take(choices),
+                        has_gradient=has_gradient[i],
+                        fraction=len(part.response_ids) / len(sample.response_ids),
+                    )
+                )
+        return credited, metrics

@@ -115,18 +115,18 @@ class Learner:
 
     def _token_weights(self, minibatch: list[CreditedSample], shares: Mapping[str, float]) -> list[float]:
         """Return the factor of each sample's token losses: share * loss_weight / denominator."""
-        counts: dict[str, tuple[int, int]] = {}
+        counts: dict[str, tuple[float, int]] = {}
         for c in minibatch:
-            num_samples, num_tokens = counts.get(c.sample.task, (0, 0))
-            counts[c.sample.task] = (num_samples + 1, num_tokens + c.num_choices)
+            num_samples, num_tokens = counts.get(c.sample.task, (0.0, 0))
+            counts[c.sample.task] = (num_samples + c.fraction, num_tokens + c.num_choices)
         weights = []
         for c in minibatch:
             task = self.tasks[c.sample.task]
             num_samples, num_tokens = counts[c.sample.task]
             denominator = {
                 "token": num_tokens,
-                "sequence": num_samples * c.num_choices,
-                "constant": num_samples * c.sample.scored.rollout.sampling.max_new_tokens,
+                "sequence": num_samples * c.num_choices / c.fraction,
+                "constant": num_samples * c.sample.scored.rollout.max_response_tokens,
             }[task.algorithm.config.aggregation]
             weights.append(shares.get(c.sample.task, 0.0) * task.spec.loss_weight / max(denominator, 1))
         return weights

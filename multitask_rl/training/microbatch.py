@@ -61,6 +61,7 @@ class MicroBatch:
 def build_microbatches(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
+    sampled: Sequence[Sequence[int] | None] | None = None,
     *,
     max_tokens: int,
     layout: str,
@@ -74,7 +75,9 @@ def build_microbatches(
 
     Args:
         prompts: [B] lists of ids, each of at least one token.
-        responses: [B] lists of ids.
+        responses: [B] lists of ids; the last of each is sampled.
+        sampled: [B] positions of the sampled tokens in each response, ascending; None = all. The others are
+            context: they are computed and have no outputs.
         max_tokens: token budget of one micro-batch.
         layout: ``shared`` (samples of similar prompts are one sequence that holds a group's prompt once, see
             ``shared_prompt.py``), ``bucketed`` (sorted by length and right-padded: causal attention needs no
@@ -84,7 +87,7 @@ def build_microbatches(
         one_pass: every micro-batch takes one pass through the model.
     """
     if layout == "shared":
-        return _shared(prompts, responses, max_tokens, pad_token_id, device_type, one_pass)
+        return _shared(prompts, responses, sampled, max_tokens, pad_token_id, device_type, one_pass)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     order = sorted((i for i in range(len(lengths)) if responses[i]), key=lambda i: (lengths[i], i))
     chunks = [order]
@@ -106,13 +109,17 @@ def build_microbatches(
                 need = lengths[i]
             batches[-1].append(i)
             used = need
-    return [make_microbatch(i, prompts, responses, layout=layout, pad_token_id=pad_token_id) for i in batches]
+    return [
+        make_microbatch(i, prompts, responses, sampled, layout=layout, pad_token_id=pad_token_id)
+        for i in batches
+    ]
 
 
 def make_microbatch(
     indices: list[int],
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
+    sampled: Sequence[Sequence[int] | None] | None = None,
     *,
     layout: str,
     pad_token_id: int,
@@ -129,11 +136,11 @@ def make_microbatch(
         row, end = 0 if is_packed else number, begin + length
         ids[row, begin:end] = torch.tensor([*prompts[i], *responses[i]])
         positions[row, begin:end] = torch.arange(length)
-        rows.append(torch.full((len(responses[i]),), row))
-        columns.append(torch.arange(end - len(responses[i]), end) - 1)
+        columns.append(end - len(responses[i]) + _positions(i, len(responses[i]), sampled) - 1)
+        rows.append(torch.full_like(columns[-1], row))
         begin = end if is_packed else 0
     row_index, column = torch.cat(rows), torch.cat(columns)
-    sizes = torch.tensor([len(responses[i]) for i in indices])
+    sizes = torch.tensor([len(own) for own in columns])
     return MicroBatch(
         indices=indices,
         input_ids=ids,
@@ -155,6 +162,7 @@ def padding_share(batches: Sequence[MicroBatch]) -> float:
 def _shared(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
+    sampled: Sequence[Sequence[int] | None] | None,
     max_tokens: int,
     pad: int,
     device_type: str,
@@ -169,26 +177,33 @@ def _shared(
         if not batches or one_pass or used + cells > max_tokens:
             batches.append([])
             used = 0
-        batches[-1].append(make_part(piece, prompts, responses, pad, block_cells))
+        batches[-1].append(make_part(piece, prompts, responses, pad, block_cells, sampled))
         used += cells
     empty = torch.empty(0, dtype=torch.long)
     result = []
     for parts in batches:
         order = [i for _, own in parts for i in own]
-        sizes = torch.tensor([len(responses[i]) for i in order])
+        targets = [torch.tensor(responses[i])[_positions(i, len(responses[i]), sampled)] for i in order]
+        sizes = torch.tensor([len(own) for own in targets])
         batch = MicroBatch(
             indices=order,
             input_ids=empty,
             position_ids=empty,
             row=empty,
             column=empty,
-            targets=torch.tensor([token for i in order for token in responses[i]]),
+            targets=torch.cat(targets),
             sequence=torch.arange(len(order)).repeat_interleave(sizes),
             num_tokens=sum(part.num_tokens for part, _ in parts),
             shared=[part for part, _ in parts],
         )
         result.append(batch)
     return result
+
+
+def _positions(i: int, length: int, sampled: Sequence[Sequence[int] | None] | None) -> Tensor:
+    """Return the positions of the sampled tokens of response ``i``: [N] int64."""
+    own = None if sampled is None else sampled[i]
+    return torch.arange(length) if own is None else torch.tensor(own)
 
 
 def _check(prompts: Iterable[Sequence[int]]) -> None:

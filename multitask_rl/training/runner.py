@@ -118,7 +118,7 @@ class ModelRunner:
     def cut(self, samples: Sequence[TrainSample], *, for_reference: bool = False) -> list[MicroBatch]:
         """Cut samples into micro-batches by the configured token budget and layout."""
         prompts = [_reference_prompt(s) if for_reference else s.prompt_ids for s in samples]
-        batches = self._cut(prompts, [s.response_ids for s in samples])
+        batches = self._cut(prompts, *_behind(samples))
         missing = self.passes.most(len(batches)) - len(batches)
         return batches + [self._idle() for _ in range(missing)]
 
@@ -126,10 +126,16 @@ class ModelRunner:
         (batch,) = self._cut([[0]], [[0]])
         return replace(batch, indices=[])
 
-    def _cut(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[MicroBatch]:
+    def _cut(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        sampled: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[MicroBatch]:
         return build_microbatches(
             prompts,
             responses,
+            sampled,
             max_tokens=self._config.batch.tokens_per_microbatch,
             layout=self._layout(),
             pad_token_id=self.actor.pad_token_id,
@@ -193,7 +199,7 @@ class ModelRunner:
         batch = make_microbatch(
             list(range(len(samples))),
             [_reference_prompt(s) for s in samples],
-            [s.response_ids for s in samples],
+            *_behind(samples),
             layout="packed" if self._config.batch.layout == "packed" else "bucketed",
             pad_token_id=self.actor.pad_token_id,
         ).to(logits.device)
@@ -220,10 +226,11 @@ class ModelRunner:
                 # off-policy: the policy's plain distribution, within grammar and suppressed ids
                 own = SamplingParams(grammar=own.grammar, suppressed_ids=own.suppressed_ids)
             sampling.append(own)
-        grammars = [s.grammar for s in sampling]
         mask = None
-        if any(grammars):
-            masks = self.actor.grammars.token_mask(grammars, [s.response_ids for s in chosen])
+        if any(s.grammar for s in sampling):
+            # the grammar of a task begins again with every turn
+            answers = [(s.grammar, own) for s, c in zip(sampling, chosen, strict=True) for own in c.answers]
+            masks = self.actor.grammars.token_mask([g for g, _ in answers], [own for _, own in answers])
             mask = masks.to(batch.targets.device)
         return self.passes.forward(model, batch, sampling, mask=mask, **wants)
 
@@ -243,6 +250,14 @@ def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
     sizes = torch.bincount(batch.sequence, minlength=len(batch.indices)).tolist()
     for index, part in zip(batch.indices, torch.split(flat.detach().cpu(), sizes), strict=True):
         target[index] = part.clone()
+
+
+def _behind(
+    samples: Sequence[TrainSample],
+) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
+    """Return the tokens behind each prompt, and the positions of the sampled ones (None = all)."""
+    found = [s.behind_prompt() for s in samples]
+    return [tokens for tokens, _ in found], [sampled for _, sampled in found]
 
 
 def _reference_prompt(sample: TrainSample) -> Sequence[int]:

@@ -157,8 +157,12 @@ def make_part(
     responses: Sequence[Sequence[int]],
     filler: int,
     block_cells: int,
+    sampled: Sequence[Sequence[int] | None] | None = None,
 ) -> tuple[SharedPart, list[int]]:
-    """Return the part of the samples ``indices``, and the order of the samples in its outputs."""
+    """Return the part of the samples ``indices``, and the order of the samples in its outputs.
+
+    ``sampled``: see ``microbatch.build_microbatches``.
+    """
     together, alone = _split(indices, prompts)
     unique = sorted(dict.fromkeys(tuple(prompts[i]) for i in together), key=len)
     numbers = {prompt: row for row, prompt in enumerate(unique)}
@@ -168,21 +172,26 @@ def make_part(
     positions: list[int] = []
     places: list[int] = []
 
-    def write(rows: Sequence[tuple[Sequence[int], int, int]]) -> int:
-        """Append right-padded rows (tokens, first position, tokens that are not read); return their width."""
+    def read(i: int, unread: int = 0) -> Sequence[int]:
+        """Return the tokens of sample ``i``'s row that predict a sampled one, ``unread`` tokens before."""
+        own = None if sampled is None else sampled[i]
+        return range(unread, unread + len(responses[i])) if own is None else [unread + p for p in own]
+
+    def write(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> int:
+        """Append right-padded rows (tokens, first position, tokens that are read); return their width."""
         width = len(rows[-1][0])
-        for tokens, start, unread in rows:
+        for tokens, start, chosen in rows:
             begin, length = len(ids), len(tokens)
-            places.extend(range(begin + unread, begin + length))
+            places.extend([begin + place for place in chosen])
             ids.extend((*tokens, *[filler] * (width - length)))
             last = start + max(length - 1, 0)
             positions.extend((*range(start, start + length), *[last] * (width - length)))
         return width
 
     # ascending in length
-    heads = [(prompt[:-1], 0, len(prompt) - 1) for prompt in unique]
-    behind = [((prompts[i][-1], *responses[i][:-1]), len(prompts[i]) - 1, 0) for i in together]
-    whole = [((*prompts[i], *responses[i][:-1]), 0, len(prompts[i]) - 1) for i in alone]
+    heads = [(prompt[:-1], 0, ()) for prompt in unique]
+    behind = [((prompts[i][-1], *responses[i][:-1]), len(prompts[i]) - 1, read(i)) for i in together]
+    whole = [((*prompts[i], *responses[i][:-1]), 0, read(i, len(prompts[i]) - 1)) for i in alone]
     prefixes: list[Block] = []
     answers: list[Block] = []
     for rows in (heads, behind, whole):

@@ -380,7 +380,7 @@ class RankGroup(TrainingBackend):
     def _deal(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         return deal(
             [s.prompt_ids for s in samples],
-            [s.response_ids for s in samples],
+            [s.behind_prompt()[0] for s in samples],
             self.num_ranks // self._peers,
             self.runner.actor.hidden_size,
         )

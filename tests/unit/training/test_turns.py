@@ -1,0 +1,190 @@
+"""Samples of many turns: the learner against a loop over the sampled tokens that shares no code with it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from learner_benches import Bench, RanksBench, moments, relative_difference
+from model_builders import build_actor, sample_scored
+from multitask_rl.algorithms.base import TokenBatch
+from multitask_rl.config.task import KLSpec
+from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
+from multitask_rl.records import SamplingParams, Turn
+from multitask_rl.training.microbatch import build_microbatches
+
+ON_POLICY = [
+    "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "opo", "gdpo",
+    "constrained_decoding",
+]  # fmt: skip
+LAYOUTS = [("bucketed", 100), ("packed", 100_000), ("shared", 100_000), ("shared", 150)]
+
+
+def as_episodes(scored, *, forks=False, seed=0):
+    """Cut each response into turns and put random tokens of a world between them."""
+    rng = random.Random(seed)
+    episodes = []
+    for one in scored:
+        left, turns = len(one.rollout.response_ids), []
+        while left:
+            number = rng.randint(1, left)
+            given = [rng.randrange(2, 20) for _ in range(rng.randint(1, 6))] if turns else []
+            context = None
+            if forks and turns and rng.random() < 0.4:
+                given, context = [], [rng.randrange(2, 20) for _ in range(rng.randint(2, 12))]
+            turns.append(Turn(num_tokens=number, given_ids=given, context_ids=context))
+            left -= number
+        rollout = replace(
+            one.rollout, turns=turns, token_limit=64, sampling=SamplingParams(max_new_tokens=20)
+        )
+        episodes.append(replace(one, rollout=rollout))
+    return episodes
+
+
+def contexts(sample):
+    """Yield every sampled token with all tokens before it."""
+    tokens, answers = list(sample.prompt_ids), iter(sample.response_ids)
+    for turn in sample.turns:
+        tokens = list(turn.context_ids) if turn.context_ids is not None else tokens + turn.given_ids
+        for _ in range(turn.num_tokens):
+            token = next(answers)
+            yield list(tokens), token
+            tokens.append(token)
+
+
+def naive_gradient(bench, task, shares):
+    """One forward per sampled token; the algorithm's own loss; sums over rollouts as the definition says."""
+    actor, algorithm, spec = bench.actor, bench.tasks[task].algorithm, bench.tasks[task].spec
+    reference = bench.main.runner.reference
+    for parameter in [*actor.model.parameters(), *bench.critic.parameters()]:
+        parameter.grad = None
+    own = [c for c in bench.credited if c.sample.task == task]
+    logprobs, entropy, values, ref, sequence = [], [], [], [], []
+    for number, c in enumerate(own):
+        for before, token in contexts(c.sample):
+            out = actor.model(torch.tensor([before]), output_hidden_states=True)
+            distribution = torch.distributions.Categorical(logits=out.logits[0, -1])
+            logprobs.append(distribution.log_prob(torch.tensor(token)))
+            entropy.append(distribution.entropy())
+            if algorithm.needs_critic:
+                values.append(bench.critic.values(task, out.hidden_states[-1][0, -1:])[0])
+            with torch.no_grad():
+                ref.append(reference(torch.tensor([before])).logits[0, -1].log_softmax(-1)[token])
+            sequence.append(number)
+    if spec.kl.coefficient:
+        wanted = torch.cat([c.ref_logprobs for c in own])
+        torch.testing.assert_close(torch.stack(ref), wanted, rtol=1e-4, atol=1e-5)
+    stack = torch.stack(logprobs)
+    rollout = [x for c in own for x in c.sample.rollout_logprobs]
+    batch = TokenBatch(
+        logprobs=stack,
+        old_logprobs=stack.detach(),
+        advantages=torch.cat([c.advantages for c in own]),
+        sequence=torch.tensor(sequence),
+        num_sequences=len(own),
+        rollout_logprobs=torch.tensor(rollout),
+        ref_logprobs=torch.stack(ref) if spec.kl.coefficient else None,
+        entropy=torch.stack(entropy) if algorithm.config.entropy_coefficient else None,
+        values=torch.stack(values) if values else None,
+        old_values=torch.cat([c.old_values for c in own]) if values else None,
+        returns=torch.cat([c.returns for c in own]) if values else None,
+        kl_coefficient=bench.tasks[task].kl_coefficient if spec.kl.placement == "loss" else 0.0,
+        kl_estimator=spec.kl.estimator,
+    )
+    loss = algorithm.loss(batch).loss
+    rollouts = {id(c.sample.scored) for c in own}
+    whole = {
+        key: sum(len(c.sample.response_ids) for c in own if id(c.sample.scored) == key) for key in rollouts
+    }
+    total, start = torch.zeros(()), 0
+    for c in own:
+        part = loss[start : start + len(c.sample.response_ids)]
+        start += len(part)
+        denominator = {
+            "token": sum(whole.values()),
+            "sequence": len(rollouts) * whole[id(c.sample.scored)],
+            "constant": len(rollouts) * c.sample.scored.rollout.token_limit,
+        }[algorithm.config.aggregation]
+        total = total + shares * part.sum() / denominator
+    total.backward()
+    named = [*actor.model.named_parameters(), *bench.critic.named_parameters()]
+    return {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+def bench_of(kind, **settings):
+    bench = Bench(rate=1e-12, **settings)  # the loop meets the same weights
+    if kind != "ppo":
+        bench.algorithms["b"] = build_plugin(
+            load_plugin(ALGORITHMS, kind, expects=("credit",)), {}, where="test"
+        )
+    bench.tasks["b"].algorithm = bench.algorithms["b"]
+    bench.tasks["b"].spec.kl = KLSpec(coefficient=0.1)
+    bench.tasks["b"].kl_coefficient = 0.1
+    return bench
+
+
+@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize("kind", ON_POLICY)
+def test_every_algorithm_has_the_gradient_of_the_loop_over_sampled_tokens(kind, forks):
+    task = "a" if kind == "ppo" else "b"
+    episodes = as_episodes(sample_scored(build_actor(), task, groups=3), forks=forks)
+    bench = bench_of(kind)
+    bench.update(episodes, {task: 1.0})
+    assert len(bench.credited) > len(episodes) if forks else len(bench.credited) == len(episodes)
+    assert relative_difference(bench.gradient, naive_gradient(bench, task, 1.0)) < 1e-5
+
+
+@pytest.mark.parametrize(("layout", "tokens"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_every_layout_has_the_gradient_of_the_loop(kind, layout, tokens):
+    task = "a" if kind == "ppo" else "b"
+    episodes = as_episodes(sample_scored(build_actor(), task, groups=3), forks=True)
+    bench = bench_of(kind, layout=layout, tokens=tokens)
+    bench.update(episodes, {task: 1.0})
+    assert relative_difference(bench.gradient, naive_gradient(bench, task, 1.0)) < 1e-5
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_samples_of_a_forked_episode_count_as_one(aggregation):
+    episodes = as_episodes(sample_scored(build_actor(), "b", groups=3), forks=True)
+    bench = bench_of("grpo")
+    bench.algorithms["b"].config.aggregation = aggregation
+    bench.update(episodes, {"b": 1.0})
+    assert relative_difference(bench.gradient, naive_gradient(bench, "b", 1.0)) < 1e-5
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_ranks_have_the_gradient_of_one_process(context):
+    episodes = as_episodes(sample_scored(build_actor(), "ab", groups=3), forks=True)
+    alone, ranks = Bench(), RanksBench(num_ranks=2, context=context)
+    try:
+        alone.update(episodes)
+        ranks.update(episodes)
+        assert relative_difference(moments(ranks), moments(alone)) < 1e-5
+    finally:
+        ranks.backend.close()
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "packed", "shared"])
+def test_tokens_of_the_world_are_no_targets(layout):
+    poison = 55
+    episodes = as_episodes(sample_scored(build_actor(), "b", groups=2))
+    for one in episodes:
+        for turn in one.rollout.turns:
+            turn.given_ids = [poison] * len(turn.given_ids)
+        one.rollout.response_ids = [3 if i == poison else i for i in one.rollout.response_ids]
+    samples = bench_of("grpo").algorithms["b"].select(episodes)
+    behind = [s.behind_prompt() for s in samples]
+    assert any(poison in tokens for tokens, _ in behind)
+    for batch in build_microbatches(
+        [s.prompt_ids for s in samples],
+        [tokens for tokens, _ in behind],
+        [sampled for _, sampled in behind],
+        max_tokens=10**6,
+        layout=layout,
+        pad_token_id=0,
+    ):
+        assert poison not in batch.targets
+        wanted = [token for i in batch.indices for token in samples[i].response_ids]
+        assert batch.targets.tolist() == wanted
