@@ -457,9 +457,14 @@ def rename_tasks(
         renamed: former name -> present name.
         known: None = all.
     """
-    parts = ((key.partition("/"), value) for key, value in by_task.items())
-    found = {(renamed or {}).get(task, task) + slash + rest: v for (task, slash, rest), v in parts}
+    found = {rename_task(key, renamed): value for key, value in by_task.items()}
     return {key: value for key, value in found.items() if known is None or key in known}
+
+
+def rename_task(key: str, renamed: Mapping[str, str] | None) -> str:
+    """Return ``key``, ``task`` or ``task/...``, with the present name of the task."""
+    task, slash, rest = key.partition("/")
+    return f"{(renamed or {}).get(task, task)}{slash}{rest}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from multitask_rl.guard.base import Confirm
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.watched_metric import WatchedMetric
-from multitask_rl.records import Direction, TaskEvaluation
+from multitask_rl.records import Direction, TaskEvaluation, rename_tasks
 from multitask_rl.statistics.intervals import sign_test, student_tails, summarise
 
 _OVERWHELMING = 2.0
@@ -31,7 +31,7 @@ class Confirmation:
     def __init__(self, config: SafetyGuardConfig) -> None:
         self._config = config
         self._good: dict[str, list[float]] = {}
-        self._fresh: dict[str, tuple[list[float], list[float]]] = {}
+        self._fresh: dict[str, list[list[float]]] = {}
 
     def remember_good(
         self, metrics: Sequence[WatchedMetric], evaluations: Mapping[str, TaskEvaluation]
@@ -62,48 +62,39 @@ class Confirmation:
         if not self._config.confirm or stored is None:
             return True, {}
         fresh = confirm(metric.task) if confirm is not None else None
-        pair = (metric.find(fresh[0]), metric.find(fresh[1])) if fresh is not None else (None, None)
-        if pair[0] is not None and pair[1] is not None:
-            current, good = self._fresh.setdefault(metric.key, ([], []))
-            current.extend(pair[0].values)
-            good.extend(pair[1].values)
+        pair = [found for side in fresh or () if (found := metric.find(side)) is not None]
+        if len(pair) == 2:
+            samples = self._fresh.setdefault(metric.key, [[], []])
+            for sample, found in zip(samples, pair, strict=True):
+                sample.extend(found.values)
             limit = self._config.confirm_z
         elif self._good.get(metric.key):
-            current, good = list(stored.values), self._good[metric.key]
-            limit = self._config.stored_z
+            samples, limit = [list(stored.values), self._good[metric.key]], self._config.stored_z
         else:
             return True, {}
-        test = compare_paired(current, good, direction=stored.direction)
-        numbers = {
-            "z": test.z,
-            "z_limit": limit,
-            "paired_drop": test.drop,
-            "paired_prompts": float(test.num_prompts),
-        }
+        test = compare_paired(*samples, direction=stored.direction)
+        numbers = {"z": test.z, "z_limit": limit, "paired_drop": test.drop}
         overwhelming = fresh is None and statistics["cusum"] > _OVERWHELMING * statistics["cusum_limit"]
-        return test.z > limit or overwhelming, numbers
+        return test.z > limit or overwhelming, numbers | {"paired_prompts": float(test.num_prompts)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        fresh = {key: (list(current), list(good)) for key, (current, good) in self._fresh.items()}
-        return {"good": dict(self._good), "fresh": fresh}
+        return {"good": self._good, "fresh": self._fresh}
 
-    def load_state_dict(self, state: Mapping[str, Any], rename: Callable[[str], str]) -> None:
-        """Restore ``state_dict``; ``rename`` maps old keys to new ones."""
-        self._good = {rename(key): values for key, values in state["good"].items()}
-        self._fresh = {
-            rename(key): (list(current), list(good)) for key, (current, good) in state["fresh"].items()
-        }
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
+        """Restore ``state_dict``."""
+        self._good = rename_tasks(state["good"], renamed)
+        self._fresh = rename_tasks(state["fresh"], renamed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedTest:
-    """Result of one comparison."""
+    """Result of one comparison; large ``drop`` and ``z`` = the current weights are worse."""
 
     drop: float
-    """Mean of good minus current weights, oriented: > 0 = the current weights are worse."""
+    """Mean of good minus current weights, oriented."""
     z: float
-    """Standard normal quantile of the one-sided test of "no drop"; large = the current weights are worse."""
+    """Standard normal quantile of the one-sided test of "no drop"."""
     num_prompts: int
     """Prompts with a value on both sides."""
 
@@ -114,8 +105,7 @@ def compare_paired(
     """Test whether ``current`` is worse than ``good``, prompt by prompt.
 
     Both sides have the same prompts and sampling seeds, so most of the noise cancels in the difference. For
-    values of 0 and 1 this is McNemar's exact test: given ``b + c`` prompts that changed, the ``b`` that got
-    worse are Binomial(b + c, 1/2) without a drop. Otherwise it is Student's test of the mean difference.
+    values of 0 and 1 this is McNemar's exact test (``sign_test``), else Student's of the mean difference.
     Prompts with NaN on at least one side are left out. Sequences are compared as independent samples if
     their lengths differ or the pairs cover less than half of the smaller side.
 
@@ -129,20 +119,18 @@ def compare_paired(
     pairs = [(c, g) for c, g in zip(current, good, strict=False) if math.isfinite(c) and math.isfinite(g)]
     is_paired = len(current) == len(good) and 2 * len(pairs) >= min(len(now), len(then))
     number = len(pairs) if is_paired else min(len(now), len(then))
-    if number < 2:
-        return PairedTest(drop=0.0, z=0.0, num_prompts=number)
-    if not is_paired:
+    drop = z = 0.0
+    if number > 1 and not is_paired:
         first, second = summarise(now), summarise(then)
         drop = direction.sign * (second.mean - first.mean)
         z = _student_z(drop, math.hypot(first.error, second.error), number - 1)
-        return PairedTest(drop=drop, z=z, num_prompts=number)
-    drops = [direction.sign * (g - c) for c, g in pairs]
-    drop = fmean(drops)
-    if all(value in (0.0, 1.0) for pair in pairs for value in pair):
-        worse, better = drops.count(1.0), drops.count(-1.0)
-        z = math.copysign(_z_of_tail(sign_test(worse, better)), worse - better) if worse != better else 0.0
-    else:
-        z = _student_z(drop, math.sqrt(variance(drops) / number), number - 1)
+    elif number > 1:
+        drops = [direction.sign * (g - c) for c, g in pairs]
+        drop, worse, better = fmean(drops), drops.count(1.0), drops.count(-1.0)
+        if any(value not in (0.0, 1.0) for pair in pairs for value in pair):
+            z = _student_z(drop, math.sqrt(variance(drops) / number), number - 1)
+        elif worse != better:
+            z = math.copysign(_z_of_tail(sign_test(worse, better)), worse - better)
     return PairedTest(drop=drop, z=z, num_prompts=number)
 
 

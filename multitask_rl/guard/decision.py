@@ -38,10 +38,9 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollbackAdjustments:
-    """Changes after a rollback, so that the same failure does not repeat. The defaults change nothing.
+    """Changes after a rollback, so that the same failure does not repeat; the defaults change nothing.
 
-    PaLM restarted about 100 steps before a spike and skipped 200 to 500 batches; the same batches from
-    another state did not spike (arXiv:2204.02311, section 5.1).
+    PaLM skipped 200 to 500 batches after a restart (arXiv:2204.02311, section 5.1).
     """
 
     skip_data: bool = False
@@ -55,9 +54,8 @@ class RollbackAdjustments:
     weight_factors: Mapping[str, float] = field(default_factory=dict)
     """Factor on the scheduler's share per task, until the victim has recovered; missing = 1."""
     victim: str = ""
-    """The task that regressed."""
+    """The task that regressed; ``culprit`` is the likely cause, empty = unknown."""
     culprit: str = ""
-    """The task whose updates are the likely cause; empty = unknown."""
 
     def lr_factor_after(self, steps: int) -> float:
         """Return the factor on the learning rate ``steps`` steps after the rollback.
@@ -81,9 +79,8 @@ class GuardDecision:
     judged_good: bool = False
     """The evaluated weights have not regressed in any watched metric: a rollback may return to them."""
     task: str = ""
-    """The task that regressed, for every action but ``keep``."""
+    """The task that regressed, for every action but ``keep``, and its ``metric``."""
     metric: str = ""
-    """Its metric."""
     reason: str = ""
     """One sentence for a person."""
     statistics: Mapping[str, float] = field(default_factory=dict)
@@ -91,4 +88,3 @@ class GuardDecision:
     adjustments: RollbackAdjustments = field(default_factory=RollbackAdjustments)
     """Changes from now on; the guard's ``lr_factor`` and ``weight_factors`` apply them."""
     events: list[Event] = field(default_factory=list)
-    """Events to log."""

@@ -57,9 +57,8 @@ class RegressionDetector:
     count: int = 0
     """Evaluations seen."""
     value: float = 0.0
-    """The newest mean."""
+    """The newest mean; ``error`` is its standard error."""
     error: float = 0.0
-    """Its standard error."""
     average: float = 0.0
     """Moving average of the means."""
     average_weight: float = 0.0
@@ -82,14 +81,9 @@ class RegressionDetector:
     def observe(
         self, value: float, error: float, step: int, settings: DetectorSettings, *, scale: float = 0.0
     ) -> None:
-        """Add one evaluation.
+        """Add an evaluation of the weights of ``step``: its mean (higher is better) and standard error > 0.
 
-        Args:
-            value: mean over the prompts, higher is better.
-            error: its standard error, > 0.
-            step: step of the evaluated weights.
-            settings: the detector's settings.
-            scale: smallest value that a relative drop refers to (for metrics without a natural zero).
+        ``scale`` is the smallest value that a relative drop refers to, for metrics without a natural zero.
         """
         self.demonstrated = self.bound if self.count else None
         self.count += 1
@@ -133,5 +127,5 @@ class RegressionDetector:
         """
         if self.demonstrated is None:
             return self.count > 0
-        reaches = self.value + settings.confidence_z * self.error >= self.demonstrated
-        return reaches and self.cusum <= 0.5 * self.limit(settings)
+        upper = self.value + settings.confidence_z * self.error
+        return upper >= self.demonstrated and self.cusum <= 0.5 * self.limit(settings)

@@ -1,8 +1,7 @@
 """Signs that reward and ability diverge: hacking, KL over budget, entropy collapse, length drift, starvation.
 
-Reward hacking shows as a rising training reward with a falling held-out metric. Early signs are a large KL to
-the reference, a loss of entropy, or a change of response length. None of them is a proof: on hacking the
-guard lowers the task's share; the other signs only warn.
+Reward hacking shows as a rising training reward with a falling held-out metric. No sign is a proof: on
+hacking the guard lowers the task's share; the other signs only warn.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from multitask_rl.guard.settings import SafetyGuardConfig
-from multitask_rl.records import Event
+from multitask_rl.records import Event, rename_tasks
 
 _WINDOW = 8
 """Number of evaluations in a trend."""
@@ -29,9 +28,8 @@ class Observation:
     train_reward: float
     """Mean training reward since the last evaluation."""
     value: float
-    """Held-out metric, higher is better."""
+    """Held-out metric, higher is better; ``error`` is its standard error."""
     error: float
-    """Its standard error."""
     length: float = math.nan
     """Tokens per response in training."""
     entropy: float = math.nan
@@ -52,11 +50,7 @@ class HackingDetector:
         self._raised: dict[str, list[str]] = {}
 
     def observe(self, task: str, point: Observation, step: int) -> list[Event]:
-        """Add an evaluation of ``task``; return each sign as an event once, when it appears.
-
-        Kinds: ``hacking``; ``starved`` (a task that was trained before had no training sample for two
-        evaluations); ``warn`` for the other signs.
-        """
+        """Add an evaluation of ``task``; return each sign as an event, once, when it appears."""
         config = self._config
         points = self._points.setdefault(task, deque(maxlen=_WINDOW))
         points.append(point)
@@ -88,19 +82,15 @@ class HackingDetector:
                 "no training sample in the last two evaluation intervals, although the task was trained "
                 "before: check its data, its share and its rewards"
             )
-        new = [sign for sign in signs if sign not in self._raised.get(task, ())]
-        self._raised[task] = list(signs)
-        return [
-            Event(
-                step=step,
-                source="guard",
-                kind=sign if sign in ("hacking", "starved") else "warn",
-                reason=f"{task}: {signs[sign]}",
-                task=task,
-                data=known,
-            )
-            for sign in new
-        ]
+        raised, self._raised[task] = self._raised.get(task, []), list(signs)
+        events = []
+        for sign, text in signs.items():
+            if sign not in raised:
+                kind, reason = sign if sign in ("hacking", "starved") else "warn", f"{task}: {text}"
+                events.append(
+                    Event(step=step, source="guard", kind=kind, reason=reason, task=task, data=known)
+                )
+        return events
 
     def forget(self) -> None:
         """Restart trends, after a rollback."""
@@ -111,32 +101,31 @@ class HackingDetector:
         return {
             "points": {task: [asdict(point) for point in points] for task, points in self._points.items()},
             "start": {task: asdict(point) for task, point in self._start.items()},
-            "raised": dict(self._raised),
+            "raised": self._raised,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
         """Restore ``state_dict``."""
+        points, start = rename_tasks(state["points"], renamed), rename_tasks(state["start"], renamed)
         self._points = {
-            renamed.get(task, task): deque((Observation(**p) for p in points), maxlen=_WINDOW)
-            for task, points in state["points"].items()
+            t: deque((Observation(**p) for p in own), maxlen=_WINDOW) for t, own in points.items()
         }
-        self._start = {renamed.get(task, task): Observation(**p) for task, p in state["start"].items()}
-        self._raised = {renamed.get(task, task): list(signs) for task, signs in state["raised"].items()}
+        self._start = {task: Observation(**point) for task, point in start.items()}
+        self._raised = rename_tasks(state["raised"], renamed)
 
 
 def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
     """Return the fall of the held-out metric while the training reward rose, and its standard error.
 
-    It compares the means of the first two and the last two of ``_WINDOW`` evaluations. It is (0, 0) with
-    fewer evaluations or without an upward trend of the reward.
+    It compares the first two and the last two of ``_WINDOW`` evaluations; (0, 0) with fewer evaluations or
+    without an upward trend of the reward.
     """
     rewards = [p.train_reward for p in points]
     is_known = len(points) >= _WINDOW and all(map(math.isfinite, rewards))
     if not is_known or kendall_score(rewards) < _MIN_KENDALL:
         return 0.0, 0.0
-    first, last = list(points)[:2], list(points)[-2:]
-    drop = math.fsum(p.value for p in first) / 2 - math.fsum(p.value for p in last) / 2
-    return drop, math.sqrt(math.fsum(p.error**2 for p in (*first, *last))) / 2
+    a, b, *_, y, z = points
+    return (a.value + b.value - y.value - z.value) / 2, math.hypot(a.error, b.error, y.error, z.error) / 2
 
 
 def kendall_score(values: Sequence[float]) -> int:

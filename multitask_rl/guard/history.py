@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import fmean, variance
 from typing import Any
 
-from multitask_rl.records import TaskStats
+from multitask_rl.records import TaskStats, rename_tasks
 
 _MIN_STEPS_FOR_TREND = 9
 _RISING_Z = 2.0
@@ -17,10 +17,9 @@ _METRICS = ("length", "entropy", "kl")
 
 
 class StepHistory:
-    """The last ``max_steps`` steps of every task.
+    """The last ``max_steps`` steps of every task, each a dictionary of numbers; NaN = not known.
 
-    Each is a dictionary: ``step``, ``updates`` (groups that gave a gradient), ``prompts`` (groups scored),
-    ``reward``, ``length``, ``entropy``, ``kl``; NaN = not known.
+    ``updates`` counts groups that gave a gradient, ``prompts`` groups that were scored.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -44,11 +43,10 @@ class StepHistory:
 
         It is the victim itself if its training reward rose meanwhile (the last third of its rewards lies
         above the first by two standard errors): its reward is then hacked, flipped or corrupt. Otherwise it
-        is the other task with the most groups with a gradient, or the victim if no other task had any. This
-        is an attribution, not a proof.
+        is the other task with the most groups with a gradient, or the victim if no other task had any.
         """
-        rewards = [e["reward"] for e in self._steps.get(victim, ()) if e["step"] > since]
-        rewards = [reward for reward in rewards if math.isfinite(reward)]
+        steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > since]
+        rewards = [entry["reward"] for entry in steps if math.isfinite(entry["reward"])]
         if len(rewards) >= _MIN_STEPS_FOR_TREND:
             third = len(rewards) // 3
             first, last = rewards[:third], rewards[-third:]
@@ -63,11 +61,14 @@ class StepHistory:
         candidates = [task for task in trained if task != victim] or list(trained)
         return max(candidates, key=lambda task: (trained[task], task), default="")
 
-    def mean_since(self, task: str, name: str, since: int) -> float:
-        """Return the mean of ``name`` (``reward``, ``prompts``...) from step ``since`` on; NaN if unknown."""
-        values = [entry[name] for entry in self._steps.get(task, ()) if entry["step"] >= since]
-        known = [value for value in values if math.isfinite(value)]
-        return fmean(known) if known else math.nan
+    def means_since(self, task: str, since: int) -> dict[str, float]:
+        """Return the means of ``reward``, ``prompts`` and ``_METRICS`` since a step; NaN = unknown."""
+        entries = [entry for entry in self._steps.get(task, ()) if entry["step"] >= since]
+        means = {}
+        for name in ("reward", "prompts", *_METRICS):
+            known = [entry[name] for entry in entries if math.isfinite(entry[name])]
+            means[name] = fmean(known) if known else math.nan
+        return means
 
     def rewind(self, step: int) -> None:
         """Drop the steps after the weights of ``step``: a rollback has undone them."""
@@ -79,8 +80,7 @@ class StepHistory:
         """Return the state, JSON-able."""
         return {task: list(entries) for task, entries in self._steps.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
         """Restore ``state_dict``."""
-        self._steps = {
-            renamed.get(task, task): deque(entries, maxlen=self._max_steps) for task, entries in state.items()
-        }
+        steps = rename_tasks(state, renamed)
+        self._steps = {task: deque(entries, maxlen=self._max_steps) for task, entries in steps.items()}

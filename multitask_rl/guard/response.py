@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, RollbackAdjustments
 from multitask_rl.guard.settings import SafetyGuardConfig
+from multitask_rl.records import rename_task, rename_tasks
 
 
 class Response:
@@ -32,15 +33,13 @@ class Response:
         """Return the action on a confirmed fall of the watched metric ``key``.
 
         Each call takes the next rung of the ladder until the task recovers. A fall of twice the threshold
-        takes the last rung. A rollback beyond ``max_rollbacks`` completed rollbacks in the window becomes a
-        stop.
+        takes the last rung. A rollback beyond ``max_rollbacks`` completed ones in the window becomes a stop.
         """
-        ladder = self._config.ladder
-        rung = self._rungs.get(key, 0)
-        if statistics["drop"] >= 2.0 * statistics["relevant_drop"]:
-            rung = len(ladder) - 1
+        last = len(self._config.ladder) - 1
+        is_large = statistics["drop"] >= 2.0 * statistics["relevant_drop"]
+        rung = last if is_large else self._rungs.get(key, 0)
         self._rungs[key] = rung + 1
-        action = GuardAction(ladder[min(rung, len(ladder) - 1)])
+        action = GuardAction(self._config.ladder[min(rung, last)])
         if action is GuardAction.rollback:
             self.rollbacks = [at for at in self.rollbacks if step - at < self._config.rollback_window]
             if len(self.rollbacks) >= self._max_rollbacks:
@@ -57,18 +56,16 @@ class Response:
             # a task that causes its own fall would fall again, more slowly, with half of its share
             is_frozen = action is GuardAction.freeze or (is_rollback and culprit == victim)
             factors[culprit] = 0.0 if is_frozen else config.culprit_factor**times
-        self.adjustments = RollbackAdjustments(
-            skip_data=config.skip_data and is_rollback,
-            lr_factor=config.lr_factor**times if is_rollback else 1.0,
-            lr_hold_steps=config.lr_hold_steps if is_rollback else 0,
-            lr_rewarm_steps=config.lr_rewarm_steps if is_rollback else 0,
-            weight_factors=factors,
-            victim=victim,
-            culprit=culprit,
-        )
-        self.began = step
-        self.is_restored = False
+        self.adjustments = RollbackAdjustments(weight_factors=factors, victim=victim, culprit=culprit)
+        self.began, self.is_restored = step, False
         if is_rollback:
+            self.adjustments = replace(
+                self.adjustments,
+                skip_data=config.skip_data,
+                lr_factor=config.lr_factor**times,
+                lr_hold_steps=config.lr_hold_steps,
+                lr_rewarm_steps=config.lr_rewarm_steps,
+            )
             self.cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
 
     def resume_at(self, step: int) -> None:
@@ -93,7 +90,7 @@ class Response:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         return {
-            "rungs": dict(self._rungs),
+            "rungs": self._rungs,
             "adjustments": asdict(self.adjustments),
             "rollbacks": self.rollbacks,
             "cooldown_until": self.cooldown_until,
@@ -101,12 +98,12 @@ class Response:
             "is_restored": self.is_restored,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], rename: Callable[[str], str]) -> None:
-        """Restore ``state_dict``; ``rename`` maps old names and keys to new ones."""
-        self._rungs = {rename(key): rung for key, rung in state["rungs"].items()}
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
+        """Restore ``state_dict``."""
+        self._rungs = rename_tasks(state["rungs"], renamed)
         saved = dict(state["adjustments"])
-        saved["weight_factors"] = {rename(task): f for task, f in saved["weight_factors"].items()}
-        saved |= {role: rename(saved[role]) for role in ("victim", "culprit")}
+        saved["weight_factors"] = rename_tasks(saved["weight_factors"], renamed)
+        saved |= {role: rename_task(saved[role], renamed) for role in ("victim", "culprit")}
         self.adjustments = RollbackAdjustments(**saved)
         self.rollbacks, self.cooldown_until = state["rollbacks"], state["cooldown_until"]
         self.began, self.is_restored = state["began"], state["is_restored"]

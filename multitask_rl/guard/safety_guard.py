@@ -7,10 +7,10 @@ ability falls.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from multitask_rl.config.run import GuardConfig
@@ -25,7 +25,7 @@ from multitask_rl.guard.history import StepHistory
 from multitask_rl.guard.response import Response, choose_target
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.watched_metric import WatchedMetric, build_watched
-from multitask_rl.records import Event, TaskEvaluation, TaskStats
+from multitask_rl.records import Event, TaskEvaluation, TaskStats, rename_task, rename_tasks
 
 _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
@@ -56,9 +56,9 @@ class SafetyGuard(Guard):
         self._section = GuardConfig(
             monitor_metrics=list(monitor_metrics or ()),
             threshold_delta=threshold_delta,
-            rollback_steps=rollback_steps,
             absolute=absolute,
             max_rollbacks=max_rollbacks,
+            rollback_steps=rollback_steps,
         )
         self.rollback_steps = rollback_steps
         self.config = build_dataclass(SafetyGuardConfig, guard_config, Where(path=("guard", "guard_config")))
@@ -106,11 +106,7 @@ class SafetyGuard(Guard):
     def observe(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None = None
     ) -> GuardDecision:
-        """Judge the weights of ``step`` by their held-out evaluation.
-
-        Without ``confirm``, an alarm compares the stored evaluations: of these weights and of the weights
-        last judged good.
-        """
+        """Judge the weights of ``step``; without ``confirm``, an alarm compares stored evaluations."""
         previous, self._step = self._step, step
         events = []
         # Evidence does not add up during the cooldown. One evaluation alone may still exceed the limit (a
@@ -133,9 +129,7 @@ class SafetyGuard(Guard):
         hacked = next((event for event in signs if event.kind == "hacking"), None)
         is_free = decision.action is GuardAction.keep and not self._response.adjustments.victim
         if hacked is not None and is_free and self.config.act_on_hacking:
-            self._response.adjust(
-                GuardAction.reweight, victim=hacked.task, culprit=hacked.task, step=self._step
-            )
+            self._response.adjust(GuardAction.reweight, victim=hacked.task, culprit=hacked.task, step=step)
             decision = GuardDecision(
                 action=GuardAction.reweight,
                 task=hacked.task,
@@ -166,12 +160,10 @@ class SafetyGuard(Guard):
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors as they were at ``target``; the count of rollbacks stays."""
-        saved = [state for at, state in self._snapshots if at <= target.step]
-        for metric in self._watched:
-            if saved and metric.key in saved[-1]:
-                metric.load_state_dict(saved[-1][metric.key])
-            metric.detector.cusum = 0.0
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
+        self._restore(self._snapshots[-1][1] if self._snapshots else {})
+        for metric in self._watched:
+            metric.detector.cusum = 0.0
         self._history.rewind(target.step)
         self._hacking.forget()
         self._response.resume_at(step)
@@ -208,7 +200,7 @@ class SafetyGuard(Guard):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {
+        state = {
             "watched": {metric.key: metric.state_dict() for metric in self._watched},
             "confirmation": self._confirmation.state_dict(),
             "history": self._history.state_dict(),
@@ -221,30 +213,25 @@ class SafetyGuard(Guard):
             "judged_good": self._judged_good,
             "fallen": self._fallen,
         }
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh."""
-        names = renamed or {}
+        state = copy.deepcopy(dict(state))
+        self._restore(rename_tasks(state["watched"], renamed))
+        self._confirmation.load_state_dict(state["confirmation"], renamed)
+        self._history.load_state_dict(state["history"], renamed)
+        self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
+        self._response.load_state_dict(state["response"], renamed)
+        self._hacking.load_state_dict(state["hacking"], renamed)
+        self._warned = {rename_task(key, renamed) for key in state["warned"]}
+        self._step, self._good_until = state["step"], state["good_until"]
+        self._judged_good, self._fallen = state["judged_good"], rename_task(state["fallen"], renamed)
 
-        def rename(key: str) -> str:
-            task, slash, metric = key.partition("/")
-            return f"{names.get(task, task)}{slash}{metric}"
-
-        watched = {rename(key): saved for key, saved in state["watched"].items()}
+    def _restore(self, watched: Mapping[str, Mapping[str, Any]]) -> None:
         for metric in self._watched:
             if metric.key in watched:
                 metric.load_state_dict(watched[metric.key])
-        self._confirmation.load_state_dict(state["confirmation"], rename)
-        self._history.load_state_dict(state["history"], names)
-        self._snapshots = [
-            (at, {rename(key): saved for key, saved in snapshot.items()})
-            for at, snapshot in state["snapshots"]
-        ]
-        self._response.load_state_dict(state["response"], rename)
-        self._hacking.load_state_dict(state["hacking"], names)
-        self._warned = {rename(key) for key in state["warned"]}
-        self._step, self._good_until = state["step"], state["good_until"]
-        self._judged_good, self._fallen = state["judged_good"], rename(state["fallen"])
 
     def _decide(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None
@@ -301,15 +288,12 @@ class SafetyGuard(Guard):
         events = []
         for metric in self._watched:
             if not metric.metric and metric.detector.count:
-                mean = partial(self._history.mean_since, metric.task, since=since)
+                means = self._history.means_since(metric.task, since)
+                if self.weight_factors().get(metric.task) == 0.0:
+                    means["prompts"] = math.nan
+                seen = metric.detector
                 point = Observation(
-                    train_reward=mean("reward"),
-                    value=metric.detector.value,
-                    error=metric.detector.error,
-                    length=mean("length"),
-                    entropy=mean("entropy"),
-                    kl=mean("kl"),
-                    prompts=math.nan if self.weight_factors().get(metric.task) == 0.0 else mean("prompts"),
+                    train_reward=means.pop("reward"), value=seen.value, error=seen.error, **means
                 )
                 events += self._hacking.observe(metric.task, point, self._step)
         return events
@@ -329,8 +313,8 @@ class SafetyGuard(Guard):
             f"{numbers['cusum_limit']:.1f})"
         )
         acts = action not in (GuardAction.warn, GuardAction.stop)
-        adjustments = self._response.adjustments if acts else RollbackAdjustments()
-        data = {**numbers, "metric": metric.key, "culprit": adjustments.culprit}
+        changes = self._response.adjustments if acts else RollbackAdjustments()
+        data = {**numbers, "metric": metric.key, "culprit": changes.culprit}
         event = Event(step=step, source="guard", kind=str(action), reason=reason, task=metric.task, data=data)
         return GuardDecision(
             action=action,
@@ -338,6 +322,6 @@ class SafetyGuard(Guard):
             metric=metric.metric,
             reason=reason,
             statistics=numbers,
-            adjustments=adjustments,
+            adjustments=changes,
             events=[event],
         )

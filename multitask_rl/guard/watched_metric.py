@@ -51,9 +51,7 @@ class WatchedMetric:
             seen = [v for v in statistic.values if math.isfinite(v)] or [statistic.mean]
             declared = (statistic.low, statistic.high) == (0.0, 1.0)
             self.is_unit = declared or all(0.0 <= v <= 1.0 for v in seen)
-        value = statistic.mean * statistic.direction.sign
-        if self.is_unit and statistic.direction is Direction.lower:
-            value += 1.0
+        value = statistic.score + (self.is_unit and statistic.direction is Direction.lower)
         floor = _MIN_UNIT_VARIANCE if self.is_unit else _MIN_VARIANCE
         error = max(statistic.error, math.sqrt(floor / statistic.n))
         scale = 0.0 if self.is_unit else error * math.sqrt(statistic.n)
@@ -69,19 +67,17 @@ class WatchedMetric:
         statistic = evaluation.statistic(self.metric)
         if statistic is None or statistic.n == 0:
             return None
-        if self.direction.sign:
-            statistic = replace(statistic, direction=self.direction)
-        if not statistic.direction.sign:
-            raise self.lacks_direction()
-        return statistic
+        self.check_direction(statistic.direction.sign != 0)
+        return replace(statistic, direction=self.direction) if self.direction.sign else statistic
 
-    def lacks_direction(self) -> ConfigError:
-        """Return the error that neither the metric nor the user states a direction."""
-        return ConfigError(
-            f"guard.monitor_metrics: {self.key!r} is better neither higher nor lower, so nothing is a "
-            f"regression; state it with guard.guard_config.directions.{self.metric}=higher (or lower), "
-            "or leave the metric out"
-        )
+    def check_direction(self, is_declared: bool) -> None:
+        """Raise ConfigError if neither the metric (``is_declared``) nor the user states a direction."""
+        if not (is_declared or self.direction.sign):
+            raise ConfigError(
+                f"guard.monitor_metrics: {self.key!r} is better neither higher nor lower, so nothing is a "
+                f"regression; state it with guard.guard_config.directions.{self.metric}=higher (or lower), "
+                "or leave the metric out"
+            )
 
     def missing_event(self, step: int, evaluation: TaskEvaluation | None) -> Event:
         """Return the event that there is no value; an alarm if there never was one."""
@@ -168,6 +164,5 @@ def build_watched(
                     f"guard.monitor_metrics: {entry!r} is no metric of the task {task}"
                     f"{suggest(key, known)} ({task} has: {', '.join(sorted(known))})"
                 )
-            if not known.get(key) and not metric.direction.sign:
-                raise metric.lacks_direction()
+            metric.check_direction(known.get(key, False))
     return list(watched.values())
