@@ -13,15 +13,13 @@ from multitask_rl.records import Scored
 class ConstrainedDecoding(GRPO):
     """GRPO on all attempts of reject-and-resample decoding, each under its own log-probability.
 
-    A slot is sampled until a response is accepted or the attempts run out. Each attempt is one draw from the
-    unconstrained policy pi, and its recorded log-probabilities are pi's, so each gives an ordinary
-    policy-gradient term ``g_j = r_j grad log pi(y_j)`` with ``r_j = rejected_reward`` for a refused one.
-    Whether attempt j happens depends on earlier attempts only; by Wald's identity the sum over a slot has
-    the mean ``E[attempts] E_pi[r grad log pi]``: the true gradient, times a positive number.
+    Each attempt is one draw from the unconstrained policy pi and gives the term ``r_j grad log pi(y_j)``,
+    with ``r_j = rejected_reward`` for a refused one. Whether attempt j happens depends on earlier attempts
+    only; by Wald's identity the sum over a slot has the mean ``E[attempts] E_pi[r grad log pi]``: the true
+    gradient, times a positive number.
 
-    Training on the accepted responses alone is biased. They come from ``pi(y) 1[accepted] / Z``, whose score
-    is ``grad log pi - grad log Z``; ``grad log pi`` alone drops ``grad log Z``, the gradient of the
-    acceptance probability. A policy that is rejected 99 times in 100 then gets no gradient to change.
+    Training on accepted responses alone is biased. They come from ``pi(y) 1[accepted] / Z``; ``grad log pi``
+    alone drops ``grad log Z``, the gradient of the acceptance probability.
 
     Limits: a prompt with many refusals has more samples and so more weight; a group may be larger than
     ``group_size``; dividing by the realised number of tokens is unbiased only in the limit of many samples.

@@ -21,16 +21,11 @@ def subtract_costs(
 ) -> Tensor:
     """Return ``(A - sum_i lambda_i A_i) / (1 + sum_i lambda_i)``; ``A`` where every lambda is 0.
 
-    A sample to which constraint i does not apply is in none of its statistics and has ``A_i = 0``.
+    ``advantages`` ``A`` of the reward are [B], or [N] if ``per_token``. ``of_cost`` returns ``A_i`` from the
+    samples to which constraint i applies, with costs as rewards, and from i; it is called for multipliers
+    above 0 only. Other samples are in none of its statistics and have ``A_i = 0``.
 
     Source: Stooke et al. (arXiv:2007.03964) for one constraint; several: the same sum.
-
-    Args:
-        advantages: advantages of the reward, [B]; [N] if ``per_token``.
-        batch: the batch with costs and multipliers.
-        of_cost: returns the advantages of one constraint's costs, from the samples that the constraint
-            applies to, with costs as rewards, and its index; called for multipliers above 0 only.
-        per_token: whether advantages are per token.
     """
     if batch.costs is None or not any(batch.multipliers):
         return advantages

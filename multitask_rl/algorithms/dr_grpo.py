@@ -13,15 +13,14 @@ class DrGRPO(GRPO):
     GRPO's division by the group's deviation weighs prompts by difficulty; its division by the response's
     length favours short right and long wrong answers. Dr.GRPO omits both. The constant is samples times
     ``max_new_tokens``: a task with short answers and a large limit takes small steps beside token-mean tasks
-    (raise its ``loss_weight``). With ``normalisation: none`` the reward's scale acts as a loss weight;
-    ``task`` removes that.
+    (raise its ``loss_weight``).
 
     Source: "Understanding R1-Zero-Like Training" (arXiv:2503.20783) sec. 3.2.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GRPOConfig):
-        """Settings of ``DrGRPO``."""
+        """Settings of ``DrGRPO`` and its variants ``RLOO`` and ``OPO``."""
 
         clip_high: float = 0.2
         normalisation: str = "none"

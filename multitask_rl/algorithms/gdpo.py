@@ -44,11 +44,11 @@ class GDPO(GRPO):
 
     Normalising the sum collapses different outcomes: with two binary rewards the groups {(0,0), (0,1)} and
     {(0,0), (1,1)} both give +-0.707; decoupled they give +-0.707 and +-1.414. Weights then act on every
-    reward as given, whatever the reward's own spread. With one reward it is GRPO with per-task whitening. A
-    constraint of mode ``penalty`` is one reward more, its cost with a negative weight.
+    reward as given, whatever its spread. A constraint of mode ``penalty`` is one reward more, its cost with a
+    negative weight.
 
-    Components may cancel, for example if the better response always costs more; only rounding error remains
-    in the sums. The divisor of the whitening is therefore at least 0.01 of the sum of the weights.
+    Components may cancel; only rounding error remains in the sums then. The divisor of the whitening is
+    therefore at least 0.01 of the sum of the weights.
 
     Source: GDPO (arXiv:2601.05242); whitening per task, not over the mixed batch.
     """

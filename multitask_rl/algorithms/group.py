@@ -1,8 +1,7 @@
 """Group-relative credit: rewards relative to the other responses of the group.
 
 A group is the rollouts of one draw of one prompt. Statistics are in float64 and per group; the only response
-of a group of one gets 0 (not its raw reward).
-Axes: ``B`` samples, ``M`` groups.
+of a group of one gets 0 (not its raw reward). Axes: ``B`` samples, ``M`` groups.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multitask_rl.algorithms.ragged import segment_mean, segment_sum
+from multitask_rl.algorithms.ragged import segment_sum
 
 _ROUNDING = 1e-7
 """Relative precision of float32."""
@@ -26,46 +25,33 @@ def _index(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     return index, sizes
 
 
-def _above_minimum(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """Return float64 values [B] relative to their group's smallest.
-
-    Equal values become exact zeros and a large common shift costs no digits.
-    """
-    wide = values.double()
-    lowest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amin", include_self=False)
-    return wide - lowest[index]
-
-
-def centre(values: Tensor, groups: Tensor, *, leave_one_out: bool = False) -> Tensor:
+def centre(
+    values: Tensor, groups: Tensor, *, lengths: Tensor | None = None, leave_one_out: bool = False
+) -> Tensor:
     """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783).
 
     ``leave_one_out``: ``r - mean of the others in its group = G / (G - 1) (r - mean)`` (RLOO,
     arXiv:2402.14740). That baseline is independent of the sample, so it adds no bias.
 
+    ``lengths`` L [B]: ``r - sum(L r) / sum(L)`` (OPO, arXiv:2505.23585), the variance-optimal baseline when
+    the score's squared norm grows with the length. A group of empty responses gets 0.
+
     >>> centre(torch.tensor([1.0, 0.0, 7.0]), torch.tensor([3, 3, 8])).tolist()
     [0.5, -0.5, 0.0]
     """
     index, sizes = _index(values, groups)
-    wide = _above_minimum(values, index, len(sizes))
-    deviation = wide - segment_mean(wide, index, len(sizes))[index]
+    wide = values.double()
+    # relative to the group's smallest: equal values are exact zeros, a large common shift costs no digits
+    lowest = wide.new_zeros(len(sizes)).scatter_reduce(0, index, wide, "amin", include_self=False)
+    wide = wide - lowest[index]
+    weight = torch.ones_like(wide) if lengths is None else lengths.double()
+    total = segment_sum(weight, index, len(sizes))
+    baseline = segment_sum(weight * wide, index, len(sizes)) / total.clamp(min=1.0)
+    deviation = torch.where(total[index] > 0, wide - baseline[index], 0.0)
     if leave_one_out:
         size = sizes[index].double()
         deviation = deviation * size / (size - 1.0).clamp(min=1.0)
     return deviation.to(values.dtype)
-
-
-def centre_length_weighted(values: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """Return ``r - sum(L r) / sum(L)`` over its group [B].
-
-    Source: OPO (arXiv:2505.23585): the variance-optimal baseline when the score's squared norm grows
-    with the length L. A group of one, or of empty responses, gets 0.
-    """
-    index, sizes = _index(values, groups)
-    wide, weight = _above_minimum(values, index, len(sizes)), lengths.double()
-    total = segment_sum(weight, index, len(sizes))
-    baseline = segment_sum(weight * wide, index, len(sizes)) / total.clamp(min=1.0)
-    deviation = wide - baseline[index]
-    return torch.where((sizes[index] > 1) & (total[index] > 0), deviation, 0.0).to(values.dtype)
 
 
 def divide_by_group_std(deviations: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Tensor:

@@ -29,8 +29,8 @@ from multitask_rl.records import Event
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
-_MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8 keeps float32 finite, far above any meaningful ratio."""
+MAX_LOG_RATIO = 20.0
+"""exp(20) = 5e8 keeps float32 finite, far above any meaningful ratio: every surrogate clips it."""
 _MAX_ERROR = 0.2
 _REPORTED_LOG_RATIO = math.log(1.25)
 
@@ -53,7 +53,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
-        return log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1.0 - log_ratio
+        return log_ratio.clamp(max=MAX_LOG_RATIO).exp() - 1.0 - log_ratio
     raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {estimator!r}")
 
 
@@ -101,9 +101,7 @@ class KLController:
     def update(self, observed: float, step: int) -> list[Event]:
         """Update ``coefficient`` from the KL of ``step``; return an event for a large change.
 
-        Args:
-            observed: mean over responses of the summed KL, nats; NaN (nothing was measured) has no effect.
-            step: step of the measurement.
+        ``observed`` is the mean over responses of the summed KL, nats; NaN (not measured) has no effect.
         """
         target = self._spec.target
         if target is None or not math.isfinite(observed):
@@ -114,21 +112,17 @@ class KLController:
         if old == 0.0 or abs(math.log(new / old)) <= _REPORTED_LOG_RATIO:
             return []
         self._reported = new
-        word = "above" if observed > target else "below"
         reason = (
-            f"KL of {observed:.4g} nats per response is {word} the target {target:.4g}: "
-            f"coefficient {old:.4g} -> {new:.4g}"
+            f"KL of {observed:.4g} nats per response is {'above' if observed > target else 'below'} the "
+            f"target {target:.4g}: coefficient {old:.4g} -> {new:.4g}"
         )
         data = {"from": old, "to": new, "observed": observed}
         return [Event(step=step, source="kl", kind="coefficient", reason=reason, data=data)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {
-            "coefficient": self.coefficient,
-            "start": self._spec.coefficient,
-            "reported": self._reported,
-        }
+        start = self._spec.coefficient
+        return {"coefficient": self.coefficient, "start": start, "reported": self._reported}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore an adaptive beta with the same configured start; otherwise keep the configured beta."""

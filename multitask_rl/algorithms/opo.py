@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import CreditBatch
-from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.algorithms.dr_grpo import DrGRPO
 from multitask_rl.algorithms.ragged import broadcast, segment_sum
 
 
-class OPO(GRPO):
+class OPO(DrGRPO):
     """Advantages ``r - sum(L r) / sum(L)`` of the group, with L the response lengths.
 
     A token that a grammar forced does not count in L. The baseline minimises the gradient's variance if the
@@ -24,18 +22,10 @@ class OPO(GRPO):
     Source: "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(GRPOConfig):
-        """Settings of ``OPO``."""
-
-        clip_high: float = 0.2
-        normalisation: str = "none"
-        aggregation: str = "constant"
-
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
         """Return values [B] minus the length-weighted mean of their group."""
         lengths = batch.lengths
         if batch.choices is not None:
             samples = broadcast(torch.arange(len(lengths), device=lengths.device), lengths)
             lengths = segment_sum(batch.choices.long(), samples, len(lengths))
-        return group.centre_length_weighted(values, batch.groups, lengths)
+        return group.centre(values, batch.groups, lengths=lengths)

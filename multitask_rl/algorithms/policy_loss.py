@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.algorithms.base import AlgorithmConfig, LossOutput, TokenBatch
-from multitask_rl.algorithms.kl import estimate_kl
-
-# Keeps exp() finite in float32; a ratio of e^20 is clipped by every surrogate here, so no gradient is lost.
-_MAX_LOG_RATIO = 20.0
+from multitask_rl.algorithms.kl import MAX_LOG_RATIO, estimate_kl
 
 
 def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -23,7 +20,7 @@ def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         raise ValueError(
             f"logprobs {list(logprobs.shape)} and old_logprobs {list(old_logprobs.shape)} differ"
         )
-    return (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(
@@ -31,21 +28,13 @@ def clipped_surrogate(
 ) -> LossOutput:
     """Return PPO's pessimistic surrogate per token, as a loss.
 
-    ``L = max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A)``, and for A < 0 at most ``-c A`` (dual
-    clip).
+    ``L = max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A)``, and for A < 0 at most ``-c A``.
 
-    Source: PPO (arXiv:1707.06347) Eq. 7; separate bounds: DAPO (arXiv:2503.14476) Eq. 8;
-    dual clip: Ye et al. (arXiv:1912.09729).
+    Source: PPO (arXiv:1707.06347) Eq. 7; separate bounds: DAPO (arXiv:2503.14476) Eq. 8; dual clip: Ye et al.
+    (arXiv:1912.09729).
 
-    Args:
-        ratio: [N] now/old, with gradient.
-        advantages: [N]
-        clip_low: the lower bound is 1 - clip_low.
-        clip_high: the upper bound is 1 + clip_high.
-        dual_clip: c > 1; 0 = off.
-
-    Returns:
-        Loss [N]; metrics ``clip_fraction`` (tokens whose gradient the clip removed), ``dual_clip_fraction``.
+    ``ratio`` [N] is now/old, with gradient, ``advantages`` [N], ``dual_clip`` c > 1; 0 = off. Metrics:
+    ``clip_fraction`` (tokens whose gradient the clip removed), ``dual_clip_fraction``.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -62,23 +51,21 @@ def clipped_surrogate(
 def truncated_is_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
     """Return ``w = min(old / rollout, cap)`` per token, without gradient; 1 where the rollout is NaN.
 
-    Truncation trades variance for a bias that is real (cap 2 gives .828 for .936 in the tests' example).
+    ``old_logprobs`` [N] are the trainer's, ``rollout_logprobs`` [N] the engine's, nats. Truncation trades
+    variance for a bias that is real (cap 2 gives .828 for .936 in the tests' example).
 
     Source: Ionides, "Truncated Importance Sampling" (2008); Yao et al., "Your efficient RL framework secretly
     brings you off-policy RL training" (2025).
-
-    ``old_logprobs`` [N] are the trainer's, ``rollout_logprobs`` [N] the engine's, nats. The weights are in
-    (0, cap].
     """
     known = ~torch.isnan(rollout_logprobs)
     # Mask before exp: a NaN that meets exp() cannot be masked out of a gradient afterwards.
     log_weight = torch.where(known, old_logprobs.detach() - rollout_logprobs, 0.0)
-    capped = log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp().clamp(max=cap)
+    capped = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
     return torch.where(known, capped, 1.0)
 
 
 def with_corrections(surrogate: LossOutput, batch: TokenBatch, config: AlgorithmConfig) -> LossOutput:
-    """Return ``L = w L_surrogate + beta KL_estimate - c_H entropy``, with w the engine-mismatch weight.
+    """Return ``L = w L_surrogate + beta KL - c_H entropy``, with w the engine-mismatch weight.
 
     Raises:
         ValueError: a KL coefficient without reference log-probabilities, or an entropy bonus without entropy.
@@ -89,9 +76,11 @@ def with_corrections(surrogate: LossOutput, batch: TokenBatch, config: Algorithm
         loss = loss * weight
         metrics["is_weight"] = weight
     if batch.kl_coefficient > 0:
-        if batch.ref_logprobs is None:
-            raise ValueError("kl_coefficient > 0 in the loss needs ref_logprobs [N]")
-        kl = estimate_kl(batch.logprobs, batch.ref_logprobs, batch.kl_estimator)
+        kl = batch.exact_kl
+        if kl is None:
+            if batch.ref_logprobs is None:
+                raise ValueError("kl_coefficient > 0 in the loss needs ref_logprobs [N]")
+            kl = estimate_kl(batch.logprobs, batch.ref_logprobs, batch.kl_estimator)
         loss = loss + batch.kl_coefficient * kl
         metrics["kl_loss"] = kl.detach()
     if config.entropy_coefficient > 0:
@@ -111,13 +100,8 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, ratio: Tensor | None
     log_ratio = bounded_log_ratio(batch.logprobs, batch.old_logprobs)
     of_token = log_ratio.exp()
     ratio = of_token if ratio is None else ratio
-    surrogate = clipped_surrogate(
-        ratio,
-        batch.advantages,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high, "dual_clip": config.dual_clip}
+    surrogate = clipped_surrogate(ratio, batch.advantages, **clips)
     surrogate.metrics["ratio"] = ratio.detach()
     surrogate.metrics["approx_kl"] = (of_token - 1.0 - log_ratio).detach()
     return with_corrections(surrogate, batch, config)

@@ -38,9 +38,9 @@ def compute_gae(
     ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = sum_k (gamma lambda)^k delta_{t+k}``, ``R_t = A_t +
     V_t``. Every response ends its episode: V after the last token is 0, also when the token limit cut it off.
 
-    Source: Schulman et al., "High-Dimensional Continuous Control Using GAE" (arXiv:1506.02438) Eq. 16.
-
     ``values`` [N] are the critic's before each token; ``token_rewards`` is [N], ``lengths`` [B] int64.
+
+    Source: Schulman et al., "High-Dimensional Continuous Control Using GAE" (arXiv:1506.02438) Eq. 16.
 
     >>> rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.25, 0.5])
     >>> compute_gae(rewards, values, torch.tensor([2]), gamma=1.0, gae_lambda=1.0)[0].tolist()
@@ -80,20 +80,18 @@ class PPO(Algorithm):
     ``r_t = -beta log(old_t / reference_t) + [t last] (r' - lambda c) / (1 + lambda)``, GAE, then advantages
     whitened over the tokens of the task (divisor at least 0.1).
 
-    ``r' = (r - mean) / std`` with the task's running moments (state of the algorithm): a reward model of any
-    scale and shift (x20, -50) gives the same training as one of unit scale, the critic's targets stay within
-    a few units, and beta is in units of the reward's standard deviation. The moments follow the policy over
-    about 20 steps; as the shift is common to all responses it moves the critic's target, not the preferences.
+    ``r' = (r - mean) / std`` with the task's running moments over about 20 steps (state of the algorithm): a
+    reward model of any scale and shift gives the same training, and beta is in units of the reward's standard
+    deviation. The shift is common to all responses: it moves the critic's target, not the preferences.
 
     With ``popart`` the value head's unit is that of the value targets instead: mean ``mu`` and deviation
-    ``sigma``, averaged at rate beta with the start-up weight corrected. When they move to ``mu', sigma'`` the
-    head is rescaled, ``w <- w sigma / sigma'``, ``b <- (sigma b + mu - mu') / sigma'``: what it says in the
-    reward's own unit stays the same, however far the reward drifts. beta of the KL and the multiplier keep
-    their unit. Source: van Hasselt et al. (arXiv:1602.07714) sec. 2; per task: Hessel et al.
-    (arXiv:1809.04474).
+    ``sigma``, averaged at rate ``popart_rate``. When they move to ``mu', sigma'`` the head is rescaled, ``w
+    <- w sigma / sigma'``, ``b <- (sigma b + mu - mu') / sigma'``: values in the reward's own unit stay the
+    same. beta and the multiplier keep their unit.
 
-    Source: PPO (arXiv:1707.06347); the KL penalty per token: Ziegler et al. (arXiv:1909.08593);
-    InstructGPT (arXiv:2203.02155).
+    Source: PPO (arXiv:1707.06347); the KL penalty per token: Ziegler et al. (arXiv:1909.08593), InstructGPT
+    (arXiv:2203.02155); PopArt: van Hasselt et al. (arXiv:1602.07714) sec. 2, per task Hessel et al.
+    (arXiv:1809.04474).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -127,29 +125,29 @@ class PPO(Algorithm):
         if batch.values is None:
             raise ValueError("ppo needs values [N] of the critic in its credit batch")
         check_tokens(batch.lengths, values=batch.values)
-        outcomes = self._whiten_rewards(batch.rewards)
+        rewards, targets = self._reward_moments, self._value_moments
+        outcomes, wide = torch.zeros_like(batch.rewards), batch.rewards.double()
+        if wide.numel() > 0:
+            offset = wide - wide[0]  # relative to the first: equal rewards have exactly no variance
+            rewards.update(float(wide[0] + offset.mean()), float(offset.var(correction=0)))
+        if rewards.std > 0.0:
+            outcomes = ((wide - rewards.mean) / rewards.std).to(batch.rewards.dtype)
         outcomes = subtract_costs(outcomes, batch, lambda own, _: own.rewards)
         token_rewards = torch.zeros_like(batch.values)
-        metrics = {"reward_running_mean": self._reward_moments.mean, "reward_scale": self._reward_moments.std}
+        metrics = {"reward_running_mean": rewards.mean, "reward_scale": rewards.std}
         if batch.kl_coefficient > 0:
             kl = sampled_kl(batch)
             token_rewards -= batch.kl_coefficient * kl.to(token_rewards.dtype)
             metrics["response_kl"] = float(kl.sum() / max(len(batch.lengths), 1))
         token_rewards[last_tokens(batch.lengths)] += outcomes[batch.lengths > 0].to(token_rewards.dtype)
-        rewards, targets = self._reward_moments, self._value_moments
         is_popart = self.config.popart and batch.values.numel() > 0
         if is_popart:  # from the reward's unit to that of the value targets
             if targets.num_steps == 0:  # an untrained head has nothing to preserve: the units are equal
                 targets.update(rewards.mean, rewards.std**2)
             token_rewards *= (rewards.std or 1.0) / (targets.std or 1.0)
             token_rewards[last_tokens(batch.lengths)] += (rewards.mean - targets.mean) / (targets.std or 1.0)
-        advantages, returns = compute_gae(
-            token_rewards,
-            batch.values,
-            batch.lengths,
-            gamma=self.config.gamma,
-            gae_lambda=self.config.gae_lambda,
-        )
+        discounts = {"gamma": self.config.gamma, "gae_lambda": self.config.gae_lambda}
+        advantages, returns = compute_gae(token_rewards, batch.values, batch.lengths, **discounts)
         spread = float(returns.var(correction=0)) if returns.numel() > 1 else 0.0
         unexplained = float((returns - batch.values).var(correction=0)) if spread > 0 else 0.0
         metrics["explained_variance"] = 1.0 - unexplained / spread if spread > 0 else 0.0
@@ -169,33 +167,15 @@ class PPO(Algorithm):
             metrics=metrics,
         )
 
-    def _whiten_rewards(self, rewards: Tensor) -> Tensor:
-        """Update the running moments with this step's rewards and return the whitened rewards [B]."""
-        if rewards.numel() == 0:
-            return rewards
-        wide = rewards.double()
-        moments = self._reward_moments
-        # Relative to the first reward: equal rewards then have exactly no variance.
-        offset = wide - wide[0]
-        moments.update(float(wide[0] + offset.mean()), float(offset.var(correction=0)))
-        if moments.std == 0.0:
-            return torch.zeros_like(rewards)
-        return ((wide - moments.mean) / moments.std).to(rewards.dtype)
-
     def loss(self, batch: TokenBatch) -> LossOutput:
         """Return policy loss plus weighted value loss per token."""
         if batch.values is None or batch.old_values is None or batch.returns is None:
             raise ValueError("ppo needs values, old_values and returns [N] in its token batch")
         policy = policy_loss(batch, self.config)
-        value_loss, is_clipped = clipped_value_loss(
-            batch.values, batch.old_values, batch.returns, self.config.value_clip
-        )
-        metrics = {
-            **policy.metrics,
-            "policy_loss": policy.loss.detach(),
-            "value_loss": value_loss.detach(),
-            "value_clip_fraction": is_clipped,
-        }
+        values = (batch.values, batch.old_values, batch.returns)
+        value_loss, is_clipped = clipped_value_loss(*values, self.config.value_clip)
+        metrics = {"policy_loss": policy.loss.detach(), "value_loss": value_loss.detach()}
+        metrics |= {**policy.metrics, "value_clip_fraction": is_clipped}
         return LossOutput(loss=policy.loss + self.config.value_coefficient * value_loss, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from multitask_rl.algorithms.base import (
     LossOutput,
     TokenBatch,
 )
+from multitask_rl.algorithms.policy_loss import with_corrections
 from multitask_rl.config.schema.ranges import Range
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample, Turn
@@ -29,11 +30,10 @@ _ROUNDING = 1e-12
 def quantile_of_each(rewards: Sequence[float], num_quantiles: int) -> list[int]:
     """Return the quantile 0 .. K - 1 of every reward by rank, equal rewards sharing theirs.
 
-    ``q = floor(K (below + at_most) / (2 n))``: the middle rank of the tied rewards. Splitting ties would
-    teach contradictory tokens for the same reward; with middle ranks two levels of reward stay K / 2
-    quantiles apart however rare one of them is. Rewards nearer than 1e-12 of the largest are equal: sums of
-    the same parts may differ in their last bit. The quantile of the best reward is then called the top one,
-    so that the token sampling asks for always stands for the best there is. Some quantiles may be empty.
+    ``q = floor(K (below + at_most) / (2 n))``: the middle rank of the tied rewards. With it two levels of
+    reward stay K / 2 quantiles apart however rare one of them is. Rewards nearer than 1e-12 of the largest
+    are equal: sums of the same parts may differ in their last bit. The quantile of the best reward becomes
+    the top one, for which sampling asks. Some quantiles may be empty.
 
     >>> quantile_of_each([0.0, 0.0, 0.0, 1.0], 4)
     [1, 1, 1, 3]
@@ -114,9 +114,8 @@ class RewardConditioned(Algorithm):
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
         """Add the step's rollouts to the buffer and draw as many samples from it.
 
-        Each quantile gets its share of the buffer (in the paper all quantiles have one size); the top one
-        gets at least 1/K, so that rare successes are drawn. Equal shares for all would replay failures far
-        above their share when most responses succeed, and training would forget.
+        Each quantile gets its share of the buffer; equal shares would replay failures far above theirs when
+        most responses succeed. The top one gets at least 1/K, so that rare successes are drawn.
         """
         if not scored:
             return []
@@ -175,28 +174,18 @@ class RewardConditioned(Algorithm):
 
     def loss(self, batch: TokenBatch) -> LossOutput:
         """Return negative log-likelihood plus the exact KL per token."""
-        loss = -batch.logprobs
-        metrics = {"nll": loss.detach()}
-        if batch.kl_coefficient > 0:
-            if batch.exact_kl is None:
-                raise ValueError("reward_conditioned with a KL coefficient needs exact_kl [N]")
-            loss = loss + batch.kl_coefficient * batch.exact_kl
-            metrics["kl_loss"] = batch.exact_kl.detach()
-        if self.config.entropy_coefficient > 0:
-            if batch.entropy is None:
-                raise ValueError("entropy_coefficient > 0 needs entropy [N]")
-            loss = loss - self.config.entropy_coefficient * batch.entropy
-        return LossOutput(loss=loss, metrics=metrics)
+        if batch.kl_coefficient > 0 and batch.exact_kl is None:
+            raise ValueError("reward_conditioned with a KL coefficient needs exact_kl [N]")
+        likelihood = LossOutput(loss=-batch.logprobs, metrics={"nll": -batch.logprobs.detach()})
+        return with_corrections(likelihood, batch, self.config)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {
-            "num_draws": self._num_draws,
-            "buffer": [
-                {"rollout": asdict(past.scored.rollout), "reward": past.reward, "cost": past.scored.cost}
-                for past in self._buffer
-            ],
-        }
+        buffer = [
+            {"rollout": asdict(past.scored.rollout), "reward": past.reward, "cost": past.scored.cost}
+            for past in self._buffer
+        ]
+        return {"num_draws": self._num_draws, "buffer": buffer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import CreditBatch
-from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.algorithms.dr_grpo import DrGRPO
 
 
-class RLOO(GRPO):
+class RLOO(DrGRPO):
     """Advantages ``r_i - mean of r_j, j != i`` = ``G / (G - 1)`` times those of Dr.GRPO.
 
     The factor matters where groups differ in size; the baseline does not contain the sample, so it is
@@ -19,14 +17,6 @@ class RLOO(GRPO):
 
     Source: "Back to Basics" (arXiv:2402.14740).
     """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GRPOConfig):
-        """Settings of ``RLOO``."""
-
-        clip_high: float = 0.2
-        normalisation: str = "none"
-        aggregation: str = "constant"
 
     def centre(self, values: Tensor, batch: CreditBatch) -> Tensor:
         """Return values [B] minus the mean of the others in their group."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _RATE = 0.05
@@ -23,13 +24,14 @@ _NOISE = 1e-7
 """A deviation below this share of the mean is float32 rounding, not signal."""
 
 
-def _step_weight(num_steps: int, rate: float = _RATE) -> float:
+def _step_weight(num_steps: int, rate: float) -> float:
     """Return the weight of step ``num_steps`` (1, 2, ...) in a bias-corrected average."""
     if num_steps == 1:
         return 1.0  # exactly: the formula's rounding would give a constant stream a variance
     return rate / (1.0 - (1.0 - rate) ** num_steps)
 
 
+@dataclass
 class RunningScale:
     """Root mean square of a stream of batches, at least a tenth of its long-run average.
 
@@ -41,12 +43,11 @@ class RunningScale:
     newest batch once warmed up, in (0, 1].
     """
 
-    def __init__(self, rate: float = _RATE) -> None:
-        self._rate = rate
-        self.num_steps = 0
-        self.mean_square = 0.0
-        self.long_run = 0.0
-        """Mean square with the longer memory."""
+    rate: float = _RATE
+    num_steps: int = 0
+    mean_square: float = 0.0
+    long_run: float = 0.0
+    """Mean square with the longer memory."""
 
     @property
     def root(self) -> float:
@@ -61,8 +62,8 @@ class RunningScale:
     def update(self, mean_square: float) -> None:
         """Add one step's mean squared deviation."""
         self.num_steps += 1
-        self.mean_square += _step_weight(self.num_steps, self._rate) * (mean_square - self.mean_square)
-        slow = _step_weight(self.num_steps, _LONG_RUN * self._rate)
+        self.mean_square += _step_weight(self.num_steps, self.rate) * (mean_square - self.mean_square)
+        slow = _step_weight(self.num_steps, _LONG_RUN * self.rate)
         self.long_run += slow * (mean_square - self.long_run)
 
     def state_dict(self) -> dict[str, Any]:

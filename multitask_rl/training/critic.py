@@ -26,8 +26,7 @@ class Critic(nn.Module):
 
     With ``trunk="actor"`` the heads read the actor's last hidden state: one forward serves policy and value.
     With ``trunk="separate"`` they read that of a model of its own, on the critic's device: a copy of the
-    actor, or the one that ``config`` names.
-    Heads start at zero: the first advantages are the plain returns.
+    actor, or the one that ``config`` names. Heads start at zero: the first advantages are the plain returns.
     """
 
     def __init__(self, trunk: str = "actor", device: str = "cpu", config: CriticConfig | None = None) -> None:

@@ -34,7 +34,7 @@ def test_golden_centring_and_leave_one_out():
 
 
 def test_golden_length_weighted_baseline():
-    advantages = group.centre_length_weighted(REWARDS, GROUP, LENGTHS)
+    advantages = group.centre(REWARDS, GROUP, lengths=LENGTHS)
     torch.testing.assert_close(advantages, REWARDS - 0.3)
     assert float((advantages * LENGTHS).sum()) == pytest.approx(0.0, abs=1e-12)
 
@@ -118,14 +118,14 @@ def test_equal_rewards_are_exactly_zero_whatever_their_value():
     groups = torch.zeros(7, dtype=torch.int64)
     assert (group.centre(rewards, groups) == 0).all()
     assert (group.centre(rewards, groups, leave_one_out=True) == 0).all()
-    assert (group.centre_length_weighted(rewards, groups, torch.arange(1, 8)) == 0).all()
+    assert (group.centre(rewards, groups, lengths=torch.arange(1, 8)) == 0).all()
     assert (group.whiten(rewards) == 0).all()
     assert group.mean_square_deviation(group.centre(rewards, groups), groups) == 0.0
 
 
 def test_length_weighted_baseline_of_empty_responses_is_zero():
     zeros = torch.zeros(2, dtype=torch.int64)
-    assert group.centre_length_weighted(torch.tensor([1.0, 0.0]), zeros, zeros).tolist() == [0.0, 0.0]
+    assert group.centre(torch.tensor([1.0, 0.0]), zeros, lengths=zeros).tolist() == [0.0, 0.0]
 
 
 def test_pooled_deviation_ignores_groups_without_variance():
