@@ -178,8 +178,10 @@ def of_function(
         cause, told = _of_signal(os.WTERMSIG(judge.status), judge, limits)
         reason = f"the tests' process ended: {told}"
     if load != "passed":
-        verdict = load if load not in ("gone", "") else cause or "runtime_error"
-        why = reason or message or "the program's process ended while it was loaded"
+        is_told = load not in ("gone", "")
+        verdict = load if is_told else cause or "runtime_error"
+        told = message if is_told else ""
+        why = told or reason or message or "the program's process ended while it was loaded"
         return verdict, why, [[verdict, why, 0.0, 0.0]] * count
     default = ("runtime_error", broke_off) if broke_off else ("failed", "the tests ended before this one")
     missing: list[Any] = [*((cause, reason) if cause else default), 0.0, 0.0]

@@ -106,6 +106,13 @@ def test_nothing_reported_is_nothing_passed():
     assert all(test[0] != "passed" for test in tests)
 
 
+def test_an_error_while_a_program_is_loaded_is_told_however_its_process_ended():
+    lines = judge_lines(["load", "compile_error", "SyntaxError: invalid syntax"])
+    for execution in (ended(1 << 8), ended(9, is_killed_by_us=True)):
+        verdict, message, _ = of_function(JOB, lines, ended().exit, execution)
+        assert (verdict, message) == ("compile_error", "SyntaxError: invalid syntax")
+
+
 def test_a_program_that_stops_speaking_ends_its_tests_with_an_error():
     lines = judge_lines(["load", "passed", ""], [0, "passed", ""], ["load", "gone", "nonsense"])
     verdict, message, tests = of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))
