@@ -101,21 +101,12 @@ class CodeEvaluator:
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return one value in [0, 1] per rollout with components ``tests`` and ``codebleu``."""
-        blocks = [self._block(rollout) for rollout in rollouts]
+        blocks = [program_in(r.response, r.row, self.config.language) for r in rollouts]
         tested = self._run_tests(rollouts, blocks) if self._runs else [None] * len(rollouts)
         return [
             self._combine(rollout, block, fraction)
             for rollout, block, fraction in zip(rollouts, blocks, tested, strict=True)
         ]
-
-    def _block(self, rollout: Rollout) -> str:
-        """Return the whole program, empty if the response has none."""
-        entry_point = _entry_point(rollout.row)
-        block: CodeBlock = extract_code(rollout.response, self.config.language, entry_point)
-        if not block.code or self.config.language != "python":
-            return block.code
-        program = complete_program(block.code, str(rollout.row.get("prompt") or ""), entry_point)
-        return program if block.is_fenced or parses(program) else ""
 
     def _run_tests(self, rollouts: Sequence[Rollout], blocks: Sequence[str]) -> list[float | Failure | None]:
         """Return the share of tests passed per rollout, or its failure."""
@@ -154,6 +145,16 @@ class CodeEvaluator:
             return Score(value=next(iter(parts.values())), components=parts)
         value = sum(weights[name] * part for name, part in parts.items()) / sum(weights.values())
         return Score(value=min(value, 1.0), components=parts)
+
+
+def program_in(response: str, row: Mapping[str, Any], language: str = "python") -> str:
+    """Return the whole program of a response to ``row``, empty if it has none."""
+    entry_point = _entry_point(row)
+    block: CodeBlock = extract_code(response, language, entry_point)
+    if not block.code or language != "python":
+        return block.code
+    program = complete_program(block.code, str(row.get("prompt") or ""), entry_point)
+    return program if block.is_fenced or parses(program) else ""
 
 
 def sandbox_task(row: Mapping[str, Any]) -> AssertsTask | StdioTask | Failure:

@@ -43,13 +43,20 @@ class CodeStdio(SourcedTask):
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
         """Translate ``description`` and the test columns of CodeContests."""
         tests: list[dict[str, str]] = []
+        public: list[dict[str, str]] = []
         for column in ("private_tests", "generated_tests", "public_tests"):
             cases = row.get(column) or {"input": [], "output": []}
             pairs = zip(cases["input"], cases["output"], strict=True)
-            tests += [{"stdin": stdin, "stdout": stdout} for stdin, stdout in pairs]
+            public = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in pairs]
+            tests += public
         if not tests:
             return None
-        return {"id": str(row["name"]), "prompt": row["description"], "tests": tests[: self.config.max_tests]}
+        return {
+            "id": str(row["name"]),
+            "prompt": row["description"],
+            "tests": tests[: self.config.max_tests],
+            "public_tests": public,
+        }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
         """The data holds no solutions."""
