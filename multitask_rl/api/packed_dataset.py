@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multitask_rl.api.batch_sampler import row_length
 from multitask_rl.errors import ConfigError, DataError
 
 IGNORED = -100
@@ -59,18 +58,22 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.num_cut = 0
         """Rows longer than ``max_seq_len``, once packed."""
         self._packs: list[list[int]] | None = None
+        self._num_tokens = 0
 
     @property
     def packs(self) -> list[list[int]]:
         """Rows of each sequence; computed on first use, for which texts are encoded once."""
         if self._packs is None:
-            self._check_tokenizer()
-            lengths = [len(self._encode(i)[0]) for i in range(len(self.raw_data))]
-            self.num_cut = sum(length > self.max_seq_len for length in lengths)
-            if self.pack_to_max_length:
-                self._packs = _first_fit([min(n, self.max_seq_len) for n in lengths], self.max_seq_len)
-            else:
-                self._packs = [[i] for i in range(len(lengths))]
+            if self.tokenizer is None and any("input_ids" not in row for row in self.raw_data):
+                raise ConfigError(
+                    "PackedDataset: the rows hold texts; give tokenizer=... or rows with 'input_ids'"
+                )
+            whole = [len(self._encode(i)[0]) for i in range(len(self.raw_data))]
+            self.num_cut = sum(length > self.max_seq_len for length in whole)
+            lengths = [min(length, self.max_seq_len) for length in whole]
+            self._num_tokens = sum(lengths)
+            in_rows = [[i] for i in range(len(lengths))]
+            self._packs = _first_fit(lengths, self.max_seq_len) if self.pack_to_max_length else in_rows
         return self._packs
 
     def __len__(self) -> int:
@@ -106,11 +109,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     @property
     def fill(self) -> float:
         """Share of ``len(self) * max_seq_len`` tokens that rows take."""
-        taken = sum(min(row_length(self._encoded(i)), self.max_seq_len) for pack in self.packs for i in pack)
-        return taken / (len(self) * self.max_seq_len)
-
-    def _encoded(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self._encode(index)[0]}
+        capacity = len(self) * self.max_seq_len
+        return self._num_tokens / capacity
 
     def _encode(self, index: int) -> tuple[list[int], int]:
         """Return the token ids of a row, and the first that is learned from."""
@@ -128,12 +128,6 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def _read(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-    def _check_tokenizer(self) -> None:
-        if self.tokenizer is None and any("input_ids" not in row for row in self.raw_data):
-            raise ConfigError(
-                "PackedDataset: the rows hold texts; give tokenizer=... or rows with 'input_ids'"
-            )
 
 
 def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -112,12 +112,7 @@ class RLTrainer:
     def open(self, prompts: Any = None, num_epochs: int = 1) -> Trainer:
         """Return the run that ``train`` would make, not begun: for stages, guards, schedulers, steps by hand.
 
-        Args:
-            prompts: as of ``train``.
-            num_epochs: as of ``train``.
-
-        Raises:
-            ConfigError: no tasks, no reward, or settings that do not fit.
+        Arguments and errors are those of ``train``.
         """
         if num_epochs < 1:
             raise ConfigError(f"num_epochs must be >= 1, got {num_epochs!r}")
@@ -126,7 +121,12 @@ class RLTrainer:
             tasks: Any = self._task_of_prompts()
             data: Any = _loader_of(prompts)
         else:
-            tasks = self.tasks if self.tasks is not None else _default_tasks()
+            tasks = self.tasks if self.tasks is not None else TASKS_FILE
+            if self.tasks is None and not TASKS_FILE.is_file():
+                raise ConfigError(
+                    f"no tasks: give train(prompts) with reward_fn, tasks=..., or a file {TASKS_FILE} in the "
+                    f"working directory {Path.cwd()}"
+                )
             data = _task_rows(tasks, self.data)
         if isinstance(self.config, RunConfig):
             run = self.config
@@ -188,15 +188,6 @@ class PPOTrainer(RLTrainer):
 
     def __init__(self, config: PPOConfig | Mapping[str, Any] | None = None, **further: Any) -> None:
         super().__init__(config=config, algorithm="ppo", **further)
-
-
-def _default_tasks() -> Path:
-    if not TASKS_FILE.is_file():
-        raise ConfigError(
-            f"no tasks: give train(prompts) with reward_fn, tasks=..., or a file {TASKS_FILE} in the working "
-            f"directory {Path.cwd()}"
-        )
-    return TASKS_FILE
 
 
 def _loader_of(prompts: Any) -> TaskDataLoader:

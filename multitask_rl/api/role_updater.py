@@ -51,11 +51,7 @@ class PPORoleUpdater(PPOTrainer):
 
     @property
     def trainer(self) -> Trainer:
-        """The run that ``update`` drives; made on first use.
-
-        Raises:
-            ConfigError: no tasks, no reward, or settings that do not fit.
-        """
+        """The run that ``update`` drives; made on first use (see ``open``)."""
         if self.run is None:
             self.run = self.open(self._prompts)
         return self.run
