@@ -137,11 +137,7 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
 def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
     """Build every reward and constraint where training builds them, and score a row of each task.
 
-    Returns:
-        A warning per plugin whose model or device this machine lacks: the file may be meant for another one.
-
-    Raises:
-        ConfigError, PluginError, MissingExtraError: the first that cannot be built, or fails on the row.
+    Return a warning per plugin whose model or device this machine lacks: the file may be meant for another.
     """
     try:
         _score_a_row(specs)

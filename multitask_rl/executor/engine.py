@@ -25,15 +25,9 @@ if TYPE_CHECKING:
 
 
 class RayEngine(RolloutEngine):
-    """``RolloutEngine`` over replicas in Ray actors, which start from ``<output_dir>/ray_start``.
+    """``RolloutEngine`` over replicas of the class ``engine``, each in a Ray actor of its own.
 
-    Args:
-        engine: class of the replicas.
-        actor: is written to the disk, from where each replica loads its copy.
-        config: as of ``RolloutEngine.build``, as are ``seed`` and ``output_dir``.
-        num_replicas: number of actors.
-        num_gpus: per replica.
-        num_cpus: per replica.
+    The replicas load ``actor`` from ``<output_dir>/ray_start``, where it is written.
 
     Raises:
         MissingExtraError: Ray is not installed.

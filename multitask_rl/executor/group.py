@@ -21,26 +21,6 @@ _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
 
 
-def _connect() -> bool:
-    """Join the running cluster (``RAY_ADDRESS``) or start one on this machine; True if this call did."""
-    if find_spec("ray") is None:
-        raise MissingExtraError(
-            "executor=ray needs Ray, which is not installed: pip install 'multitask-rl[ray]', or take "
-            "executor=local."
-        )
-    import ray
-
-    if ray.is_initialized():
-        return False
-    ray.init(
-        address=os.environ.get("RAY_ADDRESS"),
-        include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
-        logging_level=logging.WARNING,
-        log_to_driver=False,
-    )
-    return True
-
-
 def _check_room(what: str, demand: Mapping[str, float]) -> None:
     """Raise a ConfigError when the cluster has no room; Ray itself would wait without an end."""
     import ray
@@ -97,6 +77,8 @@ class _Host:
 class ActorGroup:
     """``size`` actors that each hold an object made by ``make(index)``.
 
+    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine.
+
     Raises:
         MissingExtraError: Ray is not installed.
         ConfigError: the cluster has no room.
@@ -116,11 +98,23 @@ class ActorGroup:
         num_gpus: float,
         max_concurrency: int = 1,
     ) -> None:
-        if ActorGroup._num_groups == 0:
-            ActorGroup._owns_cluster = _connect()
-        ActorGroup._num_groups += 1
+        if find_spec("ray") is None:
+            raise MissingExtraError(
+                "executor=ray needs Ray, which is not installed: pip install 'multitask-rl[ray]', or take "
+                "executor=local."
+            )
         import ray
 
+        if ActorGroup._num_groups == 0:
+            ActorGroup._owns_cluster = not ray.is_initialized()
+            if ActorGroup._owns_cluster:
+                ray.init(
+                    address=os.environ.get("RAY_ADDRESS"),
+                    include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
+                    logging_level=logging.WARNING,
+                    log_to_driver=False,
+                )
+        ActorGroup._num_groups += 1
         self.name = name
         self._make = make
         self._actors: list[Any] = []
@@ -146,13 +140,10 @@ class ActorGroup:
         self._actors[index] = self._host.remote(self._make, index, begin)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
-        """Call ``method`` on the actors in ``arguments`` at once.
+        """Call ``method`` on the actors in ``arguments`` at once; errors are those of ``first``.
 
         Returns:
             The results by index, and the indices of the actors that died.
-
-        Raises:
-            MultitaskRLError, EngineError: see ``first``.
         """
         calls = {self.submit(index, method, *given): index for index, given in arguments.items()}
         results: dict[int, Any] = {}
@@ -172,9 +163,7 @@ class ActorGroup:
     def first(self, calls: dict[Any, int], method: str) -> tuple[int, Any, bool]:
         """Wait for one of ``calls`` (reference -> index of the actor) and remove it from them.
 
-        Args:
-            calls: not empty.
-            method: named in the log.
+        The log names ``method``.
 
         Returns:
             The index of the actor, the result, and whether the actor died instead.

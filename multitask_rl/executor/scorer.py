@@ -65,11 +65,8 @@ class _PoolActor:
 class _Dealt(Deferred[T]):
     """A ``Pending`` that deals its rollouts out when they are added; the answers come together.
 
-    Args:
-        group: actors that hold a ``_PoolActor``.
-        kind: ``scoring`` or ``judging``.
-        again: asks all actors about rollouts at once; for those of a dead actor.
-        background: where the answers are waited for.
+    ``again`` asks all actors about rollouts at once: those of an actor that died. The answers are waited for
+    in ``background``.
     """
 
     def __init__(
@@ -126,10 +123,7 @@ class RayScorer:
     """Reward pools in Ray actors with one CPU each; rollouts are dealt out in turn.
 
     Each pool watches the error budget of its own share. A restarted pool continues from the last known state.
-
-    Args:
-        make: builds the pool of actor ``index`` (not started).
-        num_pools: number of actors.
+    ``make`` builds the pool of actor ``index``, not started.
 
     Raises:
         MissingExtraError: Ray is not installed.

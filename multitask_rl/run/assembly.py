@@ -107,7 +107,7 @@ def build_parts(
         store.restore_control_tokens(actor)
         suppress_control_tokens(tasks, actor)
         critic.build(actor, [n for n in plan.trained if tasks[n].algorithm.needs_critic])
-        timeline = Timeline(store.timeline if track else None)
+        timeline = Timeline(plan.output_dir / "timeline.jsonl" if track else None)
         actor.release_engine()
         engine = plan.engine
         if engine is None:
@@ -135,8 +135,8 @@ def build_parts(
             learner_tasks,
             config,
             plan.rank_devices,
-            sharded=plan.is_sharded,
-            tensor=plan.tensor_ranks,
+            sharded=plan.actor_devices.is_sharded,
+            tensor=plan.actor_devices.tensor,
         )
         closing.callback(backend.close)
         if config.executor == "local" and config.rollout_lag == 0:
@@ -266,8 +266,9 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         "in and the update is made, rewards begin when a sample ends, stale samples are weighted by "
         f"truncated importance sampling; rollout engine {name!r} {weights}; "
         f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s) with "
-        f"{'parts' if plan.is_sharded else 'all'} of the weights, sequences in "
-        f"{config.batch.context_ranks} part(s), layers in {plan.tensor_ranks}; no pipeline parallelism"
+        f"{'parts' if plan.actor_devices.is_sharded else 'all'} of the weights, sequences in "
+        f"{config.batch.context_ranks} part(s), layers in {plan.actor_devices.tensor}; no pipeline "
+        "parallelism"
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
-from multitask_rl.config.devices import parse_devices, resolve_devices
+from multitask_rl.config.devices import DeviceSet, parse_devices, resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
@@ -43,15 +43,12 @@ class RunPlan:
     rows: dict[str, tuple[Sequence[Row], Sequence[Row]]]
     """Task -> (training rows, held-out rows)."""
     devices: dict[str, str]
+    actor_devices: DeviceSet
     rank_devices: list[tuple[str, str]]
     """Devices of the actor and of the critic in each learner rank; ("", "") = wherever they are."""
     engine_class: type[RolloutEngine]
     engine: RolloutEngine | None = None
     """Given from Python; None = to be built."""
-    is_sharded: bool = False
-    """Learner ranks hold parts of the weights, not copies."""
-    tensor_ranks: int = 1
-    """Ranks that compute every layer together."""
 
     @property
     def output_dir(self) -> Path:
@@ -105,7 +102,6 @@ def plan_run(
     devices = resolve_devices(config.device_map, tasks=list(specs))
     check_attention(config.model, devices.get("actor", ""))
     rank_devices = plan_ranks(config)
-    actor_devices = parse_devices(config.device_map.get("actor", "cpu"))
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
     rows = load_task_rows(specs, dataloader)
@@ -116,8 +112,7 @@ def plan_run(
         rows=rows,
         devices=devices,
         rank_devices=rank_devices,
-        is_sharded=actor_devices.is_sharded,
-        tensor_ranks=actor_devices.tensor,
+        actor_devices=parse_devices(config.device_map.get("actor", "cpu")),
         engine_class=type(engine)
         if engine is not None
         else load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
@@ -217,7 +212,7 @@ def _check_devices(plan: RunPlan) -> None:
         "device_map.reference": "reference" in config.device_map,
     }
     for key, is_wanted in wants.items():
-        if plan.is_sharded and is_wanted:
+        if plan.actor_devices.is_sharded and is_wanted:
             raise ConfigError(
                 f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
                 f"with which {key} does not work; leave that at its default, or sharded out"

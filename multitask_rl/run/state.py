@@ -106,11 +106,7 @@ class RunState:
         """Restore ``checkpoint``, the actor's weights first.
 
         A task that the checkpoint lacks starts fresh, unless it has the task's ``renamed_from``. The state of
-        a removed task is dropped.
-
-        Args:
-            checkpoint: read, its hashes checked.
-            without: parts that stay as they are.
+        a removed task is dropped. The parts ``without`` stay as they are.
 
         Raises:
             CheckpointError: a part cannot be read.

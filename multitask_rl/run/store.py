@@ -110,11 +110,6 @@ class RunStore:
             "saved; start again: the run goes on from them"
         )
 
-    @property
-    def timeline(self) -> Path:
-        """File of the busy spans of each stage."""
-        return self._output_dir / "timeline.jsonl"
-
     def restore_control_tokens(self, actor: Actor) -> None:
         """Give ``actor`` the control tokens of the checkpoint. Before any part that depends on their number.
 

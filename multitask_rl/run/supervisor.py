@@ -64,10 +64,7 @@ class Supervisor:
             self.trackers.log_event(event)
 
     def inspect(self, *, last: bool = False) -> bool:
-        """Evaluate, judge and save what is due at this step; False if the run was rolled back.
-
-        Args:
-            last: evaluation and checkpoint are due.
+        """Evaluate, judge and save what is due at this step, all if it is the ``last``; False if rolled back.
 
         Raises:
             GuardStop: the guard ended the run.

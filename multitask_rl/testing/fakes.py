@@ -31,7 +31,6 @@ class FakeEngine(RolloutEngine):
         respond: Callable[[Sequence[int], int], Sequence[int]] | None = None,
     ) -> None:
         self.policy_version = 0
-        self.num_updates = 0
         self.requests: list[GenerationRequest] = []
         """Everything asked so far."""
         self._vocab_size, self._eos_id, self._respond = vocab_size, eos_id, respond
@@ -51,7 +50,6 @@ class FakeEngine(RolloutEngine):
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Take note of the version; the weights are not looked at."""
         self.policy_version = policy_version
-        self.num_updates += 1
 
     def close(self) -> None:
         """Refuse further requests. Idempotent."""
