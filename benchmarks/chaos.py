@@ -46,7 +46,7 @@ from multitask_rl.run.store import RunStore
 from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.evaluation import Evaluator
-from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.base import Trackers
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
 

@@ -10,7 +10,6 @@ import pickle
 import socket
 import struct
 import time
-from collections import deque
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
@@ -23,7 +22,6 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
-        self._messages: deque[Any] = deque()
 
     def send(self, message: Any) -> None:
         """Send one message.
@@ -40,16 +38,20 @@ class Channel:
         self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self, deadline: float | None = None) -> Any:
-        """Return the next message.
-
-        Args:
-            deadline: ``time.monotonic()`` value; None = wait for ever.
+        """Return the next message; wait until ``deadline``, a ``time.monotonic()`` value (None = for ever).
 
         Raises:
             EOFError: the other end is gone.
             TimeoutError: no whole message arrived in time.
         """
-        while not self._messages:
+        buffer, end = self._buffer, _LENGTH.size
+        while True:
+            if len(buffer) >= _LENGTH.size:
+                end = _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
+            if len(buffer) >= end:
+                message = pickle.loads(memoryview(buffer)[_LENGTH.size : end])
+                del buffer[:end]
+                return message
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError
@@ -60,18 +62,7 @@ class Channel:
                 raise EOFError from error
             if not data:
                 raise EOFError
-            self._buffer += data
-            buffer, start = self._buffer, 0
-            while len(buffer) - start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(buffer, start)
-                end = start + _LENGTH.size + length
-                if len(buffer) < end:
-                    break
-                self._messages.append(pickle.loads(memoryview(buffer)[start + _LENGTH.size : end]))
-                start = end
-            if start:
-                del buffer[:start]
-        return self._messages.popleft()
+            buffer += data
 
     def hang_up(self) -> None:
         """End the connection for both ends, though another thread waits in ``receive``. Idempotent."""

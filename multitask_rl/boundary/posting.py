@@ -17,20 +17,11 @@ from http.client import HTTPResponse
 from typing import Any, cast
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Turns a redirect into an ``HTTPError`` with its status."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Return no request: ``urllib`` then raises ``HTTPError``."""
-
-
 @contextlib.contextmanager
 def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator[HTTPResponse]:
     """Send ``request``; the context value is the response, which must be read inside the context.
 
-    Args:
-        request: as for ``urllib.request.urlopen``.
-        timeout: seconds for the whole exchange.
+    ``timeout`` is in seconds, for the whole exchange.
 
     Raises:
         urllib.error.HTTPError: the server answers an error, or a redirect (3xx).
@@ -55,6 +46,10 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
         def https_open(self, req: urllib.request.Request) -> HTTPResponse:
             return self.do_open(Https, req)
 
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *_: Any) -> None:
+            """Return no request: ``urllib`` then raises ``HTTPError`` with the redirect's status."""
+
     is_over = threading.Event()
 
     def hang_up() -> None:
@@ -66,7 +61,7 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
     timer = threading.Timer(timeout, hang_up)
     timer.daemon = True
     timer.start()
-    opener = urllib.request.build_opener(_NoRedirect, Handler)
+    opener = urllib.request.build_opener(NoRedirect, Handler)
     try:
         with cast("HTTPResponse", opener.open(request, timeout=timeout)) as response:
             yield response

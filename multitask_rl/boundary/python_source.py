@@ -22,11 +22,7 @@ def parse_python(source: str, mode: Literal["eval"]) -> ast.Expression: ...
 
 
 def parse_python(source: str, mode: str = "exec") -> ast.AST:
-    """Return ``ast.parse(source, mode=mode)``.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: as ``ast.parse`` does.
-    """
+    """Return ``ast.parse(source, mode=mode)``; raise what it raises."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return ast.parse(source, mode=mode)

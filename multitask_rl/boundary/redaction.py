@@ -28,11 +28,7 @@ _AFTER_HOST = re.compile(r"(https?://[^\s/?#]+/).+", re.IGNORECASE | re.DOTALL)
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """Return ``value``, plain data, without its secrets.
-
-    Args:
-        value: mappings, lists and scalars.
-        key: key of ``value`` in the configuration.
+    """Return ``value``, plain data under ``key`` of the configuration, without its secrets.
 
     >>> redact({"api_key": "sesame", "url": "https://me:sesame@host"})
     {'api_key': '[redacted]', 'url': 'https://[redacted]@host'}
@@ -52,14 +48,12 @@ def redact(value: Any, key: str = "") -> Any:
 
 def redact_text(text: str) -> str:
     """Return ``text`` without user, password and secret query values in its addresses."""
-    if "://" not in text:
-        return text
 
     def without_secret(found: re.Match[str]) -> str:
         mark, name, _ = found.groups()
         return f"{mark}{name}={REDACTED}" if _SECRET.search(name) else found[0]
 
-    return _QUERY.sub(without_secret, _USER.sub(REDACTED, text))
+    return _QUERY.sub(without_secret, _USER.sub(REDACTED, text)) if "://" in text else text
 
 
 def redacted_keys(value: Any, key: str = "") -> Iterator[str]:

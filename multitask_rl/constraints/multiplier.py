@@ -49,13 +49,9 @@ class LagrangeMultiplier:
         self._reported = self.value
 
     def update(self, mean_cost: float, step: int) -> list[Event]:
-        """Update ``value``; return an event for a large change.
+        """Update ``value`` by the mean cost of a step, in [0, 1]; NaN (no rollout was judged) has no effect.
 
-        The change is large if 1 / (1 + lambda), the weight of the reward in the update, moves by a fifth.
-
-        Args:
-            mean_cost: mean cost of the step's rollouts, in [0, 1]; NaN (no rollout was judged) has no effect.
-            step: step of the costs.
+        Return an event if 1 / (1 + lambda), the weight of the reward in the update, moves by a fifth.
         """
         if not math.isfinite(mean_cost):
             return []
@@ -65,13 +61,13 @@ class LagrangeMultiplier:
         excess = average - config.setpoint * self.limit
         if config.mode == "pid":
             rise = 0.0 if before is None else max(0.0, average - before)
-            self._integral = self._clip(self._integral + config.integral * excess)
+            self._integral = _clip(self._integral + config.integral * excess, 0.0, config.max_value)
             value = config.proportional * excess + self._integral + config.derivative * rise
         else:
             low, high = math.log(_LOG_FLOOR), math.log(config.max_value)
-            self._log_value = min(high, max(low, self._log_value + config.log_rate * excess))
+            self._log_value = _clip(self._log_value + config.log_rate * excess, low, high)
             value = math.exp(self._log_value) if self._log_value > low else 0.0
-        self.value = new = self._clip(value)
+        self.value = new = _clip(value, 0.0, config.max_value)
         old = self._reported
         at_bound = new >= config.max_value > old
         if not at_bound and abs(math.log((1.0 + new) / (1.0 + old))) < _REPORTED_LOG_RATIO:
@@ -87,23 +83,16 @@ class LagrangeMultiplier:
         kind = "alarm" if at_bound else "multiplier"
         return [Event(step=step, source="multiplier", kind=kind, reason=reason, data=data)]
 
-    def _clip(self, value: float) -> float:
-        return min(self.config.max_value, max(0.0, value))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {
-            "average": self._average,
-            "integral": self._integral,
-            "log_value": self._log_value,
-            "value": self.value,
-            "reported": self._reported,
-        }
+        own = {"average": self._average, "integral": self._integral, "log_value": self._log_value}
+        return {**own, "value": self.value, "reported": self._reported}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self._average = state["average"]
-        self._integral = state["integral"]
-        self._log_value = state["log_value"]
-        self.value = state["value"]
-        self._reported = state["reported"]
+        self._average, self._integral = state["average"], state["integral"]
+        self._log_value, self.value, self._reported = state["log_value"], state["value"], state["reported"]
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(high, max(low, value))

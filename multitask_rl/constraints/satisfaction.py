@@ -33,12 +33,11 @@ def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, St
         name = constraint.name or constraint.plugin
         prefix, rate = f"{PREFIX}{name}/", violations(name, scored, of_served=False)
         bound = rate_upper_bound(round(rate.mean * rate.n) if rate.n else 0, rate.n)
-        satisfied = float(bound <= constraint.limit)
         for key, value, direction in (
             ("limit", constraint.limit, Direction.none),
             ("n", float(rate.n), Direction.none),
             ("upper_bound", bound, Direction.lower),
-            ("satisfied", satisfied, Direction.higher),
+            ("satisfied", float(bound <= constraint.limit), Direction.higher),
         ):
             numbers[prefix + key] = Statistic(mean=value, n=rate.n, error=math.nan, direction=direction)
         if rate.n:
@@ -64,27 +63,23 @@ def constraint_warnings(
 ) -> list[str]:
     """Warn of limits that the evaluation is too small to prove and of constraints without counterpart.
 
-    Args:
-        spec: the task.
-        traits: of the constraints' plugins, by constraint name.
-        num_prompts: held-out prompts of an evaluation; None = unknown.
+    ``traits`` are by constraint name; ``num_prompts`` is the size of an evaluation, None = unknown.
     """
     warnings = []
     known = {n for p in spec.rewards for n in (p.name, p.plugin)}
     known |= {n for p in spec.constraints for n in (p.name, p.plugin)}
     for constraint in spec.constraints:
-        name = constraint.name or constraint.plugin
-        if constraint.limit is not None and num_prompts is not None:
-            needed = smallest_number(constraint.limit)
-            if num_prompts < needed:
-                remedy = f"evaluate on {needed} (eval.num_prompts and as many rows) or raise the limit"
-                if math.isinf(needed):
-                    remedy = "a limit of 0 can never be proved; allow a small one"
-                warnings.append(
-                    f"constraint {name!r}: {num_prompts} held-out prompts without a single violation bound "
-                    f"the rate by {rate_upper_bound(0, num_prompts):.3g}, so the limit "
-                    f"{constraint.limit:g} never counts as satisfied; {remedy}"
-                )
+        name, limit = constraint.name or constraint.plugin, constraint.limit
+        if limit is not None and num_prompts is not None and num_prompts < smallest_number(limit):
+            remedy = "a limit of 0 can never be proved; allow a small one"
+            if limit > 0:
+                number = f"{smallest_number(limit)} (eval.num_prompts and as many rows)"
+                remedy = f"evaluate on {number} or raise the limit"
+            warnings.append(
+                f"constraint {name!r}: {num_prompts} held-out prompts without a single violation bound "
+                f"the rate by {rate_upper_bound(0, num_prompts):.3g}, so the limit "
+                f"{limit:g} never counts as satisfied; {remedy}"
+            )
         counterpart = traits[name].counterpart if name in traits else ""
         if counterpart and counterpart not in known:
             warnings.append(

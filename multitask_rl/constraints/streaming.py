@@ -19,13 +19,9 @@ Judge = Callable[[Sequence[Rollout], Sequence[Collection[str]]], list[dict[str, 
 
 
 class StreamJudge:
-    """The monitor (``rollout.base``) of one call to an engine.
+    """The monitor (``rollout.base``) of one call to an engine; ``text`` maps a slot and token ids to text.
 
     A check without a violation, or a failed one, has no effect: the complete response is judged again.
-
-    Args:
-        judge: judges all partial responses that are due.
-        text: maps a slot and token ids to the text that the constraint reads.
     """
 
     def __init__(self, judge: Judge, text: Callable[[Rollout, Sequence[int]], str]) -> None:
@@ -45,20 +41,17 @@ class StreamJudge:
 
     def check(self, partial: Sequence[tuple[int, list[int]]]) -> list[bool]:
         """Return whether each response violates a constraint that is due at its length."""
-        seeds: list[int] = []
+        due: dict[int, set[str]] = {}
         rollouts: list[Rollout] = []
-        due: list[set[str]] = []
         for seed, ids in partial:
             slot, spec = self._slots[seed]
             streaming = [c for c in spec.constraints if c.stream_every]
             if names := {c.name or c.plugin for c in streaming if len(ids) % c.stream_every == 0}:
-                seeds.append(seed)
-                text = self._text(slot, ids)
+                due[seed], text = names, self._text(slot, ids)
                 rollouts.append(replace(slot, response_ids=ids, response=text, finish_reason=FLAGGED))
-                due.append(names)
-        ended: dict[int, dict[str, Verdict | Failure]] = {}
-        for seed, verdicts in zip(seeds, self._judge(rollouts, due), strict=True):
+        ended: set[int] = set()
+        for seed, verdicts in zip(due, self._judge(rollouts, list(due.values())), strict=True):
             if violated := {n: v for n, v in verdicts.items() if isinstance(v, Verdict) and v.violated}:
-                ended[seed] = {**violated}
-        self.verdicts |= ended
+                self.verdicts[seed] = {**violated}
+                ended.add(seed)
         return [seed in ended for seed, _ in partial]

@@ -33,7 +33,7 @@ from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.stages import AdvantageStage, UpdateStage, sampling_stages
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
 from multitask_rl.tracking.alerts import AlertTracker
-from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.backends.build import build_backend
 from multitask_rl.training.credit import CreditAssigner

@@ -22,7 +22,7 @@ from multitask_rl.plugins import class_id
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.run.state import RunProgress, RunState
-from multitask_rl.tracking.record_files import RECORDS, cut_records, record_lengths, set_records_aside
+from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
 from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
 

@@ -27,7 +27,7 @@ from multitask_rl.step.evaluation import Evaluator, append_evaluations
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.metrics import aggregate
 from multitask_rl.step.task_state import TaskState
-from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.base import Trackers
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from multitask_rl.statistics.definitions import served
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
-from multitask_rl.tracking.record_files import RecordFile
+from multitask_rl.tracking.jsonl import RecordFile
 
 
 @dataclass

@@ -1,7 +1,6 @@
-"""Alerts: events that need attention at once, as a log line and to a webhook.
+"""Alerts: events of the guard and alarms of any controller, as a log line and to a webhook.
 
-An alert is an event of the guard, or an alarm of any controller. A server that hangs or refuses costs alerts,
-never the run.
+A server that hangs or refuses costs alerts, never the run.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ class BackgroundWriter(threading.Thread):
         max_failures: int | None = 5,
     ) -> None:
         super().__init__(name=target, daemon=True)
-        self._target, self._log = target, log
-        self._max_per_batch, self._max_failures = max_per_batch, max_failures
+        self._log, self._max_per_batch, self._max_failures = log, max_per_batch, max_failures
         self._queue: queue.Queue[Callable[[], None] | list[Any] | None] = queue.Queue(maxsize=max_queued)
         self.num_failed = 0
         """Points and calls that were lost."""
@@ -65,8 +64,9 @@ class BackgroundWriter(threading.Thread):
     def run(self) -> None:
         """Work until ``None`` comes."""
         points: list[Any] = []
-        while True:
-            item: Callable[[], None] | list[Any] | None = []
+        item: Callable[[], None] | list[Any] | None = []
+        while item is not None:
+            item = []
             with contextlib.suppress(queue.Empty):
                 item = self._queue.get(block=not points)  # points wait for nothing that is not queued
             if isinstance(item, list):
@@ -76,9 +76,7 @@ class BackgroundWriter(threading.Thread):
             if points:
                 self._attempt(partial(self._log, points), len(points))
                 points = []
-            if item is None:
-                return
-            if not isinstance(item, list):
+            if callable(item):
                 self._attempt(item, 1)
 
     def _attempt(self, call: Callable[[], None], size: int) -> None:
@@ -90,16 +88,10 @@ class BackgroundWriter(threading.Thread):
             self._num_failed_in_row = 0
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
             if self._num_failed_in_row == 0:
-                _LOG.warning(
-                    "%s refused a write (the run goes on; further refusals are counted): %r",
-                    self._target,
-                    error,
-                )
+                text = "%s refused a write (the run goes on; further refusals are counted): %r"
+                _LOG.warning(text, self.name, error)
             self.num_failed += size
             self._num_failed_in_row += 1
             if self._num_failed_in_row == self._max_failures:
-                _LOG.warning(
-                    "%s refused %d writes in a row; nothing more is sent to it",
-                    self._target,
-                    self._max_failures,
-                )
+                text = "%s refused %d writes in a row; nothing more is sent to it"
+                _LOG.warning(text, self.name, self._max_failures)

@@ -1,4 +1,4 @@
-"""Base of trackers.
+"""Base of trackers, and all trackers of a run.
 
 Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean over tasks),
 ``worst/<metric>`` (the worst task), ``eval/<task>/<constraint>/<metric>`` (a held-out limit),
@@ -7,10 +7,18 @@ Names of metrics: ``task/<name>/<metric>`` (one task), ``macro/<metric>`` (mean 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from multitask_rl.config.run import TrackingConfig
+from multitask_rl.errors import CheckpointError
+from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import Event, Scored
+
+_LOG = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -24,12 +32,10 @@ class Tracker:
     """Identity that a resumed run continues (kept in the checkpoint); None = has none."""
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
-        """Open the run.
+        """Open the run; ``parameters`` are the resolved configuration, nested.
 
-        Args:
-            parameters: the resolved configuration, nested.
-            resume_step: the last step the checkpoint holds (0: the run was killed before its first); the
-                tracker drops later records of the killed run if its medium allows it. None = a new run.
+        ``resume_step`` is the last step that the checkpoint holds (0: the run was killed before its first);
+        the tracker drops later records of the killed run if its medium allows it. None = a new run.
         """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -43,3 +49,81 @@ class Tracker:
 
     def finish(self, status: str) -> None:
         """Close: ``finished``, ``failed`` or ``stopped``."""
+
+
+class Trackers:
+    """Passes each call of a ``Tracker`` on to every tracker of the run.
+
+    A tracker that fails is reported once and left out. The run ends if its own records cannot be written.
+
+    Args:
+        output_dir: of the run.
+        config: names the trackers (entry points ``multitask_rl.trackers``).
+        run_id: ``run_id`` of the run that is continued.
+        further: trackers beside the configured ones, by name.
+
+    Raises:
+        PluginError: a tracker is unknown or cannot be imported.
+        MissingExtraError: a tracker's library is not installed.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        config: TrackingConfig,
+        run_id: str | None,
+        further: Mapping[str, Tracker] | None = None,
+    ) -> None:
+        self._identities: dict[str, str] = json.loads(run_id) if run_id else {}
+        self.failures: dict[str, str] = {}
+        """Trackers left out: name -> what went wrong."""
+        self._trackers: dict[str, Tracker] = {
+            name: load_plugin(TRACKERS, name, expects="log_metrics")(
+                output_dir=Path(output_dir), config=config, run_id=self._identities.get(name)
+            )
+            for name in dict.fromkeys(config.trackers)
+        } | dict(further or {})
+
+    @property
+    def run_id(self) -> str | None:
+        """Identities of the trackers, with those left out since, as JSON: name -> id."""
+        for name, tracker in self._trackers.items():
+            if tracker.run_id:
+                self._identities[name] = tracker.run_id
+        return json.dumps(self._identities, sort_keys=True) if self._identities else None
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except CheckpointError:
+                raise  # the run's own records
+            except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
+                self.failures[name] = repr(error)
+                del self._trackers[name]
+                _LOG.warning("tracker %r failed and is left out from here on: %r", name, error)
+
+    def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.start(parameters, resume_step))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_metrics(metrics, step))
+
+    def log_event(self, event: Event) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_event(event))
+
+    @property
+    def record_rollouts(self) -> bool:
+        """Whether a tracker does something with rollouts."""
+        return any(type(t).log_rollouts is not Tracker.log_rollouts for t in self._trackers.values())
+
+    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_rollouts(scored, step))
+
+    def finish(self, status: str) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.finish(status))

@@ -48,21 +48,17 @@ _GLOBAL_COLUMNS: Mapping[str, Sequence[str]] = {
 }
 
 
-def _format(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    if value == 0 or 1e-3 <= abs(value) < 100:
-        return f"{value:.3g}"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1e}"
-
-
 def _cells(columns: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> dict[str, str]:
     """Return title -> text of the columns that have at least one number."""
-    return {
-        title: "/".join(_format(metrics.get(name)) for name in names)
-        for title, names in columns.items()
-        if any(name in metrics for name in names)
-    }
+
+    def text(value: float) -> str:
+        if math.isnan(value):
+            return "-"
+        small = f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+        return f"{value:.0f}" if abs(value) >= 100 else small
+
+    shown = {title: names for title, names in columns.items() if not metrics.keys().isdisjoint(names)}
+    return {t: "/".join(text(metrics.get(name, math.nan)) for name in names) for t, names in shown.items()}
 
 
 class ConsoleTracker(Tracker):
@@ -82,10 +78,8 @@ class ConsoleTracker(Tracker):
         """Print where the run writes; on a terminal, open the live table."""
         max_steps = parameters.get("max_steps")
         self._num_steps = max_steps if isinstance(max_steps, int) else None
-        self._write(
-            f"output in {self._output_dir}"
-            + ("" if resume_step is None else f", resumed after step {resume_step}")
-        )
+        resumed = "" if resume_step is None else f", resumed after step {resume_step}"
+        self._write(f"output in {self._output_dir}{resumed}")
         stream = self._stream or sys.stdout
         if stream.isatty():
             from rich.console import Console
@@ -95,13 +89,10 @@ class ConsoleTracker(Tracker):
             self._live.start()
 
     def _write(self, line: str) -> None:
-        line = printable(line)
         if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False)
-            return
-        stream = self._stream or sys.stdout
-        stream.write(line + "\n")
-        stream.flush()
+            self._live.console.print(printable(line), markup=False, highlight=False)
+        else:
+            print(printable(line), file=self._stream or sys.stdout, flush=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the step: a line for the run, one per task."""
@@ -122,13 +113,12 @@ class ConsoleTracker(Tracker):
                 self._shown_tasks.setdefault(name, {}).update(cells)
             self._live.update(_table(title, self._shown_run, self._shown_tasks), refresh=True)
             return
-        self._write("  ".join([title, *(f"{name} {text}" for name, text in run.items())]))
         width = max(map(len, tasks), default=0)
-        for name, cells in tasks.items():
-            if cells:
-                self._write(
-                    "  ".join([f"  {name:<{width}}", *(f"{head} {text}" for head, text in cells.items())])
-                )
+        for head, cells in [
+            (title, run),
+            *((f"  {n:<{width}}", cells) for n, cells in tasks.items() if cells),
+        ]:
+            self._write("  ".join([head, *(f"{name} {text}" for name, text in cells.items())]))
 
     def log_event(self, event: Event) -> None:
         """Write one line, above the live table."""

@@ -1,21 +1,55 @@
-"""Tracker that appends JSON lines to the output directory: metrics, events, rollouts.
+"""The records of a run: files of JSON lines in its output directory, and the tracker that appends to them.
 
-``report``, ``compare`` and ``rescore`` read these records. A record that cannot be written ends the run.
-``record_files`` cuts records of a former run, or sets them aside.
+A checkpoint holds the length of every file. A run that resumes from it cuts the files to these lengths and
+repeats the later steps: a kill at any moment neither loses nor repeats a line. A record that cannot be
+written ends the run.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
+from multitask_rl.errors import disk_errors
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import Tracker
 from multitask_rl.tracking.lines import dump_line, scored_to_dict
-from multitask_rl.tracking.record_files import RecordFile
+
+logger = logging.getLogger(__name__)
+
+RECORDS = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "evaluations.jsonl", "timeline.jsonl")
+
+
+class RecordFile:
+    """Appends lines to the file ``path``; the first line opens it, and makes its directory if missing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Write ``lines``, each with its newline, before this returns; CheckpointError if that fails."""
+        data = "".join(lines).encode()
+        with disk_errors(str(self._path)):
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class JsonlTracker(Tracker):
@@ -31,7 +65,7 @@ class JsonlTracker(Tracker):
         self._open[name].append(dump_line(record) for record in records)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line: the step and every metric by name."""
+        """Append one line."""
         self._append("metrics.jsonl", [{"step": step, **metrics}])
 
     def log_event(self, event: Event) -> None:
@@ -45,6 +79,59 @@ class JsonlTracker(Tracker):
 
     def finish(self, status: str) -> None:
         """Close the files."""
-        for stream in self._open.values():
-            stream.close()
-        self._open.clear()
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def record_lengths(directory: Path) -> dict[str, int]:
+    """Return the bytes of every record file, after writing it to the disk; CheckpointError if that fails."""
+    lengths = {}
+    for path in (directory / name for name in RECORDS):
+        with disk_errors(str(path)), suppress(FileNotFoundError), path.open("rb") as stream:
+            os.fsync(stream.fileno())
+            lengths[path.name] = path.stat().st_size
+    return lengths
+
+
+def cut_records(directory: Path, lengths: Mapping[str, int]) -> None:
+    """Cut every record file to its length, remove a file without one; CheckpointError if that fails."""
+    for path in (directory / name for name in RECORDS):
+        length, size = lengths.get(path.name, 0), path.stat().st_size if path.exists() else 0
+        if size < length:
+            logger.warning(
+                "%s lacks %d of the %d bytes it had when the run was saved", path, length - size, length
+            )
+        with disk_errors(str(path)):
+            if length == 0:
+                path.unlink(missing_ok=True)
+            elif size > length:
+                os.truncate(path, length)
+
+
+def set_records_aside(directory: Path) -> None:
+    """Move the record files of a former run to ``previous-<n>/``; remove them if it made no step.
+
+    Raises:
+        CheckpointError: a file cannot be moved.
+    """
+    paths = [path for name in RECORDS if (path := directory / name).exists()]
+    if not any(map(_has_steps, paths)):
+        cut_records(directory, {})
+        return
+    index = 1
+    while (target := directory / f"previous-{index}").exists():
+        index += 1
+    with disk_errors(str(target)):
+        target.mkdir()
+        for path in paths:
+            shutil.move(path, target / path.name)
+    logger.info("a new run begins: the records of a former one are kept in %s", target)
+
+
+def _has_steps(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):
+                if int(json.loads(line)["step"]) > 0:
+                    return True
+    return False

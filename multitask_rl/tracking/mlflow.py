@@ -85,6 +85,7 @@ def _require_mlflow() -> None:
 
 
 def _client(uri: str) -> MlflowClient:
+    _require_mlflow()
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient
 
@@ -96,8 +97,7 @@ def _client(uri: str) -> MlflowClient:
 def _make_database(path: Path) -> None:
     """Make an empty database of MLflow's schema aside and rename it: a kill must not leave half of one.
 
-    MLflow makes its schema in seconds. The first database of each MLflow version is kept in the user's cache
-    directory, and later runs copy it.
+    MLflow needs seconds for its schema: a database of each version is kept in the user's cache directory.
     """
     if path.exists():
         return
@@ -138,17 +138,13 @@ def _asking_briefly() -> Iterator[None]:
 def fetch_run(uri: str, run_id: str, directory: Path) -> None:
     """Write what MLflow holds of a run into ``directory`` as the run's own output directory has it.
 
-    Args:
-        uri: tracking URI; empty = MLflow's own default (``MLFLOW_TRACKING_URI``).
-        run_id: the run.
-        directory: where ``evaluations.jsonl``, ``config.yaml``, ``events.jsonl`` and the tasks' weights in
-            ``metrics.jsonl`` go, as far as the run has them.
+    These are ``evaluations.jsonl``, ``config.yaml``, ``events.jsonl`` and the tasks' weights in
+    ``metrics.jsonl``, as far as the run has them. An empty ``uri`` is ``MLFLOW_TRACKING_URI`` or its default.
 
     Raises:
         MissingExtraError: MLflow is not installed.
         ConfigError: there is no such run.
     """
-    _require_mlflow()
     client = _client(uri)
     from mlflow.exceptions import MlflowException
 
@@ -201,35 +197,34 @@ class MLflowTracker(Tracker):
         if not self._config.uri:
             _make_database(self._directory / "mlflow.db")
         self._client = _client(self.uri)
-        is_reopened = self.run_id is not None
+        former = self.run_id
         with _asking_briefly():
-            if self.run_id is None:
+            if former is None:
                 self.run_id = self._create_run(parameters)
             else:
-                self._client.update_run(self.run_id, status="RUNNING")
-        self._run = self.run_id
+                self._client.update_run(former, status="RUNNING")
+        self._run = str(self.run_id)
         self._worker = BackgroundWriter(f"MLflow at {redact_text(self.uri)}", self._send_metrics)
         self._worker.start()
-        self._worker.put(lambda: self._send_parameters(parameters))
-        if resume_step is not None and is_reopened:
-            self._worker.put(lambda: self._load_events(resume_step))
+        self._worker.put(partial(self._send_parameters, parameters))
+        if resume_step is not None and former is not None:
+            self._worker.put(partial(self._load_events, resume_step))
             record = self._directory / "metrics.jsonl"
             num_bytes = record.stat().st_size if record.exists() else None
-            self._worker.put(lambda: self._meet_record(resume_step, record, num_bytes))
+            self._worker.put(partial(self._meet_record, resume_step, record, num_bytes))
 
     def _create_run(self, parameters: Mapping[str, Any]) -> str:
         """Create a run; end earlier runs of the directory that a kill left open, delete those without a step.
 
         No other run goes on in the directory: it is locked.
         """
-        experiment = self._client.get_experiment_by_name(self._config.experiment)
+        experiment, place = self._client.get_experiment_by_name(self._config.experiment), None
+        if self.uri.startswith("sqlite:///"):
+            # without a place, MLflow keeps the artifacts of a database in the working directory
+            place = (Path(self.uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
         if experiment is not None:
             number = str(experiment.experiment_id)
         else:
-            # without a place, MLflow keeps the artifacts of a database in the working directory
-            place = None
-            if self.uri.startswith("sqlite:///"):
-                place = (Path(self.uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
             number = str(self._client.create_experiment(self._config.experiment, artifact_location=place))
         # machine and directory, as a filter can ask for them
         tag = f"{socket.gethostname()}:{self._directory}".replace("'", "_")[:_MAX_TAG]
@@ -251,10 +246,9 @@ class MLflowTracker(Tracker):
         Without that file MLflow is taken to have all points up to ``resume_step``.
         """
         for name in self._client.get_run(self._run).data.metrics:
-            history = self._client.get_metric_history(self._run, name)
-            self._stored.update((name, point.step) for point in history)
+            steps = [point.step for point in self._client.get_metric_history(self._run, name)]
+            self._stored.update((name, step) for step in steps if num_bytes is not None or step > resume_step)
         if num_bytes is None:
-            self._stored = Counter({point: n for point, n in self._stored.items() if point[1] > resume_step})
             return
         points = []
         with record.open("rb") as stream:
@@ -295,19 +289,20 @@ class MLflowTracker(Tracker):
         """Send the kept points that MLflow lacks."""
         new = []
         for point in points:
-            if self._keeps(point.key, point.step):
-                if self._stored[point.key, point.step] > 0:
-                    self._stored[point.key, point.step] -= 1
-                else:
-                    new.append(point)
+            if not self._keeps(point.key, point.step):
+                continue
+            if self._stored[point.key, point.step] > 0:
+                self._stored[point.key, point.step] -= 1
+            else:
+                new.append(point)
         for index in range(0, len(new), MAX_PER_BATCH):
             batch = new[index : index + MAX_PER_BATCH]
             self._client.log_batch(self._run, metrics=batch, synchronous=True)
 
     def _keeps(self, name: str, step: int) -> bool:
         """Whether a point is kept: no kept one is near before it; only earlier points decide."""
-        last = self._last_kept.get(name)
-        if last is not None and last < step < last + step // _RESOLUTION:
+        last = self._last_kept.get(name, step)
+        if last < step < last + step // _RESOLUTION:
             return False
         self._last_kept[name] = step
         return True
@@ -330,7 +325,7 @@ class MLflowTracker(Tracker):
     def log_event(self, event: Event) -> None:
         """Queue the event: counted and quoted in a tag, kept whole in the artifact ``events.jsonl``."""
         if self._worker is not None:
-            self._worker.put(lambda: self._send_event(asdict(event)))
+            self._worker.put(partial(self._send_event, asdict(event)))
 
     def _send_event(self, event: dict[str, Any]) -> None:
         self._events.append(event)
@@ -362,7 +357,7 @@ class MLflowTracker(Tracker):
             if path.is_file():
                 worker.put(partial(self._client.log_artifact, self._run, str(path)))
         worker.put(tag_dropped)
-        worker.put(lambda: self._client.set_terminated(self._run, _STATUS.get(status, "FAILED")))
+        worker.put(partial(self._client.set_terminated, self._run, _STATUS.get(status, "FAILED")))
         worker.close(timeout_s=60.0)
         if worker.num_failed:
             _LOG.warning("%s did not take everything: %d writes lost", worker.name, worker.num_failed)

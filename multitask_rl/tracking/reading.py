@@ -15,6 +15,8 @@ from multitask_rl.records import Direction
 from multitask_rl.tracking.timeline import summarise
 
 T = TypeVar("T")
+_EVENT = {"source": str, "kind": str, "reason": str, "step": int}
+_SPAN = {"stage": str, "task": str, "start": float, "end": float}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,21 +66,13 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
     config = config if isinstance(config, dict) else {}
     names = _renamed(config)
 
-    def event(line: Mapping[str, Any]) -> dict[str, Any]:
-        texts = {key: str(line[key]) for key in ("source", "kind", "reason")}
-        return {**line, "step": int(line["step"]), **texts}
-
-    def interval(line: Mapping[str, Any]) -> dict[str, Any]:
-        texts = {key: str(line[key]) for key in ("stage", "task")}
-        return {"start": float(line["start"]), "end": float(line["end"]), **texts}
+    def typed(types: Mapping[str, Callable[[Any], Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return lambda line: {**line, **{key: as_type(line[key]) for key, as_type in types.items()}}
 
     def task_weights(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-        own = {
-            key[len("task/") : -len("/weight")]: float(value)
-            for key, value in line.items()
-            if key.startswith("task/") and key.endswith("/weight") and value is not None
-        }
-        return int(line["step"]), own
+        names = [key for key in line if key.startswith("task/") and key.endswith("/weight")]
+        own = {key[len("task/") : -len("/weight")]: line[key] for key in names}
+        return int(line["step"]), {task: float(value) for task, value in own.items() if value is not None}
 
     evaluations: dict[str, list[Evaluation]] = {}
     for evaluation in read_lines(directory / "evaluations.jsonl", lambda line: _evaluation(line, names)):
@@ -97,8 +91,8 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
         config=config,
         evaluations=evaluations,
         weights=weights,
-        events=list(read_lines(directory / "events.jsonl", event)),
-        stages=summarise(read_lines(directory / "timeline.jsonl", interval)),
+        events=list(read_lines(directory / "events.jsonl", typed(_EVENT))),
+        stages=summarise(read_lines(directory / "timeline.jsonl", typed(_SPAN))),
     )
 
 

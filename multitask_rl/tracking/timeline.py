@@ -10,22 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.tracking.record_files import RecordFile
+from multitask_rl.tracking.jsonl import RecordFile
 
 Span = tuple[float, float]
 WAIT = "wait/"
 
 
 class Timeline:
-    """Collects the spans of a step and writes them when it ends.
-
-    Args:
-        path: of ``timeline.jsonl``; appended to. None: nothing is written.
-    """
+    """Collects the spans of a step and appends them to ``path`` when it ends; None: nothing is written."""
 
     def __init__(self, path: Path | None) -> None:
         self._began = time.monotonic()
@@ -64,24 +60,20 @@ class Timeline:
     def end_step(self, step: int, running: Iterable[tuple[str, Span]] = ()) -> dict[str, float]:
         """Write the spans; return ``utilisation/<stage>`` and ``waits_for/<stage>``, shares of the step.
 
-        Args:
-            step: the step that ends.
-            running: stage and span so far of unfinished work for later steps, which record it themselves.
+        ``running``: stage and span so far of unfinished work for later steps, which record it themselves.
         """
         now = time.monotonic()
-        whole = (self._began, now)
-        self._spans.append(("step", "", step, whole))
+        whole, length = (self._began, now), max(now - self._began, 1e-9)
         by_stage: dict[str, list[Span]] = {stage: [] for stage in sorted(self._stages)}
         for stage, span in [*((stage, span) for stage, _, _, span in self._spans), *running]:
             by_stage.setdefault(stage, []).extend(intersect([span], [whole]))
         self._stages |= by_stage.keys()
-        length = max(now - self._began, 1e-9)
         numbers = {}
         for stage, spans in by_stage.items():
-            if stage != "step":
-                waited = stage.startswith(WAIT)
-                name = f"waits_for/{stage.removeprefix(WAIT)}" if waited else f"utilisation/{stage}"
-                numbers[name] = busy_seconds(spans) / length
+            waited = stage.startswith(WAIT)
+            name = f"waits_for/{stage.removeprefix(WAIT)}" if waited else f"utilisation/{stage}"
+            numbers[name] = busy_seconds(spans) / length
+        self._spans.append(("step", "", step, whole))
         self._write()
         return numbers
 
@@ -97,19 +89,12 @@ class Timeline:
                         ended = max(ended, float(json.loads(line)["end"]))
             self._zero = min(start for *_, (start, _) in spans) - ended
             self._file = RecordFile(self._path)
-        self._file.append(
-            json.dumps(
-                {
-                    "stage": stage,
-                    "task": task,
-                    "start": round(start - self._zero, 6),
-                    "end": round(end - self._zero, 6),
-                    "step": step + 1,
-                }
-            )
-            + "\n"
-            for stage, task, step, (start, end) in spans
-        )
+        found = []
+        for stage, task, step, span in spans:
+            start, end = (round(at - self._zero, 6) for at in span)
+            record = {"stage": stage, "task": task, "start": start, "end": end, "step": step + 1}
+            found.append(json.dumps(record) + "\n")
+        self._file.append(found)
 
     def close(self) -> None:
         """Write the remaining spans and close the file. Idempotent."""
@@ -134,26 +119,6 @@ def merge(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def intersect(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """Return the time in both.
-
-    >>> intersect([(0, 2), (3, 5)], [(1, 4)])
-    [(1, 2), (3, 4)]
-    """
-    first, second = merge(spans), merge(others)
-    found: list[Span] = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            found.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
 def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     """Return the time in ``spans`` and not in ``others``.
 
@@ -166,35 +131,34 @@ def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     return left
 
 
+def intersect(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return the time in both."""
+    return subtract(spans, subtract(spans, others))
+
+
 def busy_seconds(spans: Iterable[Span]) -> float:
     """Return the length of the union."""
     return sum(end - start for start, end in merge(spans))
 
 
 def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return per stage ``busy`` and ``waited`` (the update waited for it), shares of all steps' time.
+    """Return per stage of ``timeline.jsonl`` ``busy`` and ``waited``, shares of all steps' time.
 
-    A stage of one task that was waited for is named ``<stage>/<task>``.
-
-    Args:
-        lines: of ``timeline.jsonl``.
+    ``waited``: the update waited for the stage; for a stage of one task it is named ``<stage>/<task>``.
     """
-    steps: list[Span] = []
-    busy: dict[str, list[Span]] = {}
+    busy: dict[str, list[Span]] = {"step": []}
     waits: dict[str, float] = {}
     for line in lines:
-        span = (float(line["start"]), float(line["end"]))
-        stage, task = line["stage"], line["task"]
-        if stage == "step":
-            steps.append(span)
-        elif stage.startswith(WAIT):
+        stage, task, start, end = line["stage"], line["task"], float(line["start"]), float(line["end"])
+        if stage.startswith(WAIT):
             name = stage.removeprefix(WAIT) + (f"/{task}" if task else "")
-            waits[name] = waits.get(name, 0.0) + span[1] - span[0]
+            waits[name] = waits.get(name, 0.0) + end - start
         else:
-            busy.setdefault(stage, []).append(span)
-    total = busy_seconds(steps)
-    if total <= 0.0:
+            busy.setdefault(stage, []).append((start, end))
+    steps = busy.pop("step")
+    if (total := busy_seconds(steps)) <= 0.0:
         return {}
-    shares = {stage: busy_seconds(intersect(spans, steps)) / total for stage, spans in busy.items()}
+    # the time in both is the sum of the parts less the union
+    shares = {n: (busy_seconds(own) + total - busy_seconds(own + steps)) / total for n, own in busy.items()}
     names = [*shares, *(n for n in waits if n not in shares)]
     return {n: {"busy": shares.get(n, 0.0), "waited": waits.get(n, 0.0) / total} for n in names}

@@ -21,7 +21,7 @@ from multitask_rl.run.assembly import build_trackers
 from multitask_rl.run.plan import plan_run
 from multitask_rl.tracking import alerts
 from multitask_rl.tracking.alerts import AlertTracker
-from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.base import Trackers
 from run_builders import run_config, write_run
 
 

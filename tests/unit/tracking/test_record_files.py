@@ -2,7 +2,7 @@
 
 import json
 
-from multitask_rl.tracking.record_files import (
+from multitask_rl.tracking.jsonl import (
     RECORDS,
     RecordFile,
     cut_records,

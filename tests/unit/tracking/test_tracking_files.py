@@ -26,8 +26,8 @@ from multitask_rl.records import (
     Scored,
     Verdict,
 )
+from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ConsoleTracker
-from multitask_rl.tracking.fanout import Trackers
 from multitask_rl.tracking.jsonl import JsonlTracker
 from multitask_rl.tracking.lines import rollout_from_dict
 

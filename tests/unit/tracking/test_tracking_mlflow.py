@@ -16,7 +16,7 @@ from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Event
 from multitask_rl.tracking import mlflow as adapter
 from multitask_rl.tracking.background import BackgroundWriter
-from multitask_rl.tracking.fanout import Trackers
+from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.jsonl import JsonlTracker
 from multitask_rl.tracking.mlflow import MLflowTracker, flatten_parameters, legal_name
 
