@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from multitask_rl.attention.float32 import FLOAT32, attend_float32, score_dtype
+from multitask_rl.attention.float32 import attend_float32, score_dtype
 from multitask_rl.attention.interface import check_options
 
 BLOCKS = "multitask_rl_blocks"
@@ -45,14 +45,10 @@ class Block:
 
 
 class Blocks:
-    """All blocks of a sequence: the prefixes of prompts, then the responses and whole samples.
+    """All blocks of a sequence: the ``prefixes`` of prompts, then the ``responses`` and whole samples.
 
-    Made for one forward; the layers share the biases.
-
-    Args:
-        prefixes: blocks of prompts.
-        prefix_lengths: [U] of all rows of ``prefixes``, in order.
-        responses: blocks of responses and whole samples.
+    Made for one forward; the layers share the biases. ``prefix_lengths`` [U] are those of all prefixes, in
+    order.
     """
 
     def __init__(self, prefixes: list[Block], prefix_lengths: Tensor, responses: list[Block]) -> None:
@@ -66,13 +62,14 @@ class Blocks:
         self.even = bool(self._seen.all())
         """All prompts are equally long: all rows share one bias."""
         self._biases: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._kept: list[bool] = []
-        """By response block: its bias is kept for all layers."""
+        self.slice_sizes: list[int] = []
+        """By response block: queries to compute at once; 0 = all, with a bias that is kept for all layers."""
         room = MASK_CELLS
         for block in responses:
-            cells = self._num_biases(block) * block.width * (self._longest + block.width)
-            self._kept.append(block.prompt is not None and cells <= room)
-            room -= cells if self._kept[-1] else 0
+            cells = (1 if self.even else block.rows) * (self._longest + block.width)
+            is_kept = block.prompt is not None and cells * block.width <= room
+            self.slice_sizes.append(0 if is_kept else max(1, MASK_CELLS // cells))
+            room -= cells * block.width if is_kept else 0
 
     def join(self, parts: Sequence[Tensor]) -> Tensor | None:
         """Return [U, P, K, D] of the prefixes' ``parts`` [R * T, K, D]; None without prefixes."""
@@ -83,16 +80,6 @@ class Blocks:
             for part, b in zip(parts, self.prefixes, strict=False)
         ]
         return own[0] if len(own) == 1 else torch.cat(own)
-
-    def _num_biases(self, block: Block) -> int:
-        return 1 if self.even else block.rows
-
-    def slice_size(self, number: int) -> int:
-        """Return how many queries of response block ``number`` to compute at once; 0 = all."""
-        block = self.responses[number]
-        if self._kept[number]:
-            return 0
-        return max(1, MASK_CELLS // (self._num_biases(block) * (self._longest + block.width)))
 
     def bias(self, number: int, queries: range, dtype: torch.dtype) -> Tensor:
         """Return [R or 1, 1, queries, P + queries.stop], the bias of ``queries`` of a response block."""
@@ -106,7 +93,7 @@ class Blocks:
         prompt = prompt[:, None, None].expand(-1, 1, len(queries), -1)
         visible = torch.cat([prompt, own.expand(len(prompt), -1, -1, -1)], dim=-1)
         bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-        if self._kept[number]:
+        if not self.slice_sizes[number]:
             self._biases[number, dtype] = bias
         return bias
 
@@ -183,7 +170,7 @@ def _continue(
         bias = blocks.bias(number, range(start, stop), dtype)
         return attend_float32(module, query, key[:, :, :end], value[:, :, :end], bias, scaling=scaling)[0]
 
-    size = blocks.slice_size(number)
+    size = blocks.slice_sizes[number]
     if not size:
         return attend(query, 0, width)
     # the backward pass makes the bias of each slice again: it is not kept
@@ -204,11 +191,6 @@ def _continue(
 def _rows(states: Tensor, block: Block) -> Tensor:
     """Return [R, T, heads, D] of ``states`` [R * T, heads, D]."""
     return states.view(block.rows, block.width, *states.shape[1:])
-
-
-def can_attend_in_blocks(model: Any) -> bool:
-    """Whether ``model`` uses an implementation of the attention interface that this module can replace."""
-    return bool(model.config._attn_implementation in ("sdpa", "eager", FLOAT32, BLOCKS))
 
 
 AttentionInterface.register(BLOCKS, block_attention)

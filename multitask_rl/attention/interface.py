@@ -60,12 +60,8 @@ _peers: list[Peers] = []
 def use_attention(models: Sequence[Any], name: str, *, peers: Peers | None = None) -> Iterator[None]:
     """Let ``models`` attend by the implementation ``name``, then restore their former one.
 
-    With gradient checkpointing the context must include the backward pass, which computes layers again.
-
-    Args:
-        models: of ``transformers``, with adapters or without.
-        name: ``BLOCKS``, ``SHARED_PROMPT`` or ``CONTEXT``.
-        peers: for ``CONTEXT``.
+    ``name`` is ``BLOCKS``, ``SHARED_PROMPT`` or ``CONTEXT``, which needs ``peers``. With gradient
+    checkpointing the context must include the backward pass, which computes layers again.
     """
     before = [(model, own) for model in models if (own := model.config._attn_implementation) != name]
     if peers is not None:

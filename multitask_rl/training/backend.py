@@ -102,8 +102,7 @@ class TokenMeans:
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._counts: dict[tuple[str, str], int] = defaultdict(int)
         self._mismatch_max: dict[str, float] = {}
-        self._padding = 0.0
-        self._cells = 0
+        self._padding = self._cells = 0
 
     def add(self, task: str, metrics: Mapping[str, Tensor]) -> None:
         """Add the [N] tensors of one micro-batch."""
@@ -114,9 +113,9 @@ class TokenMeans:
                 if name == "mismatch":
                     self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), float(value.max()))
 
-    def add_padding(self, share: float, cells: int) -> None:
-        """Add the padding share of micro-batches of ``cells`` tokens."""
-        self._padding += share * cells
+    def add_padding(self, tokens: int, cells: int) -> None:
+        """Add micro-batches of ``tokens``, computed as ``cells`` with padding."""
+        self._padding += cells - tokens
         self._cells += cells
 
     def merge(self, other: TokenMeans) -> None:
@@ -172,22 +171,16 @@ class TrainingBackend:
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool
     ) -> StepStartOutputs:
-        """Return log-probabilities of all responses under the present weights.
+        """Return log-probabilities of all responses under the present weights; on request more.
 
-        Args:
-            task: of all ``samples``; selects the value head.
-            samples: each with a prompt of at least one token.
-            want_values: also return the critic's values.
-            want_ref: also return the reference policy's log-probabilities.
+        All ``samples`` are of ``task``, which selects the value head. Each prompt has at least one token.
         """
         raise NotImplementedError
 
     def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
-        """Make one optimizer step.
+        """Make one optimizer step with ``factor`` times the learning rates.
 
-        Args:
-            active: all samples of the step with a gradient; their factors include shares and denominators.
-            factor: of the learning rates.
+        ``active`` are all samples of the step with a gradient; their factors include shares and denominators.
         """
         raise NotImplementedError
 

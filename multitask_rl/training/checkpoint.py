@@ -55,10 +55,7 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run. It keeps the newest ``keep``, the two newest judged good, and the best.
 
-    Args:
-        directory: of the checkpoints.
-        keep: how many of the newest stay.
-        is_writer: only this process writes to ``directory``. False: this process only reads it.
+    ``is_writer``: only this process writes to ``directory``. False: this process only reads it.
     """
 
     def __init__(self, directory: Path, keep: int, *, is_writer: bool = True) -> None:
@@ -124,7 +121,14 @@ class CheckpointStore:
                     self._put_back()
                 sync(self.directory)
                 self.entries[entry.step] = entry
-                self._retain()
+                newest_first = sorted(self.entries, reverse=True)
+                good = [s for s in newest_first if self.entries[s].judged_good]
+                scored = [e for e in self.entries.values() if e.score is not None]
+                best = sorted(scored, key=lambda e: (e.score, e.step))[-1:]
+                kept = {*good[:2], *(e.step for e in best)}
+                for step in newest_first[self.keep :]:
+                    if step not in kept:
+                        self._remove(step)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # frees the disk for the next try
             raise
@@ -179,18 +183,6 @@ class CheckpointStore:
                 path.rename(aside)
                 self.entries.pop(newer, None)
             sync(self.directory)
-
-    def _retain(self) -> None:
-        newest_first = sorted(self.entries, reverse=True)
-        kept = set(newest_first[: self.keep])
-        good = [s for s in newest_first if self.entries[s].judged_good]
-        kept.update(good[:2])
-        scored = [e for e in self.entries.values() if e.score is not None]
-        if scored:
-            kept.add(max(scored, key=lambda e: (e.score, e.step)).step)
-        for step in newest_first:
-            if step not in kept:
-                self._remove(step)
 
     def _on_disk(self) -> list[int]:
         found = (re.fullmatch(r"step_(\d+)", p.name) for p in self.directory.glob("step_*"))

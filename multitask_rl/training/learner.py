@@ -64,7 +64,15 @@ class Learner:
         norms: list[dict[str, float]] = []
         num_skipped = 0
         for epoch in range(self._config.batch.num_epochs):
-            minibatches = self._minibatches(credited, step, epoch)
+            # every task's samples are dealt evenly to the minibatches
+            number, dealt = self._config.batch.num_minibatches, list(credited)
+            if number > 1:
+                dealt = []
+                for name in self.tasks:
+                    own = [c for c in credited if c.sample.task == name]
+                    random_stream(self._config.seed, "minibatch", name, step, epoch).shuffle(own)
+                    dealt += own
+            minibatches = [part for i in range(number) if (part := dealt[i::number]) or number == 1]
             # a task that few minibatches have weighs more in those, so that its mean weight is its share
             present = Counter(name for part in minibatches for name in {c.sample.task for c in part})
             weights = {
@@ -98,20 +106,6 @@ class Learner:
         metrics |= {"padding_share": means.padding, "skipped_updates": float(num_skipped)}
         metrics["updates"] = float(len(norms))
         return UpdateReport(metrics=metrics, task_metrics=means.by_task(), spans=spans)
-
-    def _minibatches(
-        self, credited: Sequence[CreditedSample], step: int, epoch: int
-    ) -> list[list[CreditedSample]]:
-        """Deal every task's samples evenly to the minibatches."""
-        number = self._config.batch.num_minibatches
-        if number == 1:
-            return [list(credited)]
-        dealt: list[CreditedSample] = []
-        for name in self.tasks:
-            own = [c for c in credited if c.sample.task == name]
-            random_stream(self._config.seed, "minibatch", name, step, epoch).shuffle(own)
-            dealt.extend(own)
-        return [part for i in range(number) if (part := dealt[i::number])]
 
     def _token_weights(self, minibatch: list[CreditedSample], shares: Mapping[str, float]) -> list[float]:
         """Return the factor of each sample's token losses: share * loss_weight / denominator."""

@@ -19,12 +19,7 @@ MANIFEST = "manifest.json"
 
 
 def write_manifest(directory: Path, facts: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest of all files below ``directory``, and fsync all of them.
-
-    Args:
-        directory: complete except for its manifest.
-        facts: JSON data for the manifest's key ``facts``.
-    """
+    """Write the manifest of all files below ``directory``, with ``facts`` (JSON data), and fsync all."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     listed = {str(p.relative_to(directory)): {"bytes": p.stat().st_size, "blake2b": _hash(p)} for p in files}
     contents = {"format": FORMAT, "facts": dict(facts or {}), "files": listed}
@@ -68,10 +63,8 @@ def check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
             size, found = file.stat().st_size, _hash(file)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if size != expected["bytes"]:
-            raise CheckpointError(
-                f"{file} is cut off or altered: {size} bytes instead of {expected['bytes']}"
-            )
+        if size != (whole := expected["bytes"]):
+            raise CheckpointError(f"{file} is cut off or altered: {size} bytes instead of {whole}")
         if found != expected["blake2b"]:
             raise CheckpointError(f"{file} was altered: its hash is not that of {MANIFEST}")
 

@@ -153,12 +153,6 @@ def make_microbatch(
     )
 
 
-def padding_share(batches: Sequence[MicroBatch]) -> float:
-    """Return the share of padding among computed tokens."""
-    cells = sum(b.num_cells for b in batches)
-    return 1.0 - sum(b.num_tokens for b in batches) / cells if cells else 0.0
-
-
 def _shared(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +35,27 @@ def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float
     return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-class StateSharing(Protocol):
-    """Several processes that make one step together, each with the optimizer state of some parameters.
+class StateSharing:
+    """How processes that make one step together share its state; here one process has all of it.
 
     ``ActorCriticOptimizer.step`` calls ``sum_gradients`` and ``norms``, applies the gradients of this
     process's own parameters, and calls ``send_weights``.
     """
 
+    def __init__(self, actor: Sequence[nn.Parameter], critic: Sequence[nn.Parameter]) -> None:
+        self.groups = (actor, critic)
+
     def is_own(self, parameter: nn.Parameter) -> bool:
-        """Whether its state is in this process."""
+        """Whether the state of ``parameter`` is in this process."""
+        return True
 
     def sum_gradients(self) -> None:
         """Sum each parameter's gradients of all processes, in float32, in the process that has its state."""
 
     def norms(self) -> list[float | None]:
         """Return the gradient norms of actor and critic over all processes; None without a gradient."""
+        found = [[p.grad for p in group if p.grad is not None] for group in self.groups]
+        return [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
 
     def send_weights(self) -> None:
         """Send moved weights to all processes."""
@@ -91,7 +97,7 @@ class ActorCriticOptimizer:
         self._scale = FIRST_SCALE if scales_loss else 1.0
         self.num_loads = 0
         """How often the state was replaced; other processes then need their parts again."""
-        self._sharing: StateSharing | None = None
+        self._sharing = StateSharing(actor, critic)
 
     def share_out(self, sharing: StateSharing) -> None:
         """From now on keep the state of this process's own parameters only, and move only these."""
@@ -128,12 +134,8 @@ class ActorCriticOptimizer:
         if self.scales_loss:
             grads = [p.grad for group in self.parameters for p in group if p.grad is not None]
             torch._foreach_div_(grads, self.loss_scale)
-        if self._sharing is None:
-            found = [[p.grad for p in group if p.grad is not None] for group in self.parameters]
-            norms = [float(nn.utils.get_total_norm(g, foreach=True)) if g else None for g in found]
-        else:
-            self._sharing.sum_gradients()
-            norms = self._sharing.norms()
+        self._sharing.sum_gradients()
+        norms = self._sharing.norms()
         if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
             self._rescale(SHRINKAGE)
@@ -148,8 +150,7 @@ class ActorCriticOptimizer:
             active["params"], active["lr"] = params, rate * factor
         self._adamw.step()
         self._masters.give_weights()
-        if self._sharing is not None:
-            self._sharing.send_weights()
+        self._sharing.send_weights()
         names = ("grad_norm", "critic_grad_norm")
         return {name: norm for name, norm in zip(names, norms, strict=True) if norm is not None}
 
@@ -160,8 +161,7 @@ class ActorCriticOptimizer:
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return the state in this process for a checkpoint, ``<parameter name>|<key>`` -> tensor.
 
-        Args:
-            names: ``id(parameter)`` -> parameter name.
+        ``names``: ``id(parameter)`` -> parameter name.
         """
         state: dict[str, Tensor] = {}
         for moved, values in self._adamw.state.items():
@@ -191,7 +191,7 @@ class ActorCriticOptimizer:
                     f"optimizer state {name!r} has shape {tuple(value.shape)}, the parameter has "
                     f"{tuple(parameter.shape)}; the checkpoint belongs to another model"
                 )
-            is_own = self._sharing is None or self._sharing.is_own(parameter)
+            is_own = self._sharing.is_own(parameter)
             state.setdefault(parameter, {})[key] = value.to(parameter.device if is_own else "cpu").clone()
         self.num_loads += 1
         self._adamw.state.clear()

@@ -19,14 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitask_rl.attention.block import (
-    BLOCKS,
-    Block,
-    Blocks,
-    can_attend_in_blocks,
-    keep_until_backward,
-    mask_of,
-)
+from multitask_rl.attention.block import BLOCKS, Block, Blocks, keep_until_backward, mask_of
+from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.attention.interface import has_windows, use_attention
 from multitask_rl.models.actor import evaluating
 
@@ -267,8 +261,9 @@ def supports_shared_prompts(model: Any) -> bool:
     Models fail that have another state than keys and values (Mamba) or attention windows, or whose attention
     does not go through the interface of ``transformers``.
     """
+    can_be_replaced = model.config._attn_implementation in ("sdpa", "eager", FLOAT32, BLOCKS)
     # the trial's few tokens would not show a window
-    if getattr(model, "_is_stateful", False) or not can_attend_in_blocks(model) or has_windows(model):
+    if getattr(model, "_is_stateful", False) or not can_be_replaced or has_windows(model):
         return False
     size = int(model.config.get_text_config().vocab_size)
     # two groups with prompts of two lengths, and a sample with a prompt of its own

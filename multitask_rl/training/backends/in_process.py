@@ -19,7 +19,7 @@ from multitask_rl.training.backend import (
     Weighted,
 )
 from multitask_rl.training.credit import LearnerTask
-from multitask_rl.training.microbatch import MicroBatch, padding_share
+from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner, scatter
 
@@ -72,11 +72,9 @@ class InProcess(TrainingBackend):
     def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
         """Make one optimizer step on this process's samples; ranks sum their gradients."""
         result = self._step(active, factor)
-        if self.optimizer.scales_loss:
+        for _ in range(MAX_OVERFLOWS if self.optimizer.scales_loss else 0):
             # all ranks see the same norms, so they make the same number of passes
-            for _ in range(MAX_OVERFLOWS):
-                if result.norms is not None:
-                    break
+            if result.norms is None:
                 result = self._step(active, factor)
         return result
 
@@ -86,7 +84,7 @@ class InProcess(TrainingBackend):
         with runner.actor.learning(), runner.critic.learning():
             batches = runner.cut([c.sample for c, _ in active])
             own = [batch for batch in batches if batch.indices]
-            means.add_padding(padding_share(own), sum(b.num_cells for b in own))
+            means.add_padding(sum(b.num_tokens for b in own), sum(b.num_cells for b in own))
             with runner.together():
                 for batch in batches:
                     loss = self._loss(batch.to(runner.actor.device), active, means)

@@ -39,7 +39,6 @@ from multitask_rl.training.backends.replica import Replica, Setup, describe
 from multitask_rl.training.backends.sharded import (
     ShardedPasses,
     Shards,
-    check_probe,
     check_shardable,
     probe,
     shard_learner,
@@ -59,8 +58,7 @@ class RankGroup(TrainingBackend):
 
     Args:
         main: backend of this process, with whole models; computes rank 0's part unless ``sharded``.
-        config: the run.
-        launch: starts a rank.
+        config, launch: the run, and how a rank is started.
         devices: of actor and critic, by rank.
         context: ranks that share a sequence.
         sharded: every rank holds a part of actor and reference; this process also keeps the whole actor.
@@ -117,6 +115,10 @@ class RankGroup(TrainingBackend):
             connections.arrived[0] = time.monotonic()
             connections.collect("arrived", "step")
 
+        def join() -> Ranks:
+            sizes = (self.num_ranks, context, tensor)
+            return Ranks(0, *sizes, address=host, store=store, device=runner.actor.device)
+
         try:
             store, port = host_store(host)
             setup = Setup(
@@ -128,9 +130,15 @@ class RankGroup(TrainingBackend):
                 num_threads=num_threads or torch.get_num_threads(),
                 frozen=frozen,
             )
-            self._ranks = self._start(setup, store)
+            for rank in self._others:
+                connections.send(rank, setup)
+            connections.collect("thawed", "start")
+            with self._naming_the_lost("the start"):
+                # on a GPU nothing waits yet, and the thread's current device is set
+                is_on_gpu = runner.actor.device.type == "cuda"
+                self._ranks = join() if is_on_gpu else connections.meet(join, "the start")
             self._undo.callback(self._ranks.close)
-            self._connections.on_lost = self._ranks.abort
+            connections.on_lost = self._ranks.abort
             self._ranks.before_sum = wait_for_all
             self._send_tensors()
             self._state: SharedState
@@ -149,34 +157,15 @@ class RankGroup(TrainingBackend):
             self.close()
             raise
 
-    def _start(self, setup: Setup, store: Any) -> Ranks:
-        """Send every rank its setup and meet it in the process groups."""
-        for rank in self._others:
-            self._connections.send(rank, setup)
-        self._connections.collect("thawed", "start")
-        device = self.runner.actor.device
-
-        def join() -> Ranks:
-            sizes = (self.num_ranks, setup.context, setup.tensor)
-            return Ranks(0, *sizes, address=setup.host, store=store, device=device)
-
-        try:
-            # on a GPU nothing waits yet, and the thread's current device is set
-            return join() if device.type == "cuda" else self._connections.meet(join, "the start")
-        except RuntimeError:
-            self._connections.collect("done", "the start", until=time.monotonic() + 5.0)
-            raise
-
     def _shard(self) -> None:
         """Cut the models of all ranks. This process keeps the whole actor for engines and checkpoints."""
         runner = self.runner
         actor, reference = runner.actor, runner.reference
         number = {p.data_ptr(): place for place, p in enumerate(actor.model.parameters())}
         cut = {p.data_ptr() for p in (reference.parameters() if reference is not None else ())}
-        self._places = {
-            i: number[t.data_ptr()] for i, t in enumerate(self._tensors) if t.data_ptr() in number
-        }
-        gone = [i for i, t in enumerate(self._tensors) if t.data_ptr() in cut]
+        at = [t.data_ptr() for t in self._tensors]
+        self._places = {i: number[place] for i, place in enumerate(at) if place in number}
+        gone = [i for i, place in enumerate(at) if place in cut]
         for i in gone:
             self._tensors[i] = torch.empty(0)
         traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
@@ -185,14 +174,10 @@ class RankGroup(TrainingBackend):
         same = {id(buffer): buffer for buffer in actor.model.buffers()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
         parts = (double, runner.critic, reference, self._main.tasks, self._config, self._ranks)
-        (self._own, state), _ = self._call(
-            Replica.shard,
-            dict.fromkeys(self._others, (self._places, gone, traits)),
-            lambda: shard_learner(*parts, *traits),
-        )
+        work = dict.fromkeys(self._others, (self._places, gone, traits))
+        (self._own, state), _ = self._call(Replica.shard, work, lambda: shard_learner(*parts, *traits))
         self._state, self._shards = state, state.shards
-        found, _ = self._call(Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks)))
-        check_probe(actor.model, found, expected)
+        self._call(Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks), expected))
         self._remember()
         self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
 
@@ -201,29 +186,32 @@ class RankGroup(TrainingBackend):
     ) -> tuple[Any, list[Any]]:
         """Run all ranks at the same time; return this rank's result and those of the other ranks.
 
-        Args:
-            method: of ``Replica``, for the other ranks.
-            work: its arguments, by rank; a rank that is missing gets none.
-            own: does this rank's part.
+        ``own`` does this rank's part. The others call ``method`` of ``Replica`` with the arguments that
+        ``work`` has for them, or with none.
         """
         self._connections.arrived = {}
         with self._at_work():
             for rank in self._others:
                 self._connections.send(rank, (method, work.get(rank, ())))
-            try:
+            with self._naming_the_lost(method.__name__):
                 result = own()
-            except MultitaskRLError:
-                raise
-            except RuntimeError:
-                # a collective broke: the error of a rank that failed or died says why
-                self._connections.collect("done", method.__name__, until=time.monotonic() + 5.0)
-                raise
             answers = self._connections.collect("done", method.__name__)
         traffic, self._ranks.traffic = self._ranks.traffic, Traffic()
         self._metrics["ranks/communication_s"] += traffic.seconds
         for sent in [traffic, *(sent for _, sent in answers.values())]:
             self._metrics["ranks/sent_mb"] += sent.num_bytes / 2**20
         return result, [answers[rank][0] for rank in sorted(answers)]
+
+    @contextlib.contextmanager
+    def _naming_the_lost(self, what: str) -> Iterator[None]:
+        """If a collective breaks, raise the error of a rank that failed or died: it says why."""
+        try:
+            yield
+        except MultitaskRLError:
+            raise
+        except RuntimeError:
+            self._connections.collect("done", what, until=time.monotonic() + 5.0)
+            raise
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -271,11 +259,8 @@ class RankGroup(TrainingBackend):
                 return self._own.step(parts[0], factor)
 
         began = time.monotonic()
-        own, others = self._call(
-            Replica.step,
-            {r: (parts[r // self._peers], factor, coefficients, seed(r)) for r in self._others},
-            own_step,
-        )
+        work = {r: (parts[r // self._peers], factor, coefficients, seed(r)) for r in self._others}
+        own, others = self._call(Replica.step, work, own_step)
         arrived = self._connections.arrived
         last = max(arrived, key=lambda rank: arrived[rank])
         for rank, at in sorted(arrived.items()):
@@ -299,18 +284,14 @@ class RankGroup(TrainingBackend):
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
         work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in self._others}
+        wants = {"want_values": want_values, "want_ref": want_ref}
         own, others = self._call(
-            Replica.step_start_outputs,
-            work,
-            lambda: self._own.step_start_outputs(task, parts[0], want_values=want_values, want_ref=want_ref),
+            Replica.step_start_outputs, work, lambda: self._own.step_start_outputs(task, parts[0], **wants)
         )
         return StepStartOutputs.merge(shares, [own, *(result for result in others if result is not None)])
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return an engine that samples on all ranks.
-
-        ``engine`` itself if it has its own weights, or if the other ranks hold only parts of the weights.
-        """
+        """Return an engine that samples on all ranks; ``engine`` if its weights are its own or cut."""
         can_spread = engine.shares_weights and self._own is self._main
         return SpreadEngine(engine, self.sample) if can_spread else engine
 

@@ -40,12 +40,9 @@ class Traffic:
 class Ranks:
     """The collectives of ``rank`` (0 is the trainer's) among ``size`` ranks.
 
-    Args:
-        context: ranks that share a sequence; divides ``size``.
-        tensor: ranks that share a layer; divides ``size``. One of the two is 1.
-        address: address by which the other ranks reach this one.
-        store: see ``host_store`` and ``join_store``.
-        device: of this rank's tensors; decides between nccl and gloo.
+    ``context`` ranks share a sequence, or ``tensor`` ranks a layer: each divides ``size``, and one of them is
+    1. The other ranks reach this one at ``address``. ``device``, of its tensors, decides between nccl and
+    gloo.
 
     Raises:
         RuntimeError: another rank cannot be reached.

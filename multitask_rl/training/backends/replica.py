@@ -33,12 +33,7 @@ from multitask_rl.training.backend import StepStartOutputs, UpdateResult, Weight
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
-from multitask_rl.training.backends.sharded import (
-    ShardedPasses,
-    Shards,
-    probe,
-    shard_learner,
-)
+from multitask_rl.training.backends.sharded import ShardedPasses, Shards, probe, shard_learner
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.runner import ModelRunner
@@ -136,15 +131,8 @@ class Replica:
         self._config: RunConfig = config
         critic.device = torch.device(places[str(critic.device)])
         channel.send(("thawed", None))
-        self.ranks = Ranks(
-            rank,
-            len(setup.devices),
-            setup.context,
-            setup.tensor,
-            address=address,
-            store=join_store(setup.host, setup.port),
-            device=torch.device(own[0]),
-        )
+        sizes, store = (len(setup.devices), setup.context, setup.tensor), join_store(setup.host, setup.port)
+        self.ranks = Ranks(rank, *sizes, address=address, store=store, device=torch.device(own[0]))
         self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
         if config.model.compile:
             compile_blocks(actor.model)

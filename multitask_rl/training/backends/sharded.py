@@ -144,9 +144,8 @@ class Shards:
     def cut(self, number: int, whole: Tensor) -> list[Tensor]:
         """Return the parts of ``whole`` (of the parameter's shape) by rank; the last ones may be empty."""
         ranks = self._ranks
-        columns = [whole] * ranks.tensor
-        if self.is_cut(number):
-            columns = list(whole.chunk(ranks.tensor, self._spec.dims[self.names[number]]))
+        dim = self._spec.dims.get(self.names[number])
+        columns = [whole] * ranks.tensor if dim is None else whole.chunk(ranks.tensor, dim)
         num_rows = ranks.size // ranks.tensor
         parts = [list(column.chunk(num_rows)) for column in columns]
         return [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
@@ -304,34 +303,29 @@ def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
 
 
 @torch.no_grad()
-def probe(model: Any, passes: Passes) -> Tensor:
+def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
     """Return log-probabilities of fixed tokens [12]; every rank calls this for a sharded model.
 
     Raises:
-        ConfigError: the cut model cannot be run.
+        ConfigError: the cut model cannot be run, or differs from the whole one's ``expected``.
     """
     size = int(model.config.get_text_config().vocab_size)
     ids = [(7 * i + 3) % size for i in range(24)]
     batch = make_microbatch([0], [ids[:12]], [ids[12:]], layout="bucketed", pad_token_id=0)
     batch = batch.to(next(model.parameters()).device)
+    what = f"device_map.actor=... sharded: {type(model).__name__}"
     try:
         with evaluating(model):
-            return passes.forward(model, batch, [SamplingParams()]).logprobs.clone()
+            found = passes.forward(model, batch, [SamplingParams()]).logprobs.clone()
     except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{what} cannot be computed in parts: {error}") from error
+    gap = 0.0 if expected is None else float((found - expected).abs().max())
+    if not gap <= (1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1):
         raise ConfigError(
-            f"device_map.actor=... sharded: {type(model).__name__} cannot be computed in parts: {error}"
-        ) from error
-
-
-def check_probe(model: Any, found: Tensor, expected: Tensor) -> None:
-    """Raise a ConfigError if the probes of cut and whole model differ by more than rounding."""
-    gap = float((found - expected).abs().max())
-    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-    if not gap <= limit:
-        raise ConfigError(
-            f"device_map.actor=... sharded: {type(model).__name__} computes something else in parts than "
-            f"whole: log-probabilities move by {gap:.2g}; leave out tensor, or sharded"
+            f"{what} computes something else in parts than whole: log-probabilities move by {gap:.2g}; leave "
+            "out tensor, or sharded"
         )
+    return found
 
 
 def shard_learner(

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.balance import share_out
+from multitask_rl.training.optimizer import StateSharing
 
 BUCKET_CELLS = 2**24
 """Numbers in one message: 64 MiB in float32."""
 
 
-class SharedState:
+class SharedState(StateSharing):
     """Which rank owns which parameter, and how gradients and weights travel. The same on every rank.
 
     Gradients of ``actor`` are parts on every peer; those of ``critic`` are whole on every peer.
@@ -31,8 +32,8 @@ class SharedState:
     def __init__(
         self, ranks: Ranks, actor: Sequence[nn.Parameter], critic: Sequence[nn.Parameter] = ()
     ) -> None:
+        super().__init__(actor, critic)
         self._ranks = ranks
-        self._groups = (actor, critic)
         self.parameters = [*actor, *critic]
         self._number(self.parameters)
         self._share = dict.fromkeys(actor, 1.0) | dict.fromkeys(critic, 1.0 / ranks.peers)
@@ -82,15 +83,15 @@ class SharedState:
 
     def norms(self) -> list[float | None]:
         """See ``StateSharing``."""
-        squares = torch.zeros(len(self._groups), dtype=torch.float64, device=self._ranks.device)
-        for place, group in enumerate(self._groups):
+        squares = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        for place, group in enumerate(self.groups):
             own = [p.grad for p in group if p.grad is not None]
             if own:
                 squares[place] = nn.utils.get_total_norm(own, foreach=True).double() ** 2
         self._ranks.sum(squares)
         return [
             None if set(group).isdisjoint(self._moving) else float(norm)
-            for norm, group in zip(squares.sqrt().tolist(), self._groups, strict=True)
+            for norm, group in zip(squares.sqrt().tolist(), self.groups, strict=True)
         ]
 
     @torch.no_grad()

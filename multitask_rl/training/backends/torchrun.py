@@ -43,17 +43,13 @@ def serve_torchrun_rank() -> None:
 
 
 class TorchrunRank:
-    """A rank that waits in ``serve_torchrun_rank``; ``torchrun`` ends all processes when one of them dies.
-
-    Args:
-        where: arguments of ``replica.serve``.
-    """
+    """A rank that waits in ``serve_torchrun_rank`` and gets ``where``, the arguments of ``replica.serve``."""
 
     def __init__(self, where: dict[str, Any]) -> None:
         _invite(where["rank"], where)
 
     def ended(self) -> str:
-        """Return an empty text: this process would have been ended with it."""
+        """Return an empty text: ``torchrun`` would have ended this process with it."""
         return ""
 
     def kill(self) -> None:
@@ -70,13 +66,9 @@ def _invite(rank: int, where: dict[str, Any] | None) -> None:
 @cache
 def _invitations() -> Counter[int]:
     """Return how many runs each rank was told to serve; at exit all ranks are told that no other follows."""
-    atexit.register(_dismiss)
-    return Counter()
-
-
-def _dismiss() -> None:
     for rank in range(1, torchrun_size()):
-        _invite(rank, None)
+        atexit.register(_invite, rank, None)
+    return Counter()
 
 
 @cache
