@@ -99,19 +99,20 @@ class TokenMeans:
     """Collects per-token numbers of micro-batches; returns their means (and the maximum of ``mismatch``)."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], float] = defaultdict(float)
-        self._counts: dict[tuple[str, str], int] = defaultdict(int)
-        self._mismatch_max: dict[str, float] = {}
+        self._found: dict[tuple[str, str], tuple[float, int, float]] = {}
+        """(task, metric) -> sum, number, maximum (of ``mismatch`` only)."""
         self._padding = self._cells = 0
 
     def add(self, task: str, metrics: Mapping[str, Tensor]) -> None:
         """Add the [N] tensors of one micro-batch."""
         for name, value in metrics.items():
             if value.numel():
-                self._sums[task, name] += float(value.sum())
-                self._counts[task, name] += value.numel()
-                if name == "mismatch":
-                    self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), float(value.max()))
+                most = float(value.max()) if name == "mismatch" else 0.0
+                self._add((task, name), float(value.sum()), value.numel(), most)
+
+    def _add(self, key: tuple[str, str], total: float, number: int, most: float) -> None:
+        known = self._found.get(key, (0.0, 0, most))
+        self._found[key] = (known[0] + total, known[1] + number, max(known[2], most))
 
     def add_padding(self, tokens: int, cells: int) -> None:
         """Add micro-batches of ``tokens``, computed as ``cells`` with padding."""
@@ -120,11 +121,8 @@ class TokenMeans:
 
     def merge(self, other: TokenMeans) -> None:
         """Add the numbers of ``other``."""
-        for key, total in other._sums.items():
-            self._sums[key] += total
-            self._counts[key] += other._counts[key]
-        for task, value in other._mismatch_max.items():
-            self._mismatch_max[task] = max(self._mismatch_max.get(task, 0.0), value)
+        for key, found in other._found.items():
+            self._add(key, *found)
         self._padding += other._padding
         self._cells += other._cells
 
@@ -136,10 +134,10 @@ class TokenMeans:
     def by_task(self) -> dict[str, dict[str, float]]:
         """Return the means."""
         result: dict[str, dict[str, float]] = defaultdict(dict)
-        for (task, name), total in self._sums.items():
-            result[task][name] = total / self._counts[task, name]
-        for task, value in self._mismatch_max.items():
-            result[task]["mismatch_max"] = value
+        for (task, name), (total, number, most) in self._found.items():
+            result[task][name] = total / number
+            if name == "mismatch":
+                result[task]["mismatch_max"] = most
         return dict(result)
 
 

@@ -28,7 +28,6 @@ class Masters:
         for parameter in self._low:
             parameter.grad_dtype = torch.float32
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        self._owners: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[nn.Parameter, int] = {}
         """``_version`` of each weight when it last equalled its rounded master."""
 
@@ -36,9 +35,9 @@ class Masters:
         """The parameter moves through a master."""
         return parameter in self._low
 
-    def owner(self, moved: Tensor) -> Tensor:
-        """Return the weight of the master ``moved``; ``moved`` itself if it is no master."""
-        return self._owners.get(moved, moved)
+    def owners(self) -> dict[Tensor, nn.Parameter]:
+        """Return master -> weight."""
+        return {master: parameter for parameter, master in self._masters.items()}
 
     def tensors(self) -> dict[nn.Parameter, Tensor]:
         """Return weight -> master."""
@@ -82,23 +81,17 @@ class Masters:
 
     def forget(self, parameter: nn.Parameter) -> nn.Parameter:
         """Drop the master of ``parameter``; return what the optimizer moved for it."""
-        master = self._masters.pop(parameter, None)
-        if master is None:
-            return parameter
-        self._owners.pop(master)
-        return master
+        return self._masters.pop(parameter, parameter)
 
     def clear(self) -> None:
         """Drop all masters."""
         self._masters.clear()
-        self._owners.clear()
 
     @torch.no_grad()
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the master; it follows a weight that a checkpoint or ``Critic.rescale`` has set."""
         if parameter not in self._masters:
-            self._masters[parameter] = master = nn.Parameter(parameter.detach().float())
-            self._owners[master] = parameter
+            self._masters[parameter] = nn.Parameter(parameter.detach().float())
             self._versions[parameter] = parameter._version
         master = self._masters[parameter]
         if self._versions[parameter] != parameter._version:

@@ -164,8 +164,9 @@ class ActorCriticOptimizer:
         ``names``: ``id(parameter)`` -> parameter name.
         """
         state: dict[str, Tensor] = {}
+        owners = self._masters.owners()
         for moved, values in self._adamw.state.items():
-            name = names[id(self._masters.owner(moved))]
+            name = names[id(owners.get(moved, moved))]
             for key, value in values.items():
                 state[f"{name}|{key}"] = torch.as_tensor(value)
             if self.scales_loss:  # with each parameter, as ranks keep the state of different ones

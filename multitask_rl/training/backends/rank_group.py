@@ -184,7 +184,7 @@ class RankGroup(TrainingBackend):
     def _call(
         self, method: Callable[..., Any], work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
     ) -> tuple[Any, list[Any]]:
-        """Run all ranks at the same time; return this rank's result and those of the other ranks.
+        """Run all ranks at the same time; return this rank's result and those of others that are not None.
 
         ``own`` does this rank's part. The others call ``method`` of ``Replica`` with the arguments that
         ``work`` has for them, or with none.
@@ -200,7 +200,7 @@ class RankGroup(TrainingBackend):
         self._metrics["ranks/communication_s"] += traffic.seconds
         for sent in [traffic, *(sent for _, sent in answers.values())]:
             self._metrics["ranks/sent_mb"] += sent.num_bytes / 2**20
-        return result, [answers[rank][0] for rank in sorted(answers)]
+        return result, [found for _, (found, _) in sorted(answers.items()) if found is not None]
 
     @contextlib.contextmanager
     def _naming_the_lost(self, what: str) -> Iterator[None]:
@@ -232,8 +232,6 @@ class RankGroup(TrainingBackend):
         finally:
             self._is_busy = False
             torch.set_num_threads(threads)
-
-    # -- the work -------------------------------------------------------------------------------------------
 
     def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
         """See ``TrainingBackend``."""
@@ -270,7 +268,7 @@ class RankGroup(TrainingBackend):
         self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
         self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
         means = TokenMeans()
-        results = [own, *(result for result in others if result is not None)]
+        results = [own, *others]
         for one in results:
             means.merge(one.means)
         self._remember()
@@ -288,7 +286,7 @@ class RankGroup(TrainingBackend):
         own, others = self._call(
             Replica.step_start_outputs, work, lambda: self._own.step_start_outputs(task, parts[0], **wants)
         )
-        return StepStartOutputs.merge(shares, [own, *(result for result in others if result is not None)])
+        return StepStartOutputs.merge(shares, [own, *others])
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
         """Return an engine that samples on all ranks; ``engine`` if its weights are its own or cut."""
@@ -365,8 +363,6 @@ class RankGroup(TrainingBackend):
             self.num_ranks // self._peers,
             self.runner.actor.hidden_size,
         )
-
-    # -- the same everywhere --------------------------------------------------------------------------------
 
     def _synchronise(self) -> None:
         """Send what changed here since the last call: tensors, and the state of the optimizer."""

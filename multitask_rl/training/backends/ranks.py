@@ -129,8 +129,6 @@ class Ranks:
             self._mesh._pg_registry.clear()  # torch keeps meshes for ever
         self._mesh = self._all = self._peers = self._data = self._store = None
 
-    # -- all ranks ------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         """Copy ``tensors`` of rank ``root`` to every rank, in place."""
@@ -172,8 +170,6 @@ class Ranks:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self._all.recv([tensor], rank, 0).wait()
         return tensor.cpu()
-
-    # -- peers ----------------------------------------------------------------------------------------------
 
     def gather_peers(self, local: Tensor) -> Tensor:
         """Return ``local`` of every peer, all of one shape: [peers, ...]."""

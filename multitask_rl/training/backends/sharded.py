@@ -110,6 +110,8 @@ class Shards:
         named = dict(model.named_parameters())
         self.names = list(named)
         """Of the parameters, tied ones once."""
+        self._dims = [self._spec.dims.get(name) for name in named]
+        """[names] the dimension that tensor parallelism cuts, if any."""
         self._sharded: list[Any] = list(named.values())
         # the optimizer's parameters share their memory with torch's own
         self.local = [
@@ -139,12 +141,12 @@ class Shards:
 
     def is_cut(self, number: int) -> bool:
         """Tensor parallelism cuts the parameter: the peers have different parts of it."""
-        return self.names[number] in self._spec.dims
+        return self._dims[number] is not None
 
     def cut(self, number: int, whole: Tensor) -> list[Tensor]:
         """Return the parts of ``whole`` (of the parameter's shape) by rank; the last ones may be empty."""
         ranks = self._ranks
-        dim = self._spec.dims.get(self.names[number])
+        dim = self._dims[number]
         columns = [whole] * ranks.tensor if dim is None else whole.chunk(ranks.tensor, dim)
         num_rows = ranks.size // ranks.tensor
         parts = [list(column.chunk(num_rows)) for column in columns]
@@ -152,17 +154,15 @@ class Shards:
 
     def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor from its non-empty parts, in the order of the ranks."""
-        peers = self._ranks.tensor
-        if not self.is_cut(number):
-            return torch.cat(list(parts[::peers]))
-        columns = [torch.cat(list(parts[index::peers])) for index in range(peers)]
-        return torch.cat(columns, self._spec.dims[self.names[number]])
+        peers, dim = self._ranks.tensor, self._dims[number]
+        columns = [torch.cat(list(parts[index::peers])) for index in range(1 if dim is None else peers)]
+        return columns[0] if dim is None else torch.cat(columns, dim)
 
     def shape(self, number: int) -> list[int]:
         """Return the shape of the whole parameter."""
-        shape = list(self._sharded[number].shape)
-        if self.is_cut(number):
-            shape[self._spec.dims[self.names[number]]] *= self._ranks.tensor
+        shape, dim = list(self._sharded[number].shape), self._dims[number]
+        if dim is not None:
+            shape[dim] *= self._ranks.tensor
         return shape
 
     @torch.no_grad()
