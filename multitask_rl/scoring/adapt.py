@@ -38,10 +38,8 @@ class PluginSource:
         """The declared traits; a plugin without any is not cached."""
         traits = getattr(self.located.value, "traits", UNDECLARED)
         if not isinstance(traits, PluginTraits):
-            raise PluginError(
-                f"{self.where}: {self.kind} {self.reference!r}: its 'traits' is {traits!r}, expected a "
-                "PluginTraits"
-            )
+            what = f"{self.where}: {self.kind} {self.reference!r}"
+            raise PluginError(f"{what}: its 'traits' is {traits!r}, expected a PluginTraits")
         return traits
 
     def isolates(self, config: Mapping[str, Any]) -> bool:
@@ -55,11 +53,7 @@ class PluginSource:
         return dataclasses.is_dataclass(config) and any(f.name == key for f in dataclasses.fields(config))
 
     def check(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Check ``config`` without loading a model; return the columns that a function needs.
-
-        Raises:
-            ConfigError, PluginError: as ``build``.
-        """
+        """Check ``config`` without loading a model; return the columns it needs. Raises as ``build``."""
         value = self.located.value
         if isinstance(value, type) and not (issubclass(value, ForeignReward) and value.is_function):
             build_config(value, config, where=f"{self.where}.config")
@@ -68,13 +62,7 @@ class PluginSource:
         return built.columns if isinstance(built, FunctionPlugin | ForeignReward) else ()
 
     def build(self, config: Mapping[str, Any]) -> Any:
-        """Return the reward or constraint.
-
-        Raises:
-            ConfigError: ``config`` does not fit.
-            PluginError: it cannot be built, or has the wrong shape.
-            MissingExtraError: it needs an optional dependency that is not installed.
-        """
+        """Return the reward or constraint; raises as ``plugins.build_plugin``, and for a wrong shape."""
         value, where = self.located.value, f"{self.where}.config"
         if isinstance(value, type):
             built = build_plugin(value, config, where=where)
@@ -101,9 +89,8 @@ def find_plugin(kind: str, reference: str, where: str) -> PluginSource:
     prefix, separator, rest = reference.partition(":")
     if separator and prefix in FOREIGN:
         if kind == "constraint":
-            raise PluginError(
-                f"{where}: the prefix {prefix!r} is for rewards; {reference!r} is a constraint here"
-            )
+            what = f"the prefix {prefix!r} is for rewards; {reference!r} is a constraint here"
+            raise PluginError(f"{where}: {what}")
         located = build_foreign(prefix, rest, where)
     else:
         located = locate(reference, _GROUP[kind], where)
@@ -113,11 +100,9 @@ def find_plugin(kind: str, reference: str, where: str) -> PluginSource:
     if function is None and not callable(value):
         raise PluginError(f"{prefix} is {value!r}; expected a function or a class with {method}(rollouts)")
     if function is None and isinstance(value, type):
-        hint = f" It has {other}(): is it a {'constraint' if kind == 'reward' else 'reward'}?"
-        raise PluginError(
-            f"{prefix}: the class {value.__qualname__} has no method {method}(rollouts)."
-            + (hint if hasattr(value, other) else "")
-        )
+        is_other = hasattr(value, other)
+        hint = f" It has {other}(): is it a {'constraint' if kind == 'reward' else 'reward'}?" * is_other
+        raise PluginError(f"{prefix}: the class {value.__qualname__} has no method {method}(rollouts).{hint}")
     if function is not None:  # otherwise a function: FunctionPlugin reads its parameters
         try:
             inspect.signature(function).bind(*["instance"] * isinstance(value, type), "rollouts")

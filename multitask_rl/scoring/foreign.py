@@ -39,7 +39,8 @@ class ForeignReward:
     columns: tuple[str, ...] = ()
     """Columns that every row must have, as far as they are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
+        self.config = config
         self._loop = EventLoop()
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Any]:
@@ -80,8 +81,7 @@ class TrlReward(ForeignReward):
         """Further keyword arguments of the function, the same for all rows."""
 
     def __init__(self, config: TrlReward.Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.function = self._function()
         parameters = list(inspect.signature(self.function).parameters.values())
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -93,23 +93,13 @@ class TrlReward(ForeignReward):
             )
         given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
         given |= set(config.arguments)
-        self.columns = tuple(
-            p.name
-            for p in parameters
-            if p.default is p.empty
-            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            and p.name not in given
-        )
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.columns = tuple(p.name for p in named if p.default is p.empty and p.name not in given)
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Any]:
         """Return one value per rollout; None means that the function does not apply to the sample."""
-
-        def ignore(*_args: Any, **_keywords: Any) -> None:
-            """Take the place of TRL's logging callbacks."""
-
-        arguments: dict[str, Any] = {}
-        for name in dict.fromkeys(name for r in rollouts for name in r.row if name != "prompt"):
-            arguments[name] = [r.row.get(name) for r in rollouts]
+        names = dict.fromkeys(name for r in rollouts for name in r.row if name != "prompt")
+        arguments: dict[str, Any] = {name: [r.row.get(name) for r in rollouts] for name in names}
         arguments["prompts"] = [r.row.get("prompt", r.prompt.text) for r in rollouts]
         arguments["completions"] = completions = []
         for rollout in rollouts:
@@ -120,7 +110,7 @@ class TrlReward(ForeignReward):
             completions.append(rollout.messages if as_messages or rollout.turns else text)
         arguments["completion_ids"] = [list(r.response_ids) for r in rollouts]
         arguments["trainer_state"] = SimpleNamespace(global_step=max(r.policy_version for r in rollouts))
-        arguments["log_extra"] = arguments["log_metric"] = ignore
+        arguments["log_extra"] = arguments["log_metric"] = lambda *_args, **_keywords: None
         arguments |= self.config.arguments
         accepted = {k: v for k, v in arguments.items() if self._takes_all or k in self._names}
         return list(self._loop.value_of(self.function(**accepted)))
@@ -142,8 +132,7 @@ class VerlReward(ForeignReward):
         """Further keyword arguments (verl's ``reward_kwargs``)."""
 
     def __init__(self, config: VerlReward.Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.function = self._function()
         self.columns = (config.ground_truth,) if config.ground_truth else ()
         try:
@@ -151,10 +140,10 @@ class VerlReward(ForeignReward):
                 data_source="", solution_str="", ground_truth="", extra_info={}, **config.arguments
             )
         except TypeError as error:
+            wanted = "f(data_source, solution_str, ground_truth, extra_info)"
             raise PluginError(
-                f"{self.where}: {self.target!r} is not a verl reward function ({error}); expected "
-                "f(data_source, solution_str, ground_truth, extra_info), got "
-                f"{inspect.signature(self.function)}"
+                f"{self.where}: {self.target!r} is not a verl reward function ({error}); expected {wanted}, "
+                f"got {inspect.signature(self.function)}"
             ) from error
 
     def _one(self, rollout: Rollout) -> Any:
@@ -194,8 +183,7 @@ class VerifiersReward(ForeignReward):
         """Column that holds the task's ``idx`` or ``id``; a row without it is matched by its prompt."""
 
     def __init__(self, config: VerifiersReward.Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         try:
             self._library = importlib.import_module("verifiers.v1")
             loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -297,8 +285,7 @@ class ReasoningGymReward(ForeignReward):
         """Settings of the data set, where its verifier depends on them."""
 
     def __init__(self, config: ReasoningGymReward.Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self._dataset = create_generator(self.target, {"size": 1, "seed": 0, **config.dataset}, self.where)
 
     def _one(self, rollout: Rollout) -> float:
@@ -329,8 +316,7 @@ class EvaluateReward(ForeignReward):
         """Keyword arguments of ``compute``."""
 
     def __init__(self, config: EvaluateReward.Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         try:
             library = importlib.import_module("evaluate")
         except ImportError as error:
@@ -372,11 +358,7 @@ FOREIGN: dict[str, type[ForeignReward]] = {
 
 
 def build_foreign(prefix: str, target: str, where: str) -> Located:
-    """Return a reward class for ``<prefix>:<target>``.
-
-    Raises:
-        PluginError: nothing follows the prefix.
-    """
+    """Return a reward class for ``<prefix>:<target>``; ``PluginError`` if nothing follows the prefix."""
     base = FOREIGN[prefix]
     if not target:
         raise PluginError(f"{where}: nothing follows {prefix!r}; expected {base.expects}")

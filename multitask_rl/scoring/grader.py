@@ -49,11 +49,7 @@ class PluginPlan:
     """MiB that scoring may add to the memory of a worker; 0 = no limit."""
 
     def build(self) -> Grader:
-        """Return the plugin behind its checks, warmed up.
-
-        Raises:
-            MultitaskRLError: it cannot be built or warmed up.
-        """
+        """Return the plugin behind its checks, warmed up; ``MultitaskRLError`` where that fails."""
         plugin = find_plugin(self.kind, self.reference, self.where).build(self.config)
         grader = Grader(self.kind, plugin, self.source)
         try:

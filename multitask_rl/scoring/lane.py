@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
-from multitask_rl.scoring.breaker import CircuitBreaker
 from multitask_rl.scoring.grader import PluginFacts
-from multitask_rl.scoring.items import STALL_S, Call, Item, Limiter, Runner
+from multitask_rl.scoring.items import STALL_S, Call, CircuitBreaker, Item, Limiter, Runner
 from multitask_rl.scoring.results import Result
 
 SPARE_RUNNERS = 2
@@ -90,7 +89,9 @@ class Lane:
             unwanted = set(map(id, items))
             for item in self._queue:
                 if id(item) in unwanted:
-                    self._settle(item, self._failure(FailureKind.infra, "given up: its result is not needed"))
+                    self._set_result(
+                        item, self._failure(FailureKind.infra, "given up: its result is not needed")
+                    )
 
     def tick(self) -> None:
         """Hedge calls that stall, start another runner where work waits."""
@@ -194,14 +195,14 @@ class Lane:
                 item.seconds += share
                 if not isinstance(result, Failure) or result.kind is not FailureKind.infra:
                     self.breaker.success()
-                    self._settle(item, result)
+                    self._set_result(item, result)
                 elif item.result is None and item.attempts < self.retries:
                     item.ready_at = now + RETRY_PAUSE_S * 2**item.attempts
                     item.attempts += 1
                     item.alone = self.facts.independent
                 elif item.result is None:
                     self.breaker.infra(result.message)
-                    self._settle(item, result)
+                    self._set_result(item, result)
             for item in call.items[call.position : call.position + 1]:
                 item.started = now
 
@@ -226,7 +227,7 @@ class Lane:
                 message = f"the worker process {reason} {item.deaths} times while scoring {what}"
                 failure = self._failure(FailureKind.infra, message)
                 if item.subject is not None and not outside:
-                    self._settle(item, failure)
+                    self._set_result(item, failure)
                     self._dead_probes += 1
                     if self._dead_probes > 1 or not self._has_answered:
                         message = f"its worker process {reason}, on an empty response too"
@@ -234,7 +235,7 @@ class Lane:
                 elif item.deaths > allowed and len(suspects) == 1:
                     self._stuck(item, failure, passed_limit=out_of_memory)
                 elif item.deaths > allowed:
-                    self._settle(item, failure)
+                    self._set_result(item, failure)
 
     def unsendable(self, call: Call, message: str) -> None:
         """Handle a rollout of ``call`` that cannot be pickled; sent alone, it is a ``data`` failure.
@@ -245,7 +246,7 @@ class Lane:
             for item in call.open():
                 if len(call.items) == 1 or not self.facts.independent:
                     text = f"the row cannot be sent to the worker process: {message}"
-                    self._settle(item, self._failure(FailureKind.data, text))
+                    self._set_result(item, self._failure(FailureKind.data, text))
                 item.alone = self.facts.independent
 
     def timed_out(self, call: Call) -> None:
@@ -256,14 +257,14 @@ class Lane:
             is_down = False
             for item in culprits:
                 if item.subject is not None or not (call.each or self.facts.independent):
-                    self._settle(item, failure)
+                    self._set_result(item, failure)
                     is_down |= item.subject is not None
                     continue
                 if call.each or len(call.items) == 1:  # of several one hangs: each is sent alone
                     self._stuck(item, failure, passed_limit=True)
                 probe = item.probe
                 if probe is not None and probe.result is None and 0 < probe.started <= now - limit / 2:
-                    self._settle(probe, failure)
+                    self._set_result(probe, failure)
                     is_down = True
             for item in call.open():
                 item.alone = item.alone or self.facts.independent
@@ -304,7 +305,7 @@ class Lane:
         if item.is_open:
             item.trouble, item.passed_limit = trouble, passed_limit
             self._probe(item)
-            self._settle(item, item.conclusion())
+            self._set_result(item, item.conclusion())
 
     def _give_rest(self, kind: FailureKind, reason: str, message: str) -> None:
         """Open the breaker and fail all items: the plugin is down."""
@@ -371,13 +372,13 @@ class Lane:
     def _refuse_if_open(self) -> None:
         if self._queue and (refusal := self.breaker.refusal()) is not None:
             for item in self._queue:
-                self._settle(item, refusal)
+                self._set_result(item, refusal)
             self._queue.clear()
 
     def _fail_everything(self, kind: FailureKind, message: str) -> None:
         failure = self._failure(kind, message)
         for item in [*self._queue, *(i for call in self._calls() for i in call.open())]:
-            self._settle(item, failure)
+            self._set_result(item, failure)
         self._queue.clear()
 
     def _failure(self, kind: FailureKind, message: str) -> Failure:
@@ -387,10 +388,10 @@ class Lane:
         message = f"no result within its time limit of {self.facts.traits.timeout_s:g} s"
         return self._failure(FailureKind.timeout, message)
 
-    def _settle(self, item: Item, result: Result | None) -> None:
+    def _set_result(self, item: Item, result: Result | None) -> None:
         if item.result is None and result is not None:
             item.ended = time.monotonic()
             item.result = result
             item.latch.count_down()
             if item.subject is not None:
-                self._settle(item.subject, item.subject.conclusion())
+                self._set_result(item.subject, item.subject.conclusion())

@@ -8,13 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, Protocol, TypeVar
 
 from multitask_rl.records import Rollout
+from multitask_rl.tracking.timeline import Span
 
 POLL_S = 0.01
 
 T = TypeVar("T")
-
-Span = tuple[float, float]
-"""Start and end, ``time.monotonic()``."""
 
 
 class Pending(Protocol[T]):
@@ -33,16 +31,12 @@ class Pending(Protocol[T]):
         """Return the answers about a rollout by name, if all are there, without collecting them."""
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
-        """Wait until everything is known, or ``is_enough()``; return the task whose result came last.
-
-        An empty string means that nothing had to be waited for.
-        """
+        """Wait until all is known, or ``is_enough()``; return the task of the last result ("": no wait)."""
 
     def results(self, indices: Sequence[int]) -> list[T]:
-        """Return the results of ``indices``, which must be done; each index is collected once.
+        """Return the results of ``indices``, which are done; ``RewardError`` if an error budget is spent.
 
-        Raises:
-            RewardError: a task's error budget is spent.
+        Each index is collected once.
         """
 
     def spans(self, indices: Sequence[int]) -> dict[str, Span]:

@@ -6,16 +6,20 @@ Tasks that name the same plugin with the same configuration share one lane, and 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import absolute_reference
 from multitask_rl.records import (
     OVERRUN,
     Event,
@@ -27,14 +31,17 @@ from multitask_rl.records import (
     Scored,
     Verdict,
 )
+from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.pending import Pending
+from multitask_rl.scoring.process import PluginOutput
 from multitask_rl.scoring.results import Result
-from multitask_rl.scoring.round import TICK_S, ResultCache, Round, TaskPlugin
+from multitask_rl.scoring.round import TICK_S, Round, TaskPlugin
+from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
 from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
-from multitask_rl.scoring.wiring import plan_plugin, start_lane
+from multitask_rl.seeding import derive_seed
 
 T = TypeVar("T")
 Verdicts = dict[str, Verdict | Failure]
@@ -61,7 +68,7 @@ class RewardPool:
         self._lock = threading.Lock()
         self._is_started = False
         self._closing = threading.Event()
-        self._cache = ResultCache()
+        self._cache: OrderedDict[bytes, Result] = OrderedDict()
         self._counts: dict[str, TaskCounts] = {name: TaskCounts() for name in specs}
         self._budgets = {name: ErrorBudget(name, config.max_failure_rate) for name in specs}
 
@@ -69,12 +76,16 @@ class RewardPool:
         """Find, check and build every plugin, start the workers, warm up.
 
         Raises:
-            PluginError, ConfigError, MissingExtraError: the first plugin that cannot be used; nothing is left
-                running.
+            PluginError, ConfigError, MissingExtraError: of the first unusable plugin; none is left running.
         """
         plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, PluginPlan]] = []
         for task in self._specs.values():
-            _check_names(task)
+            where = f"{task.source + ': ' if task.source else ''}tasks.{task.name}"
+            for kind, named in (("rewards", task.rewards), ("constraints", task.constraints)):
+                names = Counter(spec.name or spec.plugin for spec in named)
+                if twice := [name for name, count in names.items() if count > 1]:
+                    message = f"{twice[0]!r} is there twice; give each a 'name' of its own"
+                    raise ConfigError(f"{where}.{kind}: {message}")
             for specs in (task.rewards, task.judged):
                 for index, spec in enumerate(cast(list[RewardSpec | ConstraintSpec], specs)):
                     plan = plan_plugin(task, spec, index, seed=self._seed, devices=self._devices)
@@ -127,10 +138,8 @@ class RewardPool:
     ) -> list[Verdicts]:
         """Return the constraint results of each rollout, by constraint name, in order.
 
-        Args:
-            rollouts: whole responses, or partial ones.
-            only: names of the constraints to ask about each partial response, whose failures count in no
-                error budget: the whole response is judged later; None = all.
+        ``only``, for partial responses: the names of the constraints to ask about each (None = all). Their
+        failures count in no error budget: the whole response is judged later.
 
         Raises:
             RewardError: a task's error budget is spent.
@@ -271,11 +280,8 @@ class RewardPool:
         applicable = [weight * value for weight, value in terms if not math.isnan(value)]
         if weighted and not applicable and failure is None:
             names = ", ".join(plugin.name for plugin in weighted)
-            failure = Failure(
-                kind=FailureKind.data,
-                message=f"none of the task's rewards applies to the sample ({names})",
-                source=rollout.task,
-            )
+            message = f"none of the task's rewards applies to the sample ({names})"
+            failure = Failure(kind=FailureKind.data, message=message, source=rollout.task)
         reward = math.fsum(applicable) if failure is None else None
         return Scored(rollout=rollout, reward=reward, breakdown=breakdown, terms=terms, failure=failure)
 
@@ -287,25 +293,10 @@ def _all_at_once(pending: Pending[T], rollouts: Sequence[Rollout]) -> list[T]:
     return pending.results(range(len(rollouts)))
 
 
-def _check_names(task: TaskSpec) -> None:
-    for kind, specs in (("rewards", task.rewards), ("constraints", task.constraints)):
-        names = Counter(spec.name or spec.plugin for spec in specs)
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
-            raise ConfigError(
-                f"{task.source + ': ' if task.source else ''}tasks.{task.name}.{kind}: {twice[0]!r} is there "
-                "twice; give each a 'name' of its own"
-            )
-
-
 def _task_plugin(
     task: TaskSpec, spec: RewardSpec | ConstraintSpec, plan: PluginPlan, lane: Lane
 ) -> TaskPlugin:
-    """Return the plugin of one task, with its weight and the value of an overrun.
-
-    Raises:
-        ConfigError: the weight or the tasks file's ``overrun`` does not fit the declared traits.
-    """
+    """Return the plugin of one task; ``ConfigError`` if weight or ``overrun`` does not fit its traits."""
     name, weight, traits = spec.name or spec.plugin, spec.weight, lane.facts.traits
     if isinstance(spec, ConstraintSpec):
         verdict = Verdict(cost=1.0, violated=True, reason="the response passes the limits of its check")
@@ -328,3 +319,54 @@ def _task_plugin(
         )
     overrun = None if value is None else Score(value=value, components={OVERRUN: 1.0})
     return TaskPlugin(name, weight, plan.key, lane, overrun)
+
+
+def plan_plugin(
+    task: TaskSpec, spec: RewardSpec | ConstraintSpec, index: int, *, seed: int, devices: Mapping[str, str]
+) -> PluginPlan:
+    """Find the plugin of ``spec``, number ``index`` of its kind; check its shape and configuration.
+
+    A ``Config`` with a field ``device`` or ``seed`` gets the run's, unless the tasks file gives it. Raises as
+    ``find_plugin`` and ``PluginSource.check``.
+    """
+    kind = "reward" if isinstance(spec, RewardSpec) else "constraint"
+    where = f"{task.source + ': ' if task.source else ''}tasks.{task.name}.{kind}s[{index}]"
+    reference = absolute_reference(spec.plugin)
+    source = find_plugin(kind, reference, where)
+    config = dict(spec.config)
+    if source.takes("device"):
+        device = spec.device or devices.get(f"{kind}.{task.name}") or devices.get(f"reward.{task.name}", "")
+        if device:
+            config.setdefault("device", device)
+    elif spec.device:
+        raise ConfigError(
+            f"{where}.device: {spec.plugin!r} runs on the CPU; its Config has no field 'device'"
+        )
+    if source.takes("seed"):
+        config.setdefault("seed", derive_seed(seed, "reward", spec.plugin))
+    source.check(config)
+    identity = json.dumps([kind, reference, source.located.version, config], sort_keys=True, default=repr)
+    return PluginPlan(
+        kind=kind,
+        reference=reference,
+        config=config,
+        source=spec.name or spec.plugin,
+        where=where,
+        key=hashlib.blake2b(identity.encode(), digest_size=16).digest(),
+        isolate=source.isolates(config),
+    )
+
+
+def start_lane(plan: PluginPlan, *, config: ScoringConfig, limiter: Limiter) -> Lane:
+    """Return the lane of ``plan`` with its first runner started; a worker process may not be up yet.
+
+    ``MultitaskRLError`` if a plugin of the trainer's process cannot be built or warmed up.
+    """
+    lane = Lane(plan.source, num_workers=config.num_workers, retries=config.retries, limiter=limiter)
+    if plan.isolate:
+        limited, output = replace(plan, memory_mb=config.worker_memory_mb), PluginOutput(plan.source)
+        lane.make_runner = lambda: ProcessRunner(lane, limited, output)
+        lane.start(lane.make_runner())
+    else:
+        lane.start(LocalRunner(lane, plan))
+    return lane

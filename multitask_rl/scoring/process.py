@@ -26,7 +26,6 @@ from multitask_rl.records import (
     Failure,
     FailureKind,
     NotApplicable,
-    Prompt,
     Rollout,
     Score,
     Verdict,
@@ -41,11 +40,8 @@ OUT_OF_MEMORY = 77
 
 BURST_BYTES, BYTES_PER_S = 256 << 10, 1 << 10
 """Most output of a plugin that reaches standard error: in a burst, and over time."""
-
-_BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[4]); from multitask_rl.scoring.worker import main; "
-    "main()"
-)
+_BOOT = """import sys, json; sys.path[:] = json.loads(sys.argv[4])
+from multitask_rl.scoring.worker import main; main()"""
 _PROGRESS = struct.Struct("=II")
 
 
@@ -156,7 +152,8 @@ class WorkerDiedError(Exception):
 class WorkerProcess:
     """A clean interpreter with one plugin. Not thread-safe: one thread starts and uses it.
 
-    The kernel kills the process when that thread ends, so the thread must outlive it.
+    The kernel kills the process when that thread ends. A method that needs the process raises
+    ``WorkerDiedError`` when it has ended.
     """
 
     def __init__(self, plan: PluginPlan, output: PluginOutput) -> None:
@@ -185,12 +182,7 @@ class WorkerProcess:
         self._text_only = False
 
     def wait_ready(self) -> PluginFacts:
-        """Hand over the plan and wait until the plugin is built.
-
-        Raises:
-            MultitaskRLError: the plugin cannot be built, by its type.
-            WorkerDiedError: the process ended.
-        """
+        """Hand over the plan and wait until the plugin is built; ``MultitaskRLError`` if it cannot be."""
         plan = self._plan
         try:
             self._channel.send(plan)
@@ -211,25 +203,28 @@ class WorkerProcess:
         return facts
 
     def submit(self, rollouts: Sequence[Rollout], *, each: bool) -> None:
-        """Begin a call; ``each``: rollout by rollout, results sent as they come.
-
-        Raises:
-            WorkerDiedError: the process ended.
-        """
+        """Begin a call; ``each``: rollout by rollout, results sent as they come."""
         self._calls += 1
-        sent = _without_tokens(rollouts) if self._text_only else rollouts
+        if self._text_only:  # token ids and log-probabilities are most of the cost of sending
+            prompts = {id(r.prompt): r.prompt for r in rollouts}
+            slim = {key: replace(prompt, prompt_ids=[]) for key, prompt in prompts.items()}
+            rollouts = [
+                replace(
+                    rollout,
+                    prompt=slim[id(rollout.prompt)],
+                    response_ids=[],
+                    rollout_logprobs=[],
+                    turns=[replace(turn, given_ids=[], context_ids=None) for turn in rollout.turns],
+                )
+                for rollout in rollouts
+            ]
         try:
-            self._channel.send((self._calls, each, sent))
+            self._channel.send((self._calls, each, rollouts))
         except OSError as error:
             raise self._died() from error
 
     def results(self, deadline: float) -> list[Result]:
-        """Return the next results of the call under way.
-
-        Raises:
-            TimeoutError: none arrived before ``deadline`` (``time.monotonic()``).
-            WorkerDiedError: the process ended.
-        """
+        """Return the next results of the call; ``TimeoutError`` at ``deadline`` (``time.monotonic()``)."""
         try:
             call, encoded = self._channel.receive(deadline)
         except TimeoutError:
@@ -265,31 +260,3 @@ class WorkerProcess:
         self.terminate()  # its children may live
         self.kill()
         return WorkerDiedError(code)
-
-
-def _without_tokens(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return copies without token ids and log-probabilities, which are most of the cost of sending.
-
-    Rollouts that share a prompt share its copy.
-    """
-    prompts: dict[int, Prompt] = {}
-    slim = []
-    for rollout in rollouts:
-        prompt = prompts.get(id(rollout.prompt))
-        if prompt is None:
-            prompt = prompts[id(rollout.prompt)] = replace(rollout.prompt, prompt_ids=[])
-        slim.append(
-            Rollout(
-                prompt=prompt,
-                sample=rollout.sample,
-                attempt=rollout.attempt,
-                response=rollout.response,
-                finish_reason=rollout.finish_reason,
-                policy_version=rollout.policy_version,
-                sampling=rollout.sampling,
-                verdicts=rollout.verdicts,
-                turns=[replace(turn, given_ids=[], context_ids=None) for turn in rollout.turns],
-                earned=rollout.earned,
-            )
-        )
-    return slim

@@ -103,14 +103,13 @@ def no_column(names: str, row: Mapping[str, Any]) -> str:
 
 def failure_of(error: BaseException, source: str) -> Failure:
     """Return the typed failure for an exception that left a plugin."""
-    if isinstance(error, TimeoutError):
-        kind = FailureKind.timeout
-    elif isinstance(error, (ConnectionError, SandboxError)):
-        kind = FailureKind.infra
-    elif isinstance(error, DataError):
-        kind = FailureKind.data
-    else:
-        kind = FailureKind.grader
+    match error:
+        case TimeoutError():
+            kind = FailureKind.timeout
+        case ConnectionError() | SandboxError():
+            kind = FailureKind.infra
+        case _:
+            kind = FailureKind.data if isinstance(error, DataError) else FailureKind.grader
     message = f"raised {type(error).__name__}: {error}"
     return Failure(kind=kind, message=message[:_MAX_MESSAGE], source=source)
 
@@ -123,18 +122,13 @@ def is_out_of_memory(result: Result) -> bool:
 def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, source: str) -> RewardResult:
     number = _number(value)
     if number is None:
-        hint = "; a batch function names its parameter 'responses'"
-        return _grader(
-            f"returned {_show(value)}, not a number{hint if isinstance(value, (list, tuple)) else ''}", source
-        )
+        hint = "; a batch function names its parameter 'responses'" * isinstance(value, (list, tuple))
+        return _grader(f"returned {_show(value)}, not a number{hint}", source)
     if not math.isfinite(number):
         return _grader(f"returned {number!r}, not a finite number", source)
     if not traits.low <= number <= traits.high:
-        return _grader(
-            f"returned {number!r}, outside its declared range [{traits.low:g}, {traits.high:g}]", source
-        )
-    if not components:
-        return Score(value=number)
+        declared = f"[{traits.low:g}, {traits.high:g}]"
+        return _grader(f"returned {number!r}, outside its declared range {declared}", source)
     parts: dict[str, float] = {}
     for name, part in components.items():
         converted = _number(part)

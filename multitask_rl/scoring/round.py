@@ -16,8 +16,9 @@ from typing import Generic, TypeVar
 from multitask_rl.records import Failure, Rollout
 from multitask_rl.scoring.items import Item, Latch
 from multitask_rl.scoring.lane import Lane
-from multitask_rl.scoring.pending import POLL_S, Span
+from multitask_rl.scoring.pending import POLL_S
 from multitask_rl.scoring.results import Result
+from multitask_rl.tracking.timeline import Span
 
 logger = logging.getLogger(__name__)
 
@@ -42,26 +43,6 @@ class TaskPlugin:
     """The result of a response that passes the plugin's limits; None = a failure."""
 
 
-class ResultCache:
-    """The results of deterministic plugins that were used last, by content; the pool's lock covers it."""
-
-    def __init__(self) -> None:
-        self._results: OrderedDict[bytes, Result] = OrderedDict()
-
-    def get(self, key: bytes) -> Result | None:
-        """Return the result under ``key``, if any."""
-        result = self._results.get(key)
-        if result is not None:
-            self._results.move_to_end(key)
-        return result
-
-    def put(self, key: bytes, result: Result) -> None:
-        """Keep ``result``, which is no failure."""
-        self._results[key] = result
-        if len(self._results) > MAX_CACHED:
-            self._results.popitem(last=False)
-
-
 class Round(Generic[T]):
     """A ``Pending`` of the reward pool: cached answers, and one item per new question.
 
@@ -71,7 +52,8 @@ class Round(Generic[T]):
 
     Args:
         plugins: by task.
-        cache, lock: the pool's.
+        cache: the pool's results of deterministic plugins by content, the last used at the end.
+        lock: covers the cache.
         collect: turns answered indices of the round into results.
         only: names of the plugins to ask about each rollout; None = all.
     """
@@ -79,7 +61,7 @@ class Round(Generic[T]):
     def __init__(
         self,
         plugins: Mapping[str, Sequence[TaskPlugin]],
-        cache: ResultCache,
+        cache: OrderedDict[bytes, Result],
         lock: threading.Lock,
         collect: Callable[[Round[T], Sequence[int]], list[T]],
         only: Sequence[Collection[str]] | None = None,
@@ -193,7 +175,9 @@ class Round(Generic[T]):
         for (key, overrun), item in list(self._items.items()):
             if item.result is not None:
                 if not isinstance(item.result, Failure) and not item.has_overrun:
-                    self._cache.put(key, item.result)
+                    self._cache[key] = item.result
+                    if len(self._cache) > MAX_CACHED:
+                        self._cache.popitem(last=False)
                 del self._items[key, overrun]
 
     def _ask(self, index: int, rollout: Rollout, plugin: TaskPlugin) -> Item | None:
@@ -203,6 +187,7 @@ class Round(Generic[T]):
             key = _content_key(plugin.key, rollout, self._prompts)
             known = self._cache.get(key)
             if known is not None:
+                self._cache.move_to_end(key)
                 self.hits[index].append((plugin, known))
                 return None
             place = (key, repr(plugin.overrun))

@@ -33,6 +33,7 @@ _PLURALS = {
     "candidates",
 }
 """Names of a first parameter that takes all responses; another name does if it is annotated as a list."""
+_LISTS = ("list", "List", "Sequence", "Iterable")
 _FOREIGN_HINTS = {"completions": "trl:", "solution_str": "verl:"}
 
 
@@ -56,40 +57,23 @@ def with_traits(**traits: Any) -> Callable[[F], F]:
     return attach
 
 
-def _is_list(annotation: Any) -> bool:
-    """Return whether an annotation says list, tuple or another sequence of values, text excepted."""
-    if isinstance(annotation, str):  # from __future__ import annotations
-        return annotation.rpartition(".")[2].partition("[")[0] in ("list", "List", "Sequence", "Iterable")
-    kind = typing.get_origin(annotation) or annotation
-    return kind in (list, tuple, Sequence, Iterable)
-
-
 class EventLoop:
     """One event loop for all calls of a plugin, so that its clients stay usable between calls."""
 
     def __init__(self) -> None:
-        self._runner: asyncio.Runner | None = None
+        self._runner = asyncio.Runner()  # it makes the loop at the first call
+        self.close = self._runner.close
 
     def value_of(self, value: Any) -> Any:
         """Return ``value``, or its result if it is awaitable."""
-        if not inspect.isawaitable(value):
-            return value
 
         async def wait() -> Any:
             return await value
 
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-        return self._runner.run(wait())
+        return self._runner.run(wait()) if inspect.isawaitable(value) else value
 
     def __del__(self) -> None:
         self.close()  # a reward built in a script or notebook has no pool to close it
-
-    def close(self) -> None:
-        """Close the loop. Idempotent."""
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
 
 
 class FunctionPlugin:
@@ -127,7 +111,12 @@ class FunctionPlugin:
         self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
         takes_first = not {"response", "responses", "rollout", "rollouts"} & set(names)
-        all_at_once = takes_first and (names[0] in _PLURALS or _is_list(named[0].annotation))
+        annotation = named[0].annotation
+        if isinstance(annotation, str):  # from __future__ import annotations
+            is_list = annotation.rpartition(".")[2].partition("[")[0] in _LISTS
+        else:
+            is_list = (typing.get_origin(annotation) or annotation) in (list, tuple, Sequence, Iterable)
+        all_at_once = takes_first and (names[0] in _PLURALS or is_list)
         self.independent = not (all_at_once or {"responses", "rollouts"} & set(names))
         """It is no batch function: it gets each response alone."""
         self.one_by_one = self.independent and not self.is_async

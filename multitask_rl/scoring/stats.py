@@ -67,11 +67,7 @@ class ErrorBudget:
         self._recent.append(failure)
 
     def check(self) -> None:
-        """Compare the rate with the budget.
-
-        Raises:
-            RewardError: it is above; the message is the report.
-        """
+        """Compare the rate with the budget; ``RewardError`` with a report if it is above."""
         if len(self._recent) < MIN_SAMPLES:
             return
         rate, failures = self.rate, filter(None, self._recent)
@@ -98,10 +94,9 @@ class ErrorBudget:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self._recent.clear()
-        self._recent.extend(
-            None if f is None else Failure(**{**f, "kind": FailureKind(f["kind"])}) for f in state["recent"]
-        )
+        recent = state["recent"]
+        failures = (f and Failure(**{**f, "kind": FailureKind(f["kind"])}) for f in recent)
+        self._recent = deque(failures, maxlen=WINDOW)
         self._warned = bool(state["warned"])
 
     def events(self, step: int) -> list[Event]:
@@ -109,8 +104,8 @@ class ErrorBudget:
         pending, self._pending = self._pending, []
         data = {"failure_rate": self.rate, "max_failure_rate": self._limit}
         return [
-            Event(step=step, source="rewards", kind="warn", reason=reason, task=self._task, data=data)
-            for reason in pending
+            Event(step=step, source="rewards", kind="warn", reason=r, task=self._task, data=data)
+            for r in pending
         ]
 
 
@@ -132,11 +127,7 @@ class ScoreTally:
                 self._failures[task].append(record.failure)
 
     def check(self) -> None:
-        """Check the tasks at the end of a run.
-
-        Raises:
-            RewardError: a task had samples and every one failed; the message says why.
-        """
+        """Raise ``RewardError``, with the reasons, if every sample of a task failed."""
         for task, failures in self._failures.items():
             raise RewardError(
                 f"task {task!r}: not one of its {len(failures)} samples could be scored. {_report(failures)} "

@@ -30,9 +30,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve the trainer. Arguments: descriptors of socket and progress, process id of the trainer."""
     socket_fd, progress_fd, parent = map(int, sys.argv[1:4])
-    if (
-        sys.platform == "linux"
-    ):  # the kernel kills this process, even in a hang, when its trainer's thread ends
+    if sys.platform == "linux":  # the kernel kills this process, even in a hang, with its trainer's thread
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the trainer died before the request took hold
         os._exit(1)

@@ -13,10 +13,11 @@ from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
-from multitask_rl.scoring.pending import Pending, Span
+from multitask_rl.scoring.pending import Pending
 from multitask_rl.seeding import derive_seed
 from multitask_rl.step.flow import Stage, StreamingStage
 from multitask_rl.step.task_state import TaskState
+from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.backend import CreditedSample
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.learner import Learner, UpdateReport

@@ -17,6 +17,7 @@ from typing import Any
 from multitask_rl.tracking.jsonl import RecordFile
 
 Span = tuple[float, float]
+"""Begin and end, ``time.monotonic`` seconds."""
 WAIT = "wait/"
 
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner
-
-Span = tuple[float, float]
-"""Begin and end, ``time.monotonic`` seconds."""
 
 
 @dataclass(kw_only=True, slots=True)

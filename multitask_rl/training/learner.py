@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import TrainingError
 from multitask_rl.seeding import random_stream
-from multitask_rl.training.backend import CreditedSample, Span, TokenMeans, TrainingBackend
+from multitask_rl.tracking.timeline import Span
+from multitask_rl.training.backend import CreditedSample, TokenMeans, TrainingBackend
 from multitask_rl.training.credit import LearnerTask
 
 MAX_BAD_UPDATES = 3

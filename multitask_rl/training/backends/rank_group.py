@@ -23,8 +23,8 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.seeding import derive_seed
+from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.backend import (
-    Span,
     StepStartOutputs,
     TokenMeans,
     TrainingBackend,

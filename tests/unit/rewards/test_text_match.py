@@ -8,7 +8,7 @@ import pytest
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
-from multitask_rl.scoring.wiring import plan_plugin
+from multitask_rl.scoring.pool import plan_plugin
 from multitask_rl_rewards.text_match import F1, ExactMatch, Rouge
 from reward_builders import real_rows, rollout
 

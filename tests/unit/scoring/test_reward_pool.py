@@ -20,8 +20,7 @@ from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError, PluginError, RewardError
 from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Rollout, Score, Verdict
-from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.scoring.wiring import plan_plugin
+from multitask_rl.scoring.pool import RewardPool, plan_plugin
 from multitask_rl.testing.builders import make_rollout
 
 PLUGINS = """

@@ -11,8 +11,7 @@ from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.scoring.items import Limiter
-from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.scoring.wiring import plan_plugin, start_lane
+from multitask_rl.scoring.pool import RewardPool, plan_plugin, start_lane
 from multitask_rl.testing import make_rollout
 
 PLUGIN = """
