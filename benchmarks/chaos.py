@@ -43,7 +43,7 @@ from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.run.interrupts import Terminated, stopping_on_signals
 from multitask_rl.run.store import RunStore
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.tracking.base import Trackers

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from multitask_rl.sandbox import AssertsTask, Program, StdioTask, StdioTest
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 _TRIVIAL = "print(1 + 1)\nassert 1 + 1 == 2\nassert 2 + 2 == 4\nassert 3 + 3 == 6\n"

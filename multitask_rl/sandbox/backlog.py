@@ -96,11 +96,7 @@ class Backlog:
         self.is_closed = False
 
     def put(self, program: Program) -> ProgramFuture:
-        """Queue a program; blocks while there is no room.
-
-        Raises:
-            SandboxError: the sandbox is closed.
-        """
+        """Queue a program; blocks while there is no room, ``SandboxError`` when the sandbox is closed."""
         with self._lock:
             while len(self._waiting) >= self._size and not self.is_closed:
                 self._has_room.wait()
@@ -164,9 +160,8 @@ class Backlog:
     def drop(self, worker: int) -> list[QueuedProgram]:
         """Take all programs from a worker's hand."""
         with self._lock:
-            hand = self._hands[worker]
-            items, hand.items = list(hand.items.values()), {}
-            return items
+            dropped, self._hands[worker].items = self._hands[worker].items, {}
+            return list(dropped.values())
 
     def put_back(self, items: list[QueuedProgram]) -> None:
         """Queue programs again, before all others."""

@@ -150,10 +150,9 @@ class AssertsTask(_FunctionTask):
     def __post_init__(self) -> None:
         if not self.asserts:
             raise ValueError("an asserts task needs at least one statement: a program cannot pass no test")
-        for position, statement in enumerate((self.setup, *self.asserts)):
-            where = "setup" if position == 0 else f"asserts[{position - 1}]"
-            parsed = _parse(statement, where)
-            if position and not parsed.body:
+        _parse(self.setup, "setup")
+        for position, statement in enumerate(self.asserts):
+            if not _parse(statement, where := f"asserts[{position}]").body:
                 raise ValueError(f"{where} holds no statement: {statement!r}")
         _FunctionTask.__post_init__(self)
 
@@ -301,11 +300,7 @@ def _parse(source: str, where: str) -> ast.Module:
 
 @functools.lru_cache(maxsize=1024)
 def count_test_methods(test_code: str) -> int:
-    """Return how many test methods the code of a ``UnittestTask`` defines.
-
-    Raises:
-        ValueError: it is not Python.
-    """
+    """Return how many test methods ``test_code`` defines; ``ValueError`` if it is not Python."""
     classes = [node for node in ast.walk(_parse(test_code, "test_code")) if isinstance(node, ast.ClassDef)]
     methods = [node for found in classes for node in found.body if isinstance(node, ast.FunctionDef)]
     return sum(method.name.startswith("test") for method in methods)
@@ -318,11 +313,8 @@ def undefined_names(sources: Sequence[str]) -> list[str]:
     """
     if any(re.search(r"import\s+\(?\s*\*", source) for source in sources):
         return []
-    return [
-        name
-        for name in _undefined_names(sources)
-        if not hasattr(builtins, name) and name not in sys.stdlib_module_names
-    ]
+    defined = {*dir(builtins), *sys.stdlib_module_names}
+    return [name for name in _undefined_names(sources) if name not in defined]
 
 
 def imported_modules(sources: Sequence[str], exported: Sequence[str]) -> list[str]:

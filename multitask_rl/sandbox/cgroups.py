@@ -22,7 +22,7 @@ _PREFIX = "multitask-rl-"
 _BASE_MB = 256
 """For the zygotes."""
 _JUDGE_MB = 512
-_SETTLED_PROCESSES = 16
+_OWN_PROCESSES = 16
 _REMOVAL_S = 2.0
 
 
@@ -61,11 +61,7 @@ def delegated_cgroup(directory: str | None = None) -> tuple[Path | None, str]:
 
 
 class CellCgroup:
-    """The cgroup of one worker's cell, below a delegated one; its limits grow with those of the programs.
-
-    Raises:
-        SandboxError: the directory cannot be made.
-    """
+    """The cgroup of one worker's cell, below a delegated one; its limits grow with those of the programs."""
 
     def __init__(self, parent: Path, worker: int) -> None:
         self.path = parent / f"{_PREFIX}{os.getpid()}-{worker}"
@@ -87,7 +83,7 @@ class CellCgroup:
         if memory_mb > self._memory_mb:
             self._memory_mb = memory_mb
             (self.path / "memory.max").write_text(str(memory_mb << 20))
-        processes = _SETTLED_PROCESSES + 2 * limits.nproc
+        processes = _OWN_PROCESSES + 2 * limits.nproc
         if processes > self._processes:
             self._processes = processes
             (self.path / "pids.max").write_text(str(processes))
@@ -111,3 +107,21 @@ class CellCgroup:
                 time.sleep(0.02)
             else:
                 return
+
+
+def descendants(root: int) -> set[int]:
+    """Return the process ids below ``root``."""
+    children: dict[int, list[int]] = {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                fields = (directory / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(directory.name))
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), []):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found

@@ -50,9 +50,9 @@ class CorpusFinding:
     """One program of the corpus after it ran."""
 
     name: str
-    verdict: str
-    pass_fraction: float | None
-    wall_s: float
+    verdict: str = ""
+    pass_fraction: float | None = None
+    wall_s: float = 0.0
     problems: tuple[str, ...] = ()
     """What differs from the manifest; empty when nothing does."""
     skipped: str = ""
@@ -83,14 +83,11 @@ def load_manifest(path: Path) -> list[_Entry]:
     for position, raw in enumerate(programs):
         try:
             file = path.parent / raw["file"]
-            with path_errors(
-                f"{path}: program {raw['name']!r}: the file", file, "one beside the manifest", DataError
-            ):
+            what = f"{path}: program {raw['name']!r}: the file"
+            with path_errors(what, file, "one beside the manifest", DataError):
                 source = file.read_bytes()
-            program = Program(
-                source=source, task=_task(raw["task"]), limits=Limits(**{**defaults, **raw.get("limits", {})})
-            )
-            entries.append((raw, program))
+            limits = Limits(**{**defaults, **raw.get("limits", {})})
+            entries.append((raw, Program(source=source, task=_task(raw["task"]), limits=limits)))
         except DataError:
             raise
         except (ValueError, KeyError, TypeError) as error:
@@ -116,9 +113,8 @@ def _task(raw: dict[str, Any]) -> Task:
         return StdioTask(tests=tests, float_tolerance=raw.get("float_tolerance"))
     options = {"exports": raw.get("exports", ()), "allow_dunder": raw.get("allow_dunder", False)}
     if kind == "asserts":
-        return AssertsTask(
-            entry_point=raw["entry_point"], asserts=raw["asserts"], setup=raw.get("setup", ""), **options
-        )
+        options.update(entry_point=raw["entry_point"], setup=raw.get("setup", ""))
+        return AssertsTask(asserts=raw["asserts"], **options)
     if kind == "unittest":
         return UnittestTask(entry_point=raw["entry_point"], test_code=raw["test_code"], **options)
     raise ValueError(f"unknown task type {kind!r}; allowed: script, stdio, asserts, unittest")
@@ -157,9 +153,7 @@ def run_corpus(
                     missing = [n for n in raw.get("requires", []) if importlib.util.find_spec(n) is None]
                     if missing:
                         skipped = f"needs {', '.join(missing)}"
-                        findings[index] = CorpusFinding(
-                            name=raw["name"], verdict="", pass_fraction=None, wall_s=0.0, skipped=skipped
-                        )
+                        findings[index] = CorpusFinding(name=raw["name"], skipped=skipped)
                     else:
                         examine = functools.partial(_examine, raw, program, sandbox, watch)
                         findings[index] = repeat_noise(examine)
@@ -207,9 +201,8 @@ def _examine(
     if wanted is not None and (outcome.pass_fraction is None or abs(outcome.pass_fraction - wanted) > 1e-9):
         problems.append(f"pass_fraction {outcome.pass_fraction}, want {wanted}")
     text = outcome.stdout_text
-    problems += [
-        f"stdout lacks {part!r}" for part in expect.get("stdout_must_contain", []) if part not in text
-    ]
+    lacks = [part for part in expect.get("stdout_must_contain", []) if part not in text]
+    problems += [f"stdout lacks {part!r}" for part in lacks]
     for part in expect.get("stdout_must_not_contain", []):
         if part in text and not (part == "ESCAPED" and raw.get("soft")):
             line = next(line for line in text.splitlines() if part in line)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 _CANARY = Path("/tmp/mtrl_canary")  # the programs of a corpus name this place
@@ -57,9 +57,8 @@ class HostWatch:
             except OSError as error:
                 if time.monotonic() > deadline:
                     lock.close()
-                    raise SandboxError(
-                        f"another run of a corpus has {abstract}: wait for its end or end it ({error})"
-                    ) from error
+                    what = f"another run of a corpus has {abstract}"
+                    raise SandboxError(f"{what}: wait for its end or end it ({error})") from error
                 time.sleep(0.1)
         self._bait(abstract, lock)
         try:
@@ -79,9 +78,8 @@ class HostWatch:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
                 self._bait(name, listener)
-            self.victim = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"], env={}
-            )
+            sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
+            self.victim = subprocess.Popen(sleep, env={})
         except BaseException:
             self._remove_baits()
             raise
@@ -129,9 +127,8 @@ class HostWatch:
         """Return processes below the sandbox that are new and do not end within a second."""
         deadline = time.monotonic() + _ENDED_WITHIN_S
         while True:
-            found = {
-                p for pid in sandbox.monitor_pids for p in descendants(pid) - self._known.get(pid, set())
-            }
+            known = self._known
+            found = {p for pid in sandbox.monitor_pids for p in descendants(pid) - known.get(pid, set())}
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)  # a killed process takes a moment to leave

@@ -38,23 +38,15 @@ def to_job(program: Program) -> tuple[dict[str, Any], list[bytes]]:
             header.update(kind="stdio", float_tolerance=tolerance)
             for test in tests:
                 texts += [test.stdin, test.stdout]
-        case AssertsTask() as task:
+        case AssertsTask(entry_point=entry, exported=exported, allow_dunder=allow_dunder) as task:
             asserts = tuple(task.asserts)
             header.update(kind="asserts", num_tests=len(asserts))
-            texts.append(
-                _judge_task(
-                    "asserts", task.entry_point, task.exported, task.setup, asserts, task.allow_dunder
-                )
-            )
-            if not task.setup.strip() and not task.allow_dunder:
-                header["literals"] = _literal_tests(task.entry_point, asserts)
-        case UnittestTask() as task:
+            texts.append(_judge_task("asserts", entry, exported, task.setup, asserts, allow_dunder))
+            if not task.setup.strip() and not allow_dunder:
+                header["literals"] = _literal_tests(entry, asserts)
+        case UnittestTask(entry_point=entry, exported=exported, allow_dunder=allow_dunder) as task:
             header.update(kind="unittest", num_tests=count_test_methods(task.test_code))
-            texts.append(
-                _judge_task(
-                    "unittest", task.entry_point, task.exported, "", (task.test_code,), task.allow_dunder
-                )
-            )
+            texts.append(_judge_task("unittest", entry, exported, "", (task.test_code,), allow_dunder))
     return header, [t if isinstance(t, bytes) else t.encode("utf-8", "surrogatepass") for t in texts]
 
 
@@ -62,8 +54,7 @@ def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int) -> Outco
     """Return the outcome in a monitor's answer, whose header is a record of ``cell.verdicts.result``."""
     stdout, stderr = blobs
     tests = tuple(
-        TestResult(verdict=Verdict(verdict), message=message, wall_s=wall_s, cpu_s=cpu_s)
-        for verdict, message, wall_s, cpu_s in header["tests"]
+        TestResult(verdict=Verdict(v), message=m, wall_s=w, cpu_s=c) for v, m, w, c in header["tests"]
     )
     fields = {**header, "verdict": Verdict(header["verdict"]), "tests": tests}
     del fields["id"]
@@ -115,11 +106,10 @@ def _literal_tests(entry_point: str, tests: tuple[str, ...]) -> list[list[Any]] 
                     answer = encoder.dumps(encoder.encode(wanted))
                 except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                     return None
-                if None in named:  # ``**mapping``
-                    return None
                 is_identity = isinstance(operator, ast.Is)
-                if is_identity and not (wanted is None or isinstance(wanted, bool)):
-                    return None  # identity of other literals is the interpreter's choice
+                # ``**mapping``; identity of other literals is the interpreter's choice
+                if None in named or (is_identity and not (wanted is None or isinstance(wanted, bool))):
+                    return None
                 found.append([request, "is" if is_identity else "==", answer])
             case _:
                 return None

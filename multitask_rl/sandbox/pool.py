@@ -26,16 +26,11 @@ _MAX_LOSSES = 2
 
 
 def acceptable_levels(level: str | None, minimum_level: str) -> list[str]:
-    """Return the levels that may be used, strongest first: ``level``, else all down to ``minimum_level``.
-
-    Raises:
-        SandboxError: an unknown level.
-    """
+    """Return the levels that may be used, strongest first: ``level``, else all down to ``minimum_level``."""
     for name in (level, minimum_level):
         if name is not None and name not in LEVELS:
-            raise SandboxError(
-                f"unknown isolation level {name!r}; levels, strongest first: {', '.join(LEVELS)}"
-            )
+            known = ", ".join(LEVELS)
+            raise SandboxError(f"unknown isolation level {name!r}; levels, strongest first: {known}")
     return [level] if level is not None else list(LEVELS[: LEVELS.index(minimum_level) + 1])
 
 
@@ -82,20 +77,18 @@ class NamespaceSandbox(Sandbox):
         problems: list[str] = []
         for name in acceptable_levels(level, minimum_level):
             self.level, config = name, cell_config(packages, name)
-            self._workers = [
-                Worker(index, config, self._cgroup, cpus[index % len(cpus)] if is_pinned else None)
-                for index in range(workers)
-            ]
+            pins = [cpus[index % len(cpus)] if is_pinned else None for index in range(workers)]
+            self._workers = [Worker(index, config, self._cgroup, cpu) for index, cpu in enumerate(pins)]
             self._backlog = Backlog(queue_size or 64 * workers, [worker.cancel for worker in self._workers])
             started: queue.Queue[SandboxError | None] = queue.Queue()
             # a monitor dies with the thread that started it: the thread that uses it starts it
-            self._threads = [
-                threading.Thread(
-                    target=_serve, args=(w, self._backlog, started), name=f"sandbox-{w.index}", daemon=True
+            self._threads = []
+            for worker in self._workers:
+                given = (worker, self._backlog, started)
+                thread = threading.Thread(
+                    target=_serve, args=given, name=f"sandbox-{worker.index}", daemon=True
                 )
-                for w in self._workers
-            ]
-            for thread in self._threads:
+                self._threads.append(thread)
                 thread.start()
             errors = [error for error in [started.get() for _ in self._threads] if error is not None]
             if not errors:
@@ -120,17 +113,13 @@ class NamespaceSandbox(Sandbox):
         return sum(max(0, worker.restarts) for worker in self._workers)
 
     def submit(self, program: Program) -> Future[Outcome]:
-        """Queue one program; blocks while the queue is full. ``cancel`` of the future also kills a program.
-
-        Raises:
-            SandboxError: the sandbox is closed, or belongs to the process this one was forked from.
-        """
+        """See ``Sandbox``; ``cancel`` also kills a program that runs. ``SandboxError`` in a forked child."""
         if os.getpid() != self._owner:
             raise SandboxError("this sandbox belongs to the parent process: open one after the fork")
         return self._backlog.put(program)
 
     def close(self) -> None:
-        """Kill running programs, cancel queued ones and end every process. Safe to call twice."""
+        """See ``Sandbox``."""
         if os.getpid() != self._owner:
             return
         for item in self._backlog.close():

@@ -54,9 +54,8 @@ class HttpSandbox(Sandbox):
         check: bool = True,
     ) -> None:
         if concurrency < 1 or retries < 0:
-            raise ValueError(
-                f"concurrency must be >= 1 and retries >= 0, got {concurrency!r} and {retries!r}"
-            )
+            given = f"{concurrency!r} and {retries!r}"
+            raise ValueError(f"concurrency must be >= 1 and retries >= 0, got {given}")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url must start with http:// or https://, got {url!r}")
         self._url = url.rstrip("/")
@@ -72,12 +71,7 @@ class HttpSandbox(Sandbox):
                 raise SandboxError(f"no working sandbox server at {self._url}: {problem}")
 
     def submit(self, program: Program) -> Future[Outcome]:
-        """Queue one program; blocks while too many wait. A cancelled program does not run.
-
-        Raises:
-            SandboxError: the sandbox is closed.
-            ValueError: the task needs tests inside a process of the program.
-        """
+        """See ``Sandbox``; ``ValueError`` for a task that needs tests inside a process of the program."""
         if not isinstance(program.task, (ScriptTask, StdioTask)):
             raise ValueError(
                 f"a {type(program.task).__name__} cannot be judged by a remote server without handing it the "

@@ -22,8 +22,7 @@ from multitask_rl.sandbox.base import Limits, Outcome, Program, StdioTask, Verdi
 from multitask_rl.sandbox.cell import linux
 from multitask_rl.sandbox.cell.trainer import IDENTITY, MAX_FRAME, Inbox, pack_frame
 from multitask_rl.sandbox.cell.wire import LONGEST_WAIT
-from multitask_rl.sandbox.cgroups import CellCgroup
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import CellCgroup, descendants
 from multitask_rl.sandbox.jobs import outcome_of, to_job
 
 LEVELS = ("namespaces", "bwrap", "landlock")
@@ -48,11 +47,7 @@ class _Frame:
 
 
 def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
-    """Return what a monitor needs to know of this machine.
-
-    A monitor gets the directories of those ``packages`` that are installed; ``level`` is the isolation to
-    build.
-    """
+    """Return what a monitor needs to know: installed ``packages``, interpreter, ``level`` of isolation."""
     found: dict[str, list[str]] = {}
     for name in packages:
         spec = importlib.util.find_spec(name)
@@ -74,7 +69,8 @@ class Worker:
     """A monitor process and the connection to it. One thread uses it; any may ``cancel`` and ``interrupt``.
 
     ``config`` comes from ``cell_config``. The cell gets a cgroup below ``cgroup_parent``, if that is given.
-    It runs on the CPU ``cpu``; None = on any.
+    It runs on the CPU ``cpu``; None = on any. Methods raise ``WorkerLostError`` when the monitor is gone, or
+    silent for longer than the program can take.
     """
 
     def __init__(
@@ -100,11 +96,7 @@ class Worker:
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Start the monitor, wait until its cell is up and run a program of our own there.
-
-        Raises:
-            SandboxError: this machine cannot build the cell, or a cell in which programs run.
-        """
+        """Start the monitor, wait for its cell and run a program of our own there; else ``SandboxError``."""
         if not linux.is_supported():
             raise SandboxError("the sandbox needs Linux on x86_64: run the code rewards on such a machine")
         self.stop()
@@ -124,9 +116,8 @@ class Worker:
                 self._connection.sendall(pack_frame(self._config))
                 header, _ = self._inbox.receive(_START_TIMEOUT_S)
             except (OSError, EOFError) as error:
-                raise SandboxError(
-                    f"the sandbox's monitor did not start: {error or type(error).__name__}"
-                ) from error
+                reason = error or type(error).__name__
+                raise SandboxError(f"the sandbox's monitor did not start: {reason}") from error
             if "error" in header:
                 raise SandboxError(f"this machine cannot build a sandbox cell: {header['error']}")
             self.cell_pid = header["cell"]
@@ -138,10 +129,8 @@ class Worker:
             except WorkerLostError as error:
                 raise SandboxError(f"the sandbox cell ended at once: {error}") from error
             if outcome.verdict is not Verdict.completed or outcome.stdout != b"42\n":
-                raise SandboxError(
-                    f"the sandbox cell cannot run a program: {outcome.verdict}: {outcome.message} "
-                    f"{outcome.stderr_text[:200]}"
-                )
+                found = f"{outcome.verdict}: {outcome.message} {outcome.stderr_text[:200]}"
+                raise SandboxError(f"the sandbox cell cannot run a program: {found}")
         except SandboxError:
             self.stop()
             raise
@@ -177,11 +166,7 @@ class Worker:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
 
     def run(self, program: Program) -> Outcome:
-        """Run one program and wait for its outcome, on a worker that has no other program.
-
-        Raises:
-            WorkerLostError: the monitor is gone; the program may run again elsewhere.
-        """
+        """Run one program and wait for its outcome, on a worker that has no other program."""
         self.hand_over(0, program)
         self.send()
         outcome = self.receive()[1]
@@ -190,11 +175,7 @@ class Worker:
         return outcome
 
     def hand_over(self, identity: int, program: Program) -> None:
-        """Take a program. ``send`` sends programs in the order of taking; answers keep that order.
-
-        Raises:
-            ValueError: program and tests together are too large.
-        """
+        """Take a program; ``ValueError`` if it is too large with its tests. Answers keep the order."""
         header, blobs = to_job(program)
         frame = pack_frame({**header, "id": identity}, blobs)
         if len(frame) > MAX_FRAME:
@@ -208,11 +189,7 @@ class Worker:
         self._unsent.append(_Frame(frame, patience_s, program.limits))
 
     def send(self) -> None:
-        """Send what the monitor's socket surely takes: the monitor may be busy, or wait for us to read.
-
-        Raises:
-            WorkerLostError: the monitor is gone.
-        """
+        """Send what the monitor's socket surely takes: the monitor may be busy, or wait for us to read."""
         ready: list[bytes] = []
         size = sum(len(frame.data) for frame in self._sent)
         while self._unsent and (not self._sent or size + len(self._unsent[0].data) <= _SENT_AHEAD):
@@ -236,11 +213,7 @@ class Worker:
         return bool(self._sent or self._unsent)
 
     def receive(self) -> tuple[int, Outcome | None]:
-        """Return identity and outcome of the next program that ended; no outcome if it was cancelled.
-
-        Raises:
-            WorkerLostError: the monitor is gone, or silent for longer than the program can take.
-        """
+        """Return identity and outcome of the next program that ended; no outcome if it was cancelled."""
         if self._connection is None or self._inbox is None or not self._sent:
             raise WorkerLostError("not started")
         try:

@@ -87,11 +87,10 @@ class Lane:
         """Fail those of ``items`` that no call has taken yet."""
         with self._condition:
             unwanted = set(map(id, items))
+            failure = self._failure(FailureKind.infra, "given up: its result is not needed")
             for item in self._queue:
                 if id(item) in unwanted:
-                    self._set_result(
-                        item, self._failure(FailureKind.infra, "given up: its result is not needed")
-                    )
+                    self._set_result(item, failure)
 
     def tick(self) -> None:
         """Hedge calls that stall, start another runner where work waits."""

@@ -339,9 +339,8 @@ def plan_plugin(
         if device:
             config.setdefault("device", device)
     elif spec.device:
-        raise ConfigError(
-            f"{where}.device: {spec.plugin!r} runs on the CPU; its Config has no field 'device'"
-        )
+        why = "runs on the CPU; its Config has no field 'device'"
+        raise ConfigError(f"{where}.device: {spec.plugin!r} {why}")
     if source.takes("seed"):
         config.setdefault("seed", derive_seed(seed, "reward", spec.plugin))
     source.check(config)

@@ -103,10 +103,8 @@ class ErrorBudget:
         """Return the warnings since the last call."""
         pending, self._pending = self._pending, []
         data = {"failure_rate": self.rate, "max_failure_rate": self._limit}
-        return [
-            Event(step=step, source="rewards", kind="warn", reason=r, task=self._task, data=data)
-            for r in pending
-        ]
+        own: dict[str, Any] = {"source": "rewards", "kind": "warn", "task": self._task, "data": data}
+        return [Event(step=step, reason=reason, **own) for reason in pending]
 
 
 class ScoreTally:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.cli import main as command_line
+from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.corpus import CorpusFinding, load_manifest, main, repeat_noise, run_corpus
 from multitask_rl.sandbox.host_checks import HostWatch, WatchedProgram
-from multitask_rl.sandbox.host_processes import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import pytest
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 NAP = Program(source="import time\ntime.sleep(0.5)\nprint('done')", limits=Limits(wall_s=5))

@@ -11,7 +11,7 @@ import pytest
 
 from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
 from multitask_rl.sandbox.cell.trainer import MAX_FRAME
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 WRITE = """

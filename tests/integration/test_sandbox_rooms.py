@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 LOOK = Program(

@@ -64,9 +64,7 @@ class _Server:
             "next": lambda target, count: list(itertools.islice(self._resolve(target), count)),
             "isinstance": lambda target, kind: self._resolve(kind) in type(self._resolve(target)).__mro__,
             "await": lambda target: asyncio.run(self._resolve(target)),
-            "operator": lambda target, name, arguments: getattr(type(self._resolve(target)), name)(
-                self._resolve(target), *arguments
-            ),
+            "operator": lambda target, name, rest: getattr(type(t := self._resolve(target)), name)(t, *rest),
         }
 
     def reply(self, message: list[Any]) -> None:
@@ -132,9 +130,8 @@ class _Server:
 
     def call_back(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call a function of the tests, which stays in the judge."""
-        self.reply(
-            ["callback", number, self._encoder.encode(list(arguments)), self._encoder.encode(keywords)]
-        )
+        encode = self._encoder.encode
+        self.reply(["callback", number, encode(list(arguments)), encode(keywords)])
         while True:
             operation, *rest = self.decoder.loads(self._channel.receive())
             if operation == "return":

@@ -18,11 +18,9 @@ class ChannelClosed(Exception):
 
 
 class CellChannel:
-    """One end of a conversation. It reads with ``read``, so that the kernel drops descriptors in a message.
+    """One end of a conversation on a socket; ``ChannelClosed`` when the other side is gone.
 
-    Args:
-        descriptor: the socket.
-        read: reads from it, as ``os.read`` does.
+    It reads with ``read``, by default ``os.read``, so that the kernel drops descriptors in a message.
     """
 
     def __init__(self, descriptor: int, read: Callable[[int, int], bytes] | None = None) -> None:
@@ -31,11 +29,7 @@ class CellChannel:
         self._ahead = b""
 
     def send(self, *payloads: bytes) -> None:
-        """Send messages.
-
-        Raises:
-            ChannelClosed: the other side is gone.
-        """
+        """Send messages."""
         data = memoryview(b"".join([part for p in payloads for part in (_LENGTH.pack(len(p)), p)]))
         try:
             while data:
@@ -44,12 +38,7 @@ class CellChannel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self) -> bytes:
-        """Return the next message.
-
-        Raises:
-            ChannelClosed: the other side is gone.
-            CodecError: it announces more than ``MAX_MESSAGE`` bytes.
-        """
+        """Return the next message; ``CodecError`` if it announces more than ``MAX_MESSAGE`` bytes."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > MAX_MESSAGE + 4096:
             raise CodecError(f"a message of {length} bytes")

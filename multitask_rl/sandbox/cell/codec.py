@@ -33,9 +33,7 @@ _MAX_ITEM_BYTES = 32
 _ARRAY_KIND = re.compile(r"[<>|=]?([biufcU])(\d{1,7})")
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _DATES = {c.__name__: c for c in (datetime.date, datetime.datetime, datetime.time)}
-_TYPES = {
-    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith("_")
-}
+_TYPES = {k: v for k, v in vars(builtins).items() if isinstance(v, type) and not k.startswith("_")}
 
 
 class CodecError(ValueError):
@@ -49,11 +47,7 @@ class Encoder:
         self._to_handle = to_handle
 
     def dumps(self, message: Any) -> str:
-        """Return JSON of a message whose values went through ``encode``.
-
-        Raises:
-            CodecError: it is larger than ``MAX_MESSAGE``.
-        """
+        """Return JSON of a message of encoded values; ``CodecError`` if it is larger than ``MAX_MESSAGE``."""
         try:
             text = json.dumps(message, separators=(",", ":"))
         except ValueError as error:  # a RecursionError is the caller's: ``encode`` limits the depth of values
@@ -63,11 +57,7 @@ class Encoder:
         return text
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """Return ``value`` as a tree of JSON types.
-
-        Raises:
-            CodecError: it is nested deeper than ``MAX_DEPTH``, as a cycle is.
-        """
+        """Return ``value`` as a tree of JSON types; ``CodecError`` if it is deeper than ``MAX_DEPTH``."""
         kind = type(value)
         if kind in (str, bool, float) or value is None:
             return value
@@ -114,9 +104,8 @@ class Encoder:
     def items(self, values: Iterable[Any], depth: int) -> list[Any]:
         """Return the encoded items; the JSON encoder takes scalars as they are."""
         found = list(values)
-        if set(map(type, found)) <= _SCALARS and not any(
-            type(v) is int and v.bit_length() >= _PLAIN_INT_BITS for v in found
-        ):
+        is_large = (type(v) is int and v.bit_length() >= _PLAIN_INT_BITS for v in found)
+        if set(map(type, found)) <= _SCALARS and not any(is_large):
             return found
         return [self.encode(value, depth) for value in found]
 
@@ -173,11 +162,8 @@ class NeedsArraysError(CodecError):
 class Decoder:
     """Turns text back into values, of exactly the types and sizes that ``Encoder`` writes.
 
-    The values take memory in proportion to the text, whatever the text says.
-
-    Args:
-        from_handle: gets tag and content of a handle.
-        has_arrays: arrays become arrays of numpy; False: a message with an array is refused.
+    The values take memory in proportion to the text, whatever the text says. ``from_handle`` gets tag and
+    content of a handle. Without ``has_arrays`` a message with an array is refused.
     """
 
     def __init__(self, from_handle: Callable[[str, Any], Any], *, has_arrays: bool = True) -> None:
@@ -185,12 +171,7 @@ class Decoder:
         self._has_arrays = has_arrays
 
     def loads(self, text: bytes | str) -> Any:
-        """Return the message in ``text``.
-
-        Raises:
-            NeedsArraysError: it holds an array, and ``has_arrays`` is False.
-            CodecError: it is no message.
-        """
+        """Return the message in ``text``; ``CodecError`` if it is none, ``NeedsArraysError`` for an array."""
         try:
             return json.loads(text, object_hook=self._read_tagged)
         except NeedsArraysError:

@@ -81,12 +81,9 @@ class ZygoteProcess:
         return ZygoteProcess(ours, self._trainer)
 
     def wait(self, identity: int, wall_s: float) -> Exit:
-        """Return the end of an execution.
+        """Return the end of an execution; raises as ``TrainerConversation.wait``.
 
-        Raises:
-            TimeoutError: the zygote is silent long after the limit of a starved program.
-            EOFError: the zygote ended.
-            JobCancelled: the trainer gave up the job.
+        ``TimeoutError`` when the zygote is silent long after the limit of a starved program.
         """
         deadline = time.monotonic() + LONGEST_WAIT * wall_s + _GRACE_S
         while identity not in self._exits:

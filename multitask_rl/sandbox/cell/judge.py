@@ -23,7 +23,7 @@ from typing import Any
 from .channel import CellChannel
 from .peer import MESSAGE_LIMIT, CandidateGone, Peer, text_of
 
-_SETTLE = "__settle__"
+_APPLY_CHANGES = "__apply_changes__"
 _HAS_STATEMENTS = re.compile(r"[\n;]|^(?:async|class|def|for|if|try|while|with|match)\b|^@")
 """Finds text that may be more than one simple statement."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -57,7 +57,7 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
         # a builtin wins over the program's name: the program must not lend the tests its own ``len``
         entry_point = task["entry_point"]
         names.update(peer.names([n for n in task["exports"] if n == entry_point or not hasattr(builtins, n)]))
-        names[_SETTLE] = peer.settle
+        names[_APPLY_CHANGES] = peer.apply_changes
         if task["kind"] == "unittest":
             names["__name__"] = "tests"  # a main guard at the end of the tests must not run them twice
             exec(_compile(task["tests"][0], "<tests>"), names)
@@ -84,7 +84,7 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
             except BaseException as error:  # noqa: BLE001 - statements of the data set
                 report("setup", "runtime_error", f"setup: {type(error).__name__}: {text_of(error)}")
         for index, statement in enumerate(task["tests"]):
-            peer.settle()
+            peer.apply_changes()
             try:
                 exec(_compile(statement, f"<test {index}>"), names)
             except CandidateGone:
@@ -102,12 +102,12 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
 
 
 def _compile(source: str, name: str) -> types.CodeType:
-    """Compile tests; each statement is followed by ``Peer.settle()``, and in a branch also preceded by it."""
+    """Compile tests; ``Peer.apply_changes()`` follows each statement, and in a branch also precedes it."""
     if not _HAS_STATEMENTS.search(source.strip()):
         return compile(source, name, "exec")
 
-    def settle_at(statement: ast.stmt) -> ast.stmt:
-        call = ast.Expr(ast.Call(ast.Name(_SETTLE, ast.Load()), [], []))
+    def call_at(statement: ast.stmt) -> ast.stmt:
+        call = ast.Expr(ast.Call(ast.Name(_APPLY_CHANGES, ast.Load()), [], []))
         return ast.copy_location(call, statement)
 
     tree = ast.parse(source, name)
@@ -116,14 +116,14 @@ def _compile(source: str, name: str) -> types.CodeType:
             body = getattr(node, part, None)
             if type(body) is not list or not body:
                 continue
-            settled = [] if isinstance(node, _SCOPES) else [settle_at(body[0])]
+            steps = [] if isinstance(node, _SCOPES) else [call_at(body[0])]
             for statement in body:
-                settled.append(statement)
+                steps.append(statement)
                 # a docstring has to stay the first statement
                 is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
                 if not is_text and not isinstance(statement, (*_DEFINITIONS, *_LEAVING)):
-                    settled.append(settle_at(statement))
-            setattr(node, part, settled)
+                    steps.append(call_at(statement))
+            setattr(node, part, steps)
     return compile(ast.fix_missing_locations(tree), name, "exec")
 
 

@@ -31,15 +31,10 @@ def abi_version() -> int:
 
 
 def restrict_to(readable: Iterable[str], devices: Iterable[str], listed: Iterable[str] = ()) -> None:
-    """Confine this process, and all it starts, to reading ``readable`` and using ``devices``.
+    """Confine this process, and all it starts, to these paths; ``OSError`` if the kernel has no Landlock.
 
-    Args:
-        readable: files, and directories with all below.
-        devices: files to read and write.
-        listed: directories in which, and below which, only names can be listed.
-
-    Raises:
-        OSError: the kernel has no Landlock.
+    Files, and directories with all below, are ``readable``; ``devices`` are read and written; in ``listed``
+    directories, and below, only names can be listed.
     """
     version = abi_version()
     if version < 1:

@@ -98,8 +98,7 @@ class Layout:
 def launch(layout: Layout, control: socket.socket, level: str = "namespaces") -> int:
     """Start a zygote in a new cell; it talks on ``control``. Return its process id.
 
-    Raises:
-        OSError: the kernel refuses a namespace, a mount or a rule; the message says which step.
+    ``OSError``, with the step in the message, if the kernel refuses a namespace, a mount or a rule.
     """
     if level == "namespaces":
         flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET
@@ -317,10 +316,8 @@ def _enter_flat(layout: Layout, control: socket.socket) -> _Command:
         "devices": [f"/dev/{name}" for name in _DEVICES],
         "packages": layout.packages,
     }
-    starter = (
-        f"import sys; sys.path.insert(0, {library!r}); from cell.zygote import main; "
-        f"sys.path.remove({library!r}); main({control_copy}, -1, {host!r})"
-    )
+    search = f"import sys; sys.path.insert(0, {library!r}); from cell.zygote import main; "
+    starter = f"{search}sys.path.remove({library!r}); main({control_copy}, -1, {host!r})"
     arguments = [layout.executable, *_FLAGS, "-c", starter]
     return arguments, _environment(layout, f"{layout.prefix}/lib"), {control_copy}
 

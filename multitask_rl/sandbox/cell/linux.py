@@ -56,11 +56,7 @@ def prepare_call(number: int, *arguments: Any) -> tuple[Any, ...]:
 
 
 def syscall(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a system call.
-
-    Raises:
-        OSError: the kernel refuses it.
-    """
+    """Make a system call; ``OSError`` where the kernel refuses it."""
     result: int = raw_syscall(*prepare_call(number, *arguments))
     if result == -1:
         raise_errno(f"system call {number}")

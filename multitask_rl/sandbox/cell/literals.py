@@ -34,9 +34,7 @@ def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[An
     """Return the lines that the judge would write: one on loading, then one per test.
 
     A test is ``[request, operator, expected]``; request and expected value are encoded already.
-
-    Raises:
-        NeedsJudgeError: an answer is too large, or holds an array.
+    ``NeedsJudgeError`` if an answer is too large, or holds an array.
     """
     decoder = Decoder(lambda tag, content: _Opaque(), has_arrays=False)
     lines: list[list[Any]] = []

@@ -62,10 +62,9 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, max(hard, _DESCRIPTORS)))
             except (OSError, ValueError) as error:
-                raise OSError(
-                    f"it needs {_DESCRIPTORS} open files and the limit is {hard}; raise it before the start "
-                    f"with ulimit -n {_DESCRIPTORS} or more"
-                ) from error
+                advice = f"raise it before the start with ulimit -n {_DESCRIPTORS} or more"
+                needs = f"it needs {_DESCRIPTORS} open files and the limit is {hard}"
+                raise OSError(f"{needs}; {advice}") from error
         monitor = CellMonitor(config, trainer)
         confine()
     except OSError as error:
@@ -85,11 +84,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
 
 
 class CellMonitor:
-    """Builds a cell and runs jobs there, one after the other.
-
-    Raises:
-        OSError: the cell cannot be built here.
-    """
+    """Builds a cell, else ``OSError``, and runs jobs there, one after the other."""
 
     def __init__(self, config: dict[str, Any], trainer: TrainerConversation) -> None:
         self._trainer = trainer
@@ -103,21 +98,12 @@ class CellMonitor:
         """By the package that is loaded."""
 
     def run(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """Run one job; return result and output. The result of a cancelled job is ``cancelled`` alone.
-
-        Raises:
-            CellLostError: the cell is gone.
-        """
+        """Run one job; return result and output: ``cancelled`` alone for a cancelled job."""
         try:
             try:
                 self._trainer.begin(job["id"])
-                match job["kind"]:
-                    case "script":
-                        return self._run_script(job, blobs)
-                    case "stdio":
-                        return self._run_stdio(job, blobs)
-                    case _:
-                        return self._run_function(job, blobs)
+                runs = {"script": self._run_script, "stdio": self._run_stdio}
+                return runs.get(job["kind"], self._run_function)(job, blobs)
             except JobCancelled:
                 for zygote in self._zygotes.values():
                     zygote.end_all()
@@ -137,8 +123,7 @@ class CellMonitor:
         with memory(source) as code:
             execution = self._execute(job["limits"], code, len(source), stdin, self._find_zygote(source))
         verdict, message = verdicts.of_execution(execution, job["limits"])
-        if verdict == "ok":
-            verdict = "completed"
+        verdict = "completed" if verdict == "ok" else verdict
         return verdicts.result(verdict, message, [], [execution]), [execution.stdout, execution.stderr]
 
     def _run_stdio(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:

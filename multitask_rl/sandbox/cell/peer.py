@@ -84,7 +84,7 @@ class Peer:
                     raise CandidateGone("it does not speak the protocol")
         return names
 
-    def settle(self) -> None:
+    def apply_changes(self) -> None:
         """Repeat on the tests' objects what calls did to their copies in the program.
 
         The tests call this after every statement. Within one, ``f(a) == sorted(a)``, a program could change
@@ -101,12 +101,11 @@ class Peer:
     def ask(self, operation: str, *arguments: Any) -> Any:
         """Make a request and return the value; an exception of the program is raised here as a builtin one.
 
-        Raises:
-            CandidateGone: the process ended or answers nonsense.
+        ``CandidateGone`` if the process ended or answers nonsense.
         """
         given = arguments[1] if operation == "call" else []
         if any(mine is argument for mine, _ in self._changes for argument in given):
-            self.settle()
+            self.apply_changes()
         self._send([operation, *map(self._encoder.encode, arguments)])
         while True:
             match self._receive():
@@ -123,7 +122,7 @@ class Peer:
                             case _:
                                 raise CandidateGone("it does not speak the protocol")
                     if value is None:
-                        self.settle()
+                        self.apply_changes()
                     return value
                 case ["error", str(base), str(name), str(message)]:
                     raise self._exception(base, name, message)
@@ -213,9 +212,7 @@ class Remote:
         _ask(self, "set", name, value)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        if not isinstance(instance, Remote):
-            return False
-        return _ask(instance, "isinstance", _number(self)) is True
+        return isinstance(instance, Remote) and _ask(instance, "isinstance", _number(self)) is True
 
     def __repr__(self) -> str:
         return _exact(_ask(self, "operator", "__repr__", []), str)

@@ -41,17 +41,17 @@ def enter(
     report: int,
     leave: Callable[[int], Any],
 ) -> None:
-    """Become the program: take its descriptors, make ``calls``, run it, ``leave``.
+    """Become the program: take its descriptors, make ``calls``, run it, ``leave`` (in a warm-up it returns).
 
     Args:
-        descriptors: source, then standard input and output where given, then channels.
+        descriptors: source; standard input if ``has_stdin``; output and error if ``has_output``; channels.
         mode: a ``Mode``.
-        has_stdin: the second descriptor is standard input; else it is empty.
-        has_output: the next two are standard output and error.
+        has_stdin: else standard input is empty.
+        has_output: else standard output and error stay as they are.
         source_bytes: size of the source.
         calls: system calls that confine this process, the filter last.
-        report: descriptor that gets the error when confining fails; it is closed before the program runs.
-        leave: ends the process; it returns in a warm-up only.
+        report: gets the error when confining fails; it is closed before the program runs.
+        leave: ends the process.
     """
     try:
         source = os.pread(descriptors[0], source_bytes, 0)

@@ -53,11 +53,7 @@ class Rooms:
         self._number = 0
 
     def take(self, options: bytes) -> Room:
-        """Return an unused room with an empty /tmp, mounted with ``options``.
-
-        Raises:
-            OSError: the kernel refuses a mount.
-        """
+        """Return an unused room with an empty /tmp, mounted with ``options``, else ``OSError``."""
         if self._free:
             room = self._free.pop()
         else:

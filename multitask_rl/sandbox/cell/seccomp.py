@@ -116,9 +116,8 @@ def zygote_filter() -> bytes:
 
 def monitor_filter() -> bytes:
     """Return what a monitor may call once its cell is up: no file, no process, no socket but pairs."""
-    return _allow_list(
-        {*_MEMORY, *_MONITOR}, {_FCNTL: _argument_in(1, [*_FCNTL_COMMANDS, _ADD_SEALS], _EPERM)}
-    )
+    special = {_FCNTL: _argument_in(1, [*_FCNTL_COMMANDS, _ADD_SEALS], _EPERM)}
+    return _allow_list({*_MEMORY, *_MONITOR}, special)
 
 
 def _allow_list(allowed: set[int], special: dict[int, list[Instruction]]) -> bytes:
@@ -174,9 +173,8 @@ def program_filter(own_pid: int | None = None) -> bytes:
 def prepare(code: bytes) -> tuple[Any, ...]:
     """Return the prepared system call that ``install`` makes."""
     block = ctypes.create_string_buffer(code, len(code))
-    program = ctypes.create_string_buffer(
-        struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block)), 16
-    )
+    head = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(block))
+    program = ctypes.create_string_buffer(head, 16)
     _kept_alive.append(block)
     return prepare_call(_SECCOMP, _SET_MODE_FILTER, 0, program)
 

@@ -40,12 +40,9 @@ class Inbox:
         self._poll.register(connection, select.POLLIN)
 
     def receive(self, patience_s: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the next message; waits at most ``patience_s`` for each part of it (None = for ever).
+        """Return the next message; ``TimeoutError`` if a part takes over ``patience_s`` (None = for ever).
 
-        Raises:
-            EOFError: the other side closed.
-            OSError: the connection broke, or a message is larger than ``MAX_FRAME``.
-            TimeoutError: no part came in time.
+        ``EOFError`` when the other side closed; ``OSError`` for a message larger than ``MAX_FRAME``.
         """
         while (needed := self._missing()) > 0:
             if patience_s is not None and not self._poll.poll(1000 * patience_s):
@@ -110,21 +107,13 @@ class TrainerConversation:
         os.set_blocking(cancel_fd, False)
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the next job; held results leave before a wait for it.
-
-        Raises:
-            EOFError: the trainer closed the connection.
-        """
+        """Return the next job, or ``EOFError``; held results leave before a wait for it."""
         if not self._inbox.has_message():
             self._flush()
         return self._inbox.receive()
 
     def begin(self, job: int) -> None:
-        """Note that a job begins.
-
-        Raises:
-            JobCancelled: the trainer gave it up.
-        """
+        """Note that a job begins; ``JobCancelled`` if the trainer gave it up."""
         self._job = job
         # identities grow and jobs come in order: older ones have an answer
         self._cancelled = {identity for identity in self._cancelled if identity >= job}
@@ -152,10 +141,8 @@ class TrainerConversation:
     def wait(self, poll: select.poll, descriptor: int, patience_s: float | None) -> None:
         """Wait until ``descriptor`` can be read; held results do not wait for that.
 
-        Raises:
-            TimeoutError: it cannot be read within ``patience_s`` (None = for ever).
-            JobCancelled: the trainer gave up the job.
-            EOFError: the trainer ended.
+        ``TimeoutError`` after ``patience_s`` (None = for ever), ``JobCancelled`` if the trainer gave up the
+        job, ``EOFError`` if it ended.
         """
         patience_ms = None if patience_s is None else 1000 * patience_s
         while True:

@@ -35,7 +35,7 @@ _PRELOAD = (
     "logging math numbers operator queue random re statistics string struct textwrap threading time "
     "traceback types typing unicodedata unittest warnings"
 )
-_SETTLED_PROCESSES = 8
+_OWN_PROCESSES = 8
 """Processes of the cell besides a program: zygotes and the other process of a function task."""
 _FIRST_OWN_FD = 100
 _HOT_LIBRARIES = (b"libpython", b"libc.so", b"libc-")
@@ -79,11 +79,10 @@ class _PackageFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the specification of one of the packages."""
         directory = self._packages.get(name)
-        if directory is None or not os.path.isfile(f"{directory}/__init__.py"):
+        file = f"{directory}/__init__.py"
+        if directory is None or not os.path.isfile(file):
             return None
-        return importlib.util.spec_from_file_location(
-            name, f"{directory}/__init__.py", submodule_search_locations=[directory]
-        )
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[directory])
 
 
 @dataclass(slots=True)
@@ -254,7 +253,7 @@ class Zygote:
             resource.RLIMIT_AS: memory,
             resource.RLIMIT_FSIZE: file_bytes,
             resource.RLIMIT_NOFILE: nofile,
-            resource.RLIMIT_NPROC: nproc + _SETTLED_PROCESSES,
+            resource.RLIMIT_NPROC: nproc + _OWN_PROCESSES,
         }
         # kill(0) reaches a process group across pid namespaces. A session would do as well, but costs more:
         # the kernel gives each one a scheduling group

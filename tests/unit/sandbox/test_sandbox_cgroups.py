@@ -6,8 +6,7 @@ import pytest
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox import Limits, Program
-from multitask_rl.sandbox.cgroups import CellCgroup, delegated_cgroup
-from multitask_rl.sandbox.host_processes import descendants
+from multitask_rl.sandbox.cgroups import CellCgroup, delegated_cgroup, descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 
