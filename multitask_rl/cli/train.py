@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from multitask_rl.boundary.printable import EscapingFilter, printable
 from multitask_rl.boundary.redaction import redacted_keys
-from multitask_rl.config.run import RECORD, RunConfig, recorded_config
+from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
 from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.trust import TRUST, refuse_code_in
@@ -159,16 +159,9 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     return 0
 
 
-def config_keys(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
-    """Return every key of the configuration with its field, ``model.lora.rank`` for nested ones."""
-    keys: dict[str, dataclasses.Field[Any]] = {}
-    for field in dataclasses.fields(cls):
-        nested: Any = field.default_factory
-        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
-            keys |= config_keys(nested, f"{prefix}{field.name}.")
-        else:
-            keys[prefix + field.name] = field
-    return keys
+def config_keys() -> dict[str, Any]:
+    """Return every key of the configuration with its default, ``model.lora.rank`` for nested ones."""
+    return dict(dotted(dataclasses.asdict(RunConfig())))
 
 
 def _base(arguments: list[str], trusts: bool) -> RunConfig | type[RunConfig]:
@@ -299,7 +292,7 @@ def _hydra_arguments(arguments: list[str], defaults: list[str]) -> list[str]:
 
 def _is_below_mapping(key: str) -> bool:
     """Whether ``key`` lies below a mapping, where the schema knows no keys and Hydra needs ``++``."""
-    return any(key.startswith(f"{name}.") for name, f in config_keys().items() if f.default_factory is dict)
+    return any(key.startswith(f"{name}.") for name, default in config_keys().items() if default == {})
 
 
 def _explain(error: Exception) -> str:
