@@ -50,15 +50,14 @@ class PluginTraits:
 class Reward(Protocol):
     """Scores rollouts of one task.
 
-    A class may nest a ``Config`` dataclass: its fields are the keys allowed in the tasks file;
-    the instance is built as ``RewardClass(RewardClass.Config(**config))``.
+    A class may nest a dataclass ``Config``, whose fields are its keys in the tasks file:
+    ``RewardClass(RewardClass.Config(**config))``.
     """
 
     traits: ClassVar[PluginTraits]
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult | float | None]:
         """Return one result per rollout, in order. ``None`` means not applicable."""
-        ...
 
 
 @runtime_checkable
@@ -79,7 +78,6 @@ class Constraint(Protocol):
         ``None`` means that the constraint does not apply to the sample. With ``stream_every`` some rollouts
         are partial responses (``finish_reason`` is ``flagged``).
         """
-        ...
 
 
 @runtime_checkable
@@ -91,8 +89,6 @@ class Task(Protocol):
 
     def settings(self) -> Mapping[str, Any]:
         """Return defaults for keys of the tasks file (``prompt``, ``rewards``...)."""
-        ...
 
     def rows(self, split: str) -> Sequence[Mapping[str, Any]]:
         """Return the rows of ``split`` (``train``, ``test``, ...); empty if it has no such split."""
-        ...

@@ -92,11 +92,9 @@ def path_errors(
                 problem = "does not exist"
             case IsADirectoryError():
                 problem = "is a directory"
-            case FileExistsError():
-                problem = "is a file"
             case NotADirectoryError() if not Path(path).is_file():
                 problem = "goes through a file, which holds no other"
-            case NotADirectoryError():
+            case FileExistsError() | NotADirectoryError():
                 problem = "is a file"
             case PermissionError():
                 problem = "may not be used by this user (permission denied)"

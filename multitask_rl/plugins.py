@@ -39,20 +39,10 @@ GUARDS = "multitask_rl.guards"
 ROLLOUT_ENGINES = "multitask_rl.rollout_engines"
 SANDBOXES = "multitask_rl.sandboxes"
 TRACKERS = "multitask_rl.trackers"
-GROUPS = (
-    TASKS,
-    REWARDS,
-    CONSTRAINTS,
-    ALGORITHMS,
-    SCHEDULERS,
-    GUARDS,
-    ROLLOUT_ENGINES,
-    SANDBOXES,
-    TRACKERS,
-)
+GROUPS = (TASKS, REWARDS, CONSTRAINTS, ALGORITHMS, SCHEDULERS, GUARDS, ROLLOUT_ENGINES, SANDBOXES, TRACKERS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True, order=True)
 class PluginInfo:
     """One entry point from the metadata of its distribution."""
 
@@ -65,14 +55,10 @@ class PluginInfo:
 
 
 def list_plugins(group: str | None = None) -> list[PluginInfo]:
-    """Return the installed plugins of ``group`` (None = all of ``GROUPS``), sorted, without importing them.
-
-    Raises:
-        PluginError: ``group`` is not one of ``GROUPS``.
-    """
+    """Return the installed plugins of ``group`` (None = all of ``GROUPS``), sorted; imports none."""
     if group is not None and group not in GROUPS:
         raise PluginError(f"unknown plugin group {group!r}; groups: {', '.join(GROUPS)}")
-    return sorted(i for i, _ in _entry_points(tuple(sys.path)) if group is None or i.group == group)
+    return sorted(i for i in _entry_points(tuple(sys.path)) if group is None or i.group == group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +83,7 @@ def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[st
         expects: class that the object must inherit from, or attributes it must have (one name, or several).
 
     Raises:
-        PluginError: the name is unknown, two distributions declare it, it cannot be imported, or it does not
-            fit ``expects``.
+        PluginError: it is unknown, declared twice, cannot be imported, or does not fit ``expects``.
         MissingExtraError: the plugin needs an optional dependency that is not installed.
     """
     found = locate(reference, group)
@@ -120,10 +105,7 @@ def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[st
 
 
 def locate(reference: str, group: str, where: str = "") -> Located:
-    """Return the object that ``reference`` names, with label, version and owner.
-
-    ``where`` is its place, for messages. Arguments and errors are those of ``load_plugin``.
-    """
+    """Return the object that ``reference`` names, which stands at ``where``; raises as ``load_plugin``."""
     prefix = f"{where}: " if where else ""
     place, separator, name = reference.rpartition(":")
     if not separator and reference.endswith(".py"):
@@ -179,11 +161,10 @@ def _load_entry_point(group: str, name: str) -> Located:
             f"{_kind(group)} {name!r} is declared by {len(matches)} distributions: {owners}. Uninstall one, "
             f"or name the object directly as 'module:object' instead of {name!r}."
         )
-    info = matches[0]
-    entry = next(e for i, e in _entry_points(tuple(sys.path)) if i == info)
+    (info,) = matches
     version = f"{info.distribution} {info.version}"
     try:
-        loaded = entry.load()
+        loaded = _entry_points(tuple(sys.path))[info].load()
     except MissingExtraError:
         raise
     except Exception as error:
@@ -241,24 +222,21 @@ def absolute_reference(reference: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _entry_points(path: tuple[str, ...]) -> list[tuple[PluginInfo, importlib.metadata.EntryPoint]]:
-    """Return every entry point of our groups in ``path``, with its distribution.
+def _entry_points(path: tuple[str, ...]) -> dict[PluginInfo, importlib.metadata.EntryPoint]:
+    """Return every entry point of our groups in ``path``, also the second of two equal names.
 
-    ``importlib.metadata.entry_points()`` hides the second of two equal names. A distribution found twice on
-    the path (an editable install and its build directory) counts once, the first, as it does for imports.
+    A distribution found twice (an editable install and its build directory) counts once, as for imports.
     """
     found: dict[tuple[str, str, str], tuple[PluginInfo, importlib.metadata.EntryPoint]] = {}
     for distribution in importlib.metadata.distributions(path=list(path)):
-        entries = [entry for entry in distribution.entry_points if entry.group in GROUPS]
-        if not entries:
+        if not (entries := [entry for entry in distribution.entry_points if entry.group in GROUPS]):
             continue
-        owner = distribution.metadata["Name"] or "(unnamed distribution)"
+        owner, version = distribution.metadata["Name"] or "(unnamed distribution)", distribution.version
         normalized = re.sub(r"[-_.]+", "-", owner).lower()
-        origin = {"distribution": owner, "version": distribution.version}
         for entry in entries:
-            info = PluginInfo(group=entry.group, name=entry.name, value=entry.value, **origin)
+            info = PluginInfo(entry.group, entry.name, entry.value, owner, version)
             found.setdefault((normalized, entry.group, entry.name), (info, entry))
-    return list(found.values())
+    return dict(found.values())
 
 
 def _kind(group: str) -> str:
@@ -275,7 +253,7 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise
-    # A console script has no working directory on its path. At the end of it, nothing there can shadow.
+    # a console script has no working directory on its path; at the end, nothing there can shadow
     _append_path(Path.cwd())
     importlib.invalidate_caches()
     return importlib.import_module(name)

@@ -100,10 +100,7 @@ class SamplingSettings(Settings):
 
 @dataclass(kw_only=True, slots=True, unsafe_hash=True)  # a base of mutable settings cannot be frozen
 class SamplingParams(SamplingSettings):
-    """Sampling parameters of a response; part of the policy, so the trainer uses the same values.
-
-    It is a value: make another with ``dataclasses.replace``.
-    """
+    """Sampling parameters of a response, a value; part of the policy, so the trainer uses the same values."""
 
     grammar: str = field(default="", metadata={"derived": True})
     """Grammar of the response, as JSON text of the configuration of a constraint in mode ``grammar``; empty =
@@ -353,10 +350,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistic:
-    """A mean over a population, with size, standard error, direction and range (see ``intervals.summarise``).
-
-    ``statistics/definitions.py`` and docs/definitions.md define the population of each metric.
-    """
+    """A mean over a population, which ``statistics/definitions.py`` and docs/definitions.md define."""
 
     mean: float
     """Mean of the values; NaN = no value."""
@@ -450,13 +444,7 @@ class TaskEvaluation:
 def rename_tasks(
     by_task: Mapping[str, T], renamed: Mapping[str, str] | None, known: Collection[str] | None = None
 ) -> dict[str, T]:
-    """Return ``by_task`` with present names, without tasks that are not ``known``.
-
-    Args:
-        by_task: its keys are ``task`` or ``task/...``.
-        renamed: former name -> present name.
-        known: None = all.
-    """
+    """Return ``by_task`` (keys ``task`` or ``task/...``) with present names, if ``known`` (None = all)."""
     found = {rename_task(key, renamed): value for key, value in by_task.items()}
     return {key: value for key, value in found.items() if known is None or key in known}
 
