@@ -4,9 +4,7 @@
 2. ``credit``: rewards -> advantages per token (tensors, no gradient), for all samples of one task at once.
 3. ``loss``: per-token loss of one micro-batch of one task (gradient flows through ``logprobs``/``values``).
 
-The learner owns everything else: forwards, denominators, weights, the optimizer. An algorithm sees the
-samples of one task only, so no statistic can mix tasks.
-
+An algorithm sees the samples of one task only. The learner owns forwards, denominators and the optimizer.
 Axes: ``B`` samples of the task, ``N`` their concatenated response tokens (ragged, no padding).
 """
 

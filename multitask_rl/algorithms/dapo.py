@@ -39,10 +39,7 @@ class DAPO(GRPO):
         return self.config.overlong_buffer > 0 and self.config.overlong_weight > 0
 
     def outcome(self, scored: Scored) -> float:
-        """Return the scored reward minus the length penalty.
-
-        The penalty is 0 up to ``max_new_tokens - overlong_buffer`` tokens, then it grows linearly up to
-        ``overlong_weight`` at ``max_new_tokens`` (Eq. 13).
+        """Return the scored reward minus the length penalty (Eq. 13).
 
         Raises:
             ConfigError: the buffer is larger than the task's token limit.

@@ -19,11 +19,8 @@ _SUM_FLOOR = 0.01
 def decoupled_advantages(component_rewards: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
     """Return ``sum_k w_k (r_k - mean r_k) / (std r_k + eps)`` with mean and std over the group.
 
-    A sample to which reward k does not apply (NaN) is left out of k's statistics and gets nothing from k.
-
-    ``component_rewards`` is [B, R], ``weights`` [R], ``groups`` [B]; the result is [B].
-
-    Source: GDPO (arXiv:2601.05242).
+    ``component_rewards`` is [B, R], ``weights`` [R], ``groups`` [B]; the result is [B]. A sample to which
+    reward k does not apply (NaN) is left out of k's statistics and gets nothing from k.
     """
     if component_rewards.shape != (len(groups), len(weights)):
         raise ValueError(

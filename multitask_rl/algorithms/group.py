@@ -1,4 +1,4 @@
-"""Group-relative credit: rewards relative to the other responses of the group.
+"""Group-relative credit: rewards relative to the other responses of the group; constraint costs in it.
 
 A group is the rollouts of one draw of one prompt. Statistics are in float64 and per group; the only response
 of a group of one gets 0 (not its raw reward). Axes: ``B`` samples, ``M`` groups.
@@ -6,15 +6,14 @@ of a group of one gets 0 (not its raw reward). Axes: ``B`` samples, ``M`` groups
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from multitask_rl.algorithms.ragged import segment_sum
-
-_ROUNDING = 1e-7
-"""Relative precision of float32."""
+from multitask_rl.algorithms.base import CreditBatch
+from multitask_rl.algorithms.ragged import broadcast, segment_sum
 
 
 def _index(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,10 +94,44 @@ def whiten(values: Tensor, *, floor: float = 0.0, among: Tensor | None = None) -
     return torch.where(std > negligible, scaled, 0.0).to(values.dtype)
 
 
+def subtract_costs(
+    advantages: Tensor,
+    batch: CreditBatch,
+    of_cost: Callable[[CreditBatch, int], Tensor],
+    *,
+    per_token: bool = False,
+) -> Tensor:
+    """Return ``(A - sum_i lambda_i A_i) / (1 + sum_i lambda_i)``; ``A`` where every lambda is 0.
+
+    ``advantages`` ``A`` of the reward are [B], or [N] if ``per_token``. ``of_cost`` returns ``A_i`` from the
+    samples to which constraint i applies, with costs as rewards, and from i; it is called for multipliers
+    above 0 only. Other samples are in none of its statistics and have ``A_i = 0``.
+
+    Source: Stooke et al. (arXiv:2007.03964) for one constraint; several: the same sum.
+    """
+    if batch.costs is None or not any(batch.multipliers):
+        return advantages
+    for index, (cost, multiplier) in enumerate(zip(batch.costs.unbind(1), batch.multipliers, strict=True)):
+        if multiplier > 0:
+            concerned = ~cost.isnan()
+            tokens = broadcast(concerned, batch.lengths)
+            own = CreditBatch(
+                rewards=cost[concerned],
+                groups=batch.groups[concerned],
+                lengths=batch.lengths[concerned],
+                choices=None if batch.choices is None else batch.choices[tokens],
+            )
+            where = tokens if per_token else concerned
+            of_all = torch.zeros_like(advantages)
+            of_all[where] = of_cost(own, index).to(advantages.dtype)
+            advantages = advantages - multiplier * of_all
+    return advantages / (1.0 + math.fsum(batch.multipliers))
+
+
 def has_variance(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ: only then is there a group-relative gradient.
 
     A relative difference below 1e-7 is rounding: credit has rewards in float32.
     """
     values = [float(r) for r in rewards]
-    return len(values) > 1 and max(values) - min(values) > _ROUNDING * max(map(abs, values))
+    return len(values) > 1 and max(values) - min(values) > 1e-7 * max(map(abs, values))

@@ -21,7 +21,7 @@ from multitask_rl.algorithms.base import (
     LossOutput,
     TokenBatch,
 )
-from multitask_rl.algorithms.costs import subtract_costs
+from multitask_rl.algorithms.group import subtract_costs
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.policy_loss import policy_loss
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, segment_sum
@@ -51,10 +51,9 @@ class GRPO(Algorithm):
     ``A^r = (r_i - mean r) / s`` over the group, ``A^c`` the same of the constraint costs (only with a
     multiplier lambda > 0), and ``K_i = sum_t log(old / reference)`` the KL penalty inside the reward (k1).
 
-    Rewards, costs and KL are combined as advantages, after scaling. Normalising a combined reward instead
-    would let lambda act only through the sign of 1 - lambda, and would turn tiny KL differences of an
-    all-solved group into full-size advantages. So beta is in units of the normalised reward: multiplying a
-    task's reward by 100 changes nothing.
+    Rewards, costs and KL are combined as advantages, after scaling: beta is in units of the normalised
+    reward. Normalising a combined reward instead would let lambda act only through the sign of 1 - lambda,
+    and would turn tiny KL differences of an all-solved group into full-size advantages.
 
     Source: DeepSeekMath (arXiv:2402.03300) sec. 4.1; centring without the group's deviation: Dr.GRPO
     (arXiv:2503.20783); scale per task: AgentRL (arXiv:2510.04206); (1 + lambda): OmniSafe's ``sum_norm`` and
@@ -82,10 +81,7 @@ class GRPO(Algorithm):
         return group.centre(values, batch.groups)
 
     def normalise(self, deviations: Tensor, batch: CreditBatch, signal: str) -> Tensor:
-        """Return centred values [B] divided by their scale.
-
-        ``signal`` names the running scale: ``reward``, ``cost``, ``cost_1`` (second constraint)...
-        """
+        """Return centred values [B] over the running scale ``signal``: ``reward``, ``cost``, ``cost_1``..."""
         if self.config.normalisation == "none":
             return deviations
         if self.config.normalisation == "group":
@@ -105,11 +101,11 @@ class GRPO(Algorithm):
         check_tokens(batch.lengths, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
         advantages = self.reward_advantages(batch)
         metrics = {"reward_scale": self._scales["reward"].value}
-        advantages = subtract_costs(
-            advantages,
-            batch,
-            lambda own, i: self.normalise(self.centre(own.rewards, own), own, f"cost_{i}" if i else "cost"),
-        )
+
+        def of_cost(own: CreditBatch, index: int) -> Tensor:
+            return self.normalise(self.centre(own.rewards, own), own, f"cost_{index}" if index else "cost")
+
+        advantages = subtract_costs(advantages, batch, of_cost)
         if batch.kl_coefficient > 0:
             samples = broadcast(torch.arange(len(batch.groups), device=batch.groups.device), batch.lengths)
             response_kl = segment_sum(sampled_kl(batch), samples, len(batch.groups))

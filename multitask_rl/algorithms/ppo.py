@@ -18,7 +18,7 @@ from multitask_rl.algorithms.base import (
     LossOutput,
     TokenBatch,
 )
-from multitask_rl.algorithms.costs import subtract_costs
+from multitask_rl.algorithms.group import subtract_costs
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.policy_loss import policy_loss
 from multitask_rl.algorithms.ragged import check_tokens, discounted_suffix_sum, last_tokens
@@ -59,12 +59,11 @@ def clipped_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the pessimistic value loss [N], and 1.0 where the clipped term is the larger one [N].
 
-    ``L = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)``
+    ``L = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)`` of the ``values`` [N] now, with
+    gradient, the ``old_values`` [N] at the start of the step, the targets ``returns`` [N] and ``clip`` eps; 0
+    = off.
 
     Source: "Implementation Matters in Deep Policy Gradients" (arXiv:2005.12729), sec. 3, item 1.
-
-    ``values`` [N] are the critic's now, with gradient, ``old_values`` [N] those at the start of the step,
-    ``returns`` [N] the targets, ``clip`` is eps; 0 = off.
     """
     plain = (values - returns).square()
     if clip == 0:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multitask_rl.algorithms import group
 from multitask_rl.algorithms.base import Credit, CreditBatch
-from multitask_rl.algorithms.costs import subtract_costs
+from multitask_rl.algorithms.group import subtract_costs
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.kl import sampled_kl
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, discounted_suffix_sum

@@ -58,12 +58,10 @@ class RewardConditioned(Algorithm):
 
     ``L = -log pi(y_t | k, x, y_<t) + beta KL(pi(. | k, x, y_<t) || ref(. | x, y_<t))`` with the KL summed
     over the vocabulary. The samples of a step are drawn from a replay buffer (the paper's pool). Sampling
-    conditions on the top quantile's token. No critic, ratio, advantage.
+    conditions on the top quantile's token.
 
-    Deviations: the buffer is bounded and drops the oldest; equal rewards share a quantile; the KL is taken
-    from the policy to the reference (the paper's has the reference first).
-
-    Source: Quark (arXiv:2205.13636) sec. 2.
+    Source: Quark (arXiv:2205.13636) sec. 2. Deviations: the buffer is bounded and drops the oldest; equal
+    rewards share a quantile; the KL is taken from the policy to the reference, not the reverse.
     """
 
     @dataclass(kw_only=True, slots=True)

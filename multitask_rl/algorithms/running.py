@@ -13,13 +13,10 @@ from typing import Any
 
 _RATE = 0.05
 """Weight of the newest step once warmed up: a memory of about 20 steps."""
-
 _LONG_RUN = 0.02
 """Weight of the newest step in the long-run average, as a part of its weight in the running one."""
-
 _RELATIVE_FLOOR = 0.1
 """Lowest scale as a fraction of its long-run average; an absolute one would tie it to the reward's units."""
-
 _NOISE = 1e-7
 """A deviation below this share of the mean is float32 rounding, not signal."""
 
@@ -35,12 +32,11 @@ def _step_weight(num_steps: int, rate: float) -> float:
 class RunningScale:
     """Root mean square of a stream of batches, at least a tenth of its long-run average.
 
-    The floor limits the advantages when the scale vanishes. The long-run average has 50 times the memory
-    (about 1,000 steps), so the floor follows a scale that stays small, and one outlier does not set it.
+    The floor limits the advantages when the scale vanishes. The long-run average has 50 times the memory, so
+    the floor follows a scale that stays small. ``rate`` is the weight of the newest batch once warmed up.
 
-    For within-group deviations, pass only groups with variance. The others give no gradient, and with them
-    the scale (and the step size) would depend on how many groups were filtered. ``rate`` is the weight of the
-    newest batch once warmed up, in (0, 1].
+    Pass only groups with variance: with the others, the scale (and the step size) would depend on how many
+    groups were filtered.
     """
 
     rate: float = _RATE

@@ -21,7 +21,7 @@ from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import load_specs, load_task_rows
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.backends.torchrun import serve_torchrun_rank
+from multitask_rl.training.backends.build import serve_torchrun_rank
 from multitask_rl.training.critic import Critic
 
 if TYPE_CHECKING:

@@ -67,8 +67,7 @@ class RowGrid:
     def drop_ended_prompts(self) -> list[Tensor | None]:
         """Remove prompts without a row and places that no group needs.
 
-        Returns:
-            Per former bucket the indices [U'] of the prompts that stay; None for a removed bucket.
+        Return per former bucket the indices [U'] of the prompts that stay; None for a removed bucket.
         """
         kept: list[Tensor | None] = []
         buckets, first, base = [], 0, 0
@@ -105,9 +104,8 @@ class RowGrid:
 class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
     """Prompts [U, K, P, D] per bucket, and the rows' own tokens [B, K, C, D] in a growing buffer.
 
-    All ``C`` places are read; empty ones are 0. Skipping them would break up the memory reads at every row,
-    which costs more than the products. The last place is always empty: it takes the score of the whole
-    prompt (see ``_attend``).
+    All ``C`` places are read; empty ones are 0: skipping them costs more than the products. The last place is
+    always empty: it takes the score of the whole prompt (see ``_attend``).
     """
 
     def __init__(self, grid: RowGrid, prompts: list[tuple[Tensor, Tensor]]) -> None:

@@ -51,7 +51,7 @@ from multitask_rl.step.metrics import (
     step_numbers,
 )
 from multitask_rl.step.task_state import build_task_states
-from multitask_rl.training.backends.torchrun import serve_torchrun_rank
+from multitask_rl.training.backends.build import serve_torchrun_rank
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor
 

@@ -1,14 +1,18 @@
-"""From the devices of a run to its backend: this process, more processes of this machine, or Ray actors."""
+"""From the devices of a run to its backend: this process, more of this machine, of torchrun or of Ray."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from multitask_rl.config.devices import torchrun_size
@@ -20,7 +24,6 @@ from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.replica import serve
-from multitask_rl.training.backends.torchrun import TorchrunRank
 from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.runner import ModelRunner
 
@@ -111,6 +114,72 @@ class LocalRank:
         """End the process at once. Idempotent."""
         self._process.kill()
         self._process.wait()
+
+
+def serve_torchrun_rank() -> None:
+    """In rank 0, and without ``torchrun``, return at once; in another rank serve the trainer, then exit.
+
+    Raises:
+        ConfigError: the processes are on several machines.
+        SystemExit: rank 0 has ended, or this rank failed.
+    """
+    size = torchrun_size()
+    if size < 2:
+        return
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "torchrun over several machines is not supported; start one process with executor=ray, which "
+            "places learner ranks on the machines of a Ray cluster"
+        )
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        _invitations()
+        return
+    number = 0
+    while (where := json.loads(_store().get(f"multitask_rl/{rank}/{number}"))) is not None:
+        if not serve(**where):
+            raise SystemExit(1)
+        number += 1
+    raise SystemExit(0)
+
+
+class TorchrunRank:
+    """A rank that waits in ``serve_torchrun_rank`` and gets ``where``, the arguments of ``replica.serve``."""
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        _invite(where["rank"], where)
+
+    def ended(self) -> str:
+        """Return an empty text: ``torchrun`` would have ended this process with it."""
+        return ""
+
+    def kill(self) -> None:
+        """Do nothing: the rank waits for the next run."""
+
+
+def _invite(rank: int, where: dict[str, Any] | None) -> None:
+    """Tell a rank to serve a run; None = there will be none."""
+    number = _invitations()[rank]
+    _invitations()[rank] += 1
+    _store().set(f"multitask_rl/{rank}/{number}", json.dumps(where))
+
+
+@cache
+def _invitations() -> Counter[int]:
+    """Return how many runs each rank was told to serve; at exit all ranks are told that no other follows."""
+    for rank in range(1, torchrun_size()):
+        atexit.register(_invite, rank, None)
+    return Counter()
+
+
+@cache
+def _store() -> Any:
+    """Return the key-value store that the processes of ``torchrun`` share."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://")))
+    store.set_timeout(timedelta(days=365))  # a rank waits for as long as rank 0 loads and trains
+    return store
 
 
 class RayRanks:

@@ -35,7 +35,7 @@ from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
-from multitask_rl.training.backends.replica import Replica, Setup, describe
+from multitask_rl.training.backends.replica import Replica, Setup
 from multitask_rl.training.backends.sharded import (
     ShardedPasses,
     Shards,
@@ -383,7 +383,7 @@ class RankGroup(TrainingBackend):
                 for value in part.values():
                     self._ranks.send(value, rank)
 
-        work = {rank: (describe(part),) for rank, part in parts.items()}
+        work = {rank: ({name: t.to("meta") for name, t in part.items()},) for rank, part in parts.items()}
         self._call(Replica.load_optimizer, work, send)
         is_elsewhere = self._own is not self._main
         optimizer.forget(p for p in self._wholes if is_elsewhere or not state.is_own(p))
@@ -413,8 +413,8 @@ class RankGroup(TrainingBackend):
 
         def receive() -> None:
             for rank, part in enumerate(described, start=1):
-                for name, shape, dtype in part:
-                    parts.setdefault(name, []).append(self._ranks.receive(shape, dtype, rank))
+                for name, like in part.items():
+                    parts.setdefault(name, []).append(self._ranks.receive(like, rank))
 
         self._call(Replica.send_optimizer, {}, receive)
         kept = {}

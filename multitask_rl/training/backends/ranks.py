@@ -165,9 +165,9 @@ class Ranks:
         """Send ``tensor`` to ``rank``, which must call ``receive``."""
         self._all.send([tensor.detach().to(self.device).contiguous()], rank, 0).wait()
 
-    def receive(self, shape: torch.Size, dtype: torch.dtype, rank: int) -> Tensor:
-        """Return the tensor that ``rank`` sends, on the CPU."""
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """Return the tensor that ``rank`` sends, on the CPU; ``like`` has its shape and type."""
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         self._all.recv([tensor], rank, 0).wait()
         return tensor.cpu()
 

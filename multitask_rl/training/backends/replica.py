@@ -38,9 +38,6 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.runner import ModelRunner
 
-Described = tuple[str, torch.Size, torch.dtype]
-"""Name, shape and type of a tensor."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
@@ -109,11 +106,6 @@ def register_outputs(model: nn.Module) -> None:
             registry.setdefault(str(type(module)), module._can_record_outputs)
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
-    """Return name, shape and type of ``tensors``, for their receiver."""
-    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-
-
 class Replica:
     """The models of this rank and the methods that rank 0 calls."""
 
@@ -171,14 +163,14 @@ class Replica:
         """Take part in rank 0's ``probe``."""
         probe(self._own.runner.actor.model, ShardedPasses(self.ranks))
 
-    def load_optimizer(self, described: Sequence[Described]) -> None:
-        """Receive this rank's part of the optimizer's state from rank 0."""
-        tensors = {name: self.ranks.receive(shape, dtype, 0) for name, shape, dtype in described}
+    def load_optimizer(self, described: Mapping[str, torch.Tensor]) -> None:
+        """Receive this rank's part of the optimizer's state, as ``described`` on torch's device ``meta``."""
+        tensors = {name: self.ranks.receive(like, 0) for name, like in described.items()}
         self._own.optimizer.load_tensors(tensors, self._state.numbered)
 
-    def describe_optimizer(self) -> list[Described]:
-        """Describe what ``send_optimizer`` sends."""
-        return describe(self._own.optimizer.tensors(self._state.names))
+    def describe_optimizer(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of ``send_optimizer`` on torch's device ``meta``: without contents."""
+        return {name: t.to("meta") for name, t in self._own.optimizer.tensors(self._state.names).items()}
 
     def send_optimizer(self) -> None:
         """Send this rank's part of the optimizer's state to rank 0."""
