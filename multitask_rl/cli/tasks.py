@@ -21,7 +21,8 @@ from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows
-from multitask_rl.data.row_check import check_rows, held_out_warning
+from multitask_rl.data.render import check_rows
+from multitask_rl.data.rows import held_out_warning
 from multitask_rl.errors import ConfigError, UnavailableError
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.records import Failure

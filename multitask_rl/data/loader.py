@@ -1,18 +1,18 @@
-"""The Python front door to data: ``get_dataloader``."""
+"""Data given from Python: rows as a path, a list or a data set of ``datasets``; ``get_dataloader``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.config.schema.build import suggest
+from multitask_rl.config.checks import is_data_path
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights
-from multitask_rl.data.objects import rows_of
-from multitask_rl.data.readers import Rows
-from multitask_rl.data.rows import evaluation_rows, group_rows, load_rows, split_rows
+from multitask_rl.data.readers import STREAMED, LazyRows, Rows, read_dataset_dict, read_file
+from multitask_rl.data.rows import group_rows, load_rows
 from multitask_rl.errors import ConfigError, DataError
 
 
@@ -39,36 +39,18 @@ class TaskDataLoader:
     def load(self, spec: TaskSpec, split: str) -> Rows:
         """Return the rows of ``spec``, from here or, for a task not held here, from its own data set.
 
-        Args:
-            spec: the task.
-            split: ``train`` or ``eval``, as in ``load_rows``.
-
-        Raises:
-            DataError: neither here nor in the tasks file, or no rows of the split.
+        Args and errors: see ``load_rows``.
         """
-        if spec.name not in self.splits:
-            if spec.dataset:
-                return load_rows(spec, split)
+        if spec.name not in self.splits and not spec.dataset:
             raise DataError(
                 f"task {spec.name!r} has no data: neither the dataloader (tasks: {', '.join(self.tasks)}) "
                 f"nor the tasks file gives any{suggest(spec.name, self.tasks)}"
             )
-        if split == "eval" and spec.eval_dataset:
-            return load_rows(spec, split)
-        if split not in ("train", "eval"):
-            raise ConfigError(f"TaskDataLoader.load: split must be 'train' or 'eval', got {split!r}")
-        if split == "eval" and spec.evaluation_only:
-            return evaluation_rows(spec, self.splits[spec.name])
-        wanted = self.split if self.split != "train" else spec.split
-        train, held_out = split_rows(spec, self.splits[spec.name], train_split=wanted)
-        return train if split == "train" else held_out
+        wanted = self.split if self.split != "train" and spec.name in self.splits else spec.split
+        return load_rows(spec, split, self.splits.get(spec.name), wanted)
 
     def check_tasks(self, names: list[str]) -> None:
-        """Refuse rows of a task that the tasks file does not have.
-
-        Raises:
-            DataError: names the tag, a close match and the known tasks.
-        """
+        """Raise a ``DataError`` if there are rows of a task that is not one of ``names``."""
         for tag, splits in self.splits.items():
             if tag not in names:
                 count = sum(len(rows) for rows in splits.values())
@@ -107,11 +89,48 @@ def get_dataloader(
             f"{count} rows of {source} have no 'task'; every row of a multi-task data set names its task "
             f"(tasks found: {', '.join(t for t in splits if t) or 'none'})"
         )
-    weights = fill_weights(list(splits), dict(task_weights or {}))
+    given = dict(task_weights or {})
     return TaskDataLoader(
         splits=splits,
-        weights=weights,
+        weights=fill_weights(list(splits), given),
         batch_size=batch_size,
         split=split,
-        given_weights=dict(task_weights or {}),
+        given_weights=given,
     )
+
+
+def rows_of(data: Any, where: str) -> dict[str, Rows]:
+    """Return the rows of ``data`` by split; the split "" holds rows that name none.
+
+    Args:
+        data: a path or Hugging Face id, a list of mappings (rows) or of texts (prompts), a
+            ``datasets.Dataset``, a ``datasets.DatasetDict`` or a mapping split -> one of them. Rows are not
+            copied.
+        where: place for messages.
+
+    Raises:
+        DataError: another type, no rows, or a row that is neither a mapping nor a text.
+    """
+    if isinstance(data, (str, Path)):
+        splits = {"": read_file(data)} if is_data_path(str(data)) else read_dataset_dict(str(data), {})
+    elif isinstance(data, Mapping):
+        splits = {str(name): rows for name, part in data.items() for rows in rows_of(part, where).values()}
+    else:
+        if isinstance(data, Iterable) and not isinstance(data, Sized):  # a datasets.IterableDataset
+            raise DataError(f"{where}: {STREAMED}")
+        if isinstance(data, bytes) or not isinstance(data, Iterable):
+            raise DataError(
+                f"{where}: expected a path, a list of rows, a datasets.Dataset or a DatasetDict, got "
+                f"{type(data).__name__}"
+            )
+        if not isinstance(data, Sequence):  # a datasets.Dataset slices by column
+            table: Any = data
+            splits = {str(getattr(data, "split", None) or ""): LazyRows(len(table), table.__getitem__)}
+        else:
+            splits = {"": [{"prompt": row} if isinstance(row, str) else row for row in data]}
+            wrong = [i for i, row in enumerate(splits[""]) if not isinstance(row, Mapping)]
+            if wrong:
+                raise DataError(f"{where}[{wrong[0]}]: expected a row (a mapping) or a prompt (a text)")
+    if not any(len(rows) for rows in splits.values()):
+        raise DataError(f"{where}: no rows; a run needs at least one")
+    return splits

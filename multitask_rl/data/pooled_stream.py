@@ -15,7 +15,7 @@ from multitask_rl.config.task import PASS_RATE, CurriculumSpec
 from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
 from multitask_rl.curriculum.quotas import apportion
 from multitask_rl.curriculum.signal import place
-from multitask_rl.data.rows import Row, Rows
+from multitask_rl.data.readers import Row, Rows
 from multitask_rl.data.stream import PromptStream
 from multitask_rl.errors import DataError
 from multitask_rl.records import Event

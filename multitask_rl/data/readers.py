@@ -31,7 +31,7 @@ shrinks to a tenth, a file made to fill the memory to a thousandth."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class _Lazy(Sequence[Row]):
+class LazyRows(Sequence[Row]):
     """Rows made by ``get`` when asked for."""
 
     def __init__(self, length: int, get: Callable[[int], Row]) -> None:
@@ -53,7 +53,7 @@ class _Lazy(Sequence[Row]):
         return self._get(index % self._length)
 
 
-class RowView(_Lazy):
+class RowView(LazyRows):
     """Some rows of ``rows``, in the order of ``indices``."""
 
     def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class RowView(_Lazy):
         super().__init__(len(chosen), lambda i: rows[chosen[i]])
 
 
-class GeneratedRows(_Lazy):
+class GeneratedRows(LazyRows):
     """Rows that a program makes: all have the same columns, and making one may be slow."""
 
 
@@ -126,7 +126,7 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
     for split, data in splits.items():
         if not hasattr(data, "__len__"):
             raise DataError(f"data set {name!r}, split {split}: {STREAMED}")
-    return {str(split): _Lazy(len(data), data.__getitem__) for split, data in splits.items()}
+    return {str(split): LazyRows(len(data), data.__getitem__) for split, data in splits.items()}
 
 
 STREAMED = (
@@ -194,7 +194,7 @@ def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path:
             starts.append(start)
             ends.append(end)
         start = end
-    return _Lazy(len(starts), lambda i: _parse_json(read(starts[i], ends[i])))
+    return LazyRows(len(starts), lambda i: _parse_json(read(starts[i], ends[i])))
 
 
 def _parse_json(data: bytes) -> Any:
@@ -253,7 +253,7 @@ def _read_parquet(path: Path) -> Rows:
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(f"{path}: row {index} cannot be read: {error}") from error
 
-    return _Lazy(table.num_rows, row)
+    return LazyRows(table.num_rows, row)
 
 
 def _text_bytes(array: Any) -> int:

@@ -1,15 +1,16 @@
-"""A row into the prompt the model sees, special tokens exactly once."""
+"""A row into the prompt the model sees, special tokens exactly once; whether rows make prompts at all."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.checks import parse_template
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.data.rows import Row, row_id
+from multitask_rl.data.readers import GeneratedRows, Row, Rows
+from multitask_rl.data.rows import row_id
 from multitask_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -192,3 +193,33 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
         return value
     return []
+
+
+def check_rows(
+    spec: TaskSpec, rows: Rows, *, needs: Collection[str] = (), parameters: Collection[str] = ()
+) -> None:
+    """Check that every row has the columns that are read from it, before a model loads.
+
+    Args:
+        spec: the task; the columns of its prompt template must hold something.
+        rows: its rows; of a generator, whose rows all have the same columns, four are looked at.
+        needs: further columns that must hold something.
+        parameters: columns that may be null.
+
+    Raises:
+        DataError: names the first row that lacks one, or whose columns make no prompt.
+    """
+    filled = {column for _, column, _, _ in parse_template(spec.prompt) if column}.union(needs)
+    present = set(parameters)
+    for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
+        missing = {c for c in filled if row.get(c) is None} | (present - row.keys())
+        if missing:
+            text = repr(dict(row))
+            text = f"{text[:120]}{'...' * (len(text) > 120)}"
+            label = text if row.get("id") is None else repr(str(row["id"]))
+            raise DataError(
+                f"{spec.source or 'tasks'}: tasks.{spec.name}: row {label} of "
+                f"{spec.dataset or 'the dataloader'!r} lacks {', '.join(sorted(missing))}, which the prompt "
+                f"or a plugin reads (columns: {', '.join(map(str, row)) or 'none'})"
+            )
+        render_content(spec, row)

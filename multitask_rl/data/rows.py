@@ -21,33 +21,24 @@ from multitask_rl.data.reasoning_gym import generate_rows
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
-__all__ = [
-    "EVAL_SPLITS",
-    "TEST_SPLIT",
-    "Row",
-    "Rows",
-    "evaluation_rows",
-    "fingerprint",
-    "group_rows",
-    "load_rows",
-    "row_id",
-    "split_rows",
-]
-
 logger = logging.getLogger(__name__)
 
 EVAL_SPLITS = ("validation", "dev", "test")
 """Splits not trained on, by preference."""
-TEST_SPLIT = EVAL_SPLITS[-1]
 _HELD_OUT = 0.1
 
 
-def load_rows(spec: TaskSpec, split: str) -> Rows:
+def load_rows(
+    spec: TaskSpec, split: str, own: Mapping[str, Rows] | None = None, train_split: str = ""
+) -> Rows:
     """Return the rows ``spec`` trains on or is evaluated on.
 
     Args:
-        spec: the task; its ``dataset`` must be given.
+        spec: the task.
         split: ``train`` or ``eval``.
+        own: rows by split instead of ``spec.dataset``; the split "" holds rows that name none: they are
+            trained on, and are enough for the split ``train``.
+        train_split: instead of ``spec.split``.
 
     Raises:
         DataError: missing, empty or malformed data, no row of this task or split.
@@ -55,28 +46,23 @@ def load_rows(spec: TaskSpec, split: str) -> Rows:
     """
     if split not in ("train", "eval"):
         raise ConfigError(f"load_rows: split must be 'train' or 'eval', got {split!r}")
-    if not spec.dataset:
+    if not spec.dataset and (own is None or (split == "eval" and spec.eval_dataset)):
         raise DataError(f"{spec.source or 'tasks'}: task {spec.name!r} has no data set")
+    if split == "eval" and spec.eval_dataset:
+        splits = _read(spec, spec.eval_dataset)
+    else:
+        splits = _read(spec, spec.dataset) if own is None else dict(own)
     if split == "eval" and (spec.eval_dataset or spec.evaluation_only):
-        return evaluation_rows(spec, _read(spec, spec.eval_dataset or spec.dataset))
-    train, held_out = split_rows(spec, _read(spec, spec.dataset))
+        named = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
+        if named or len(splits) == 1:
+            return _take(spec, splits, named) if named else next(iter(splits.values()))
+        return [row for rows in splits.values() for row in rows]
+    train, held_out = _split_rows(spec, splits, train_split or spec.split)
     return train if split == "train" else held_out
 
 
-def split_rows(spec: TaskSpec, splits: Mapping[str, Rows], *, train_split: str = "") -> tuple[Rows, Rows]:
-    """Return the training and the held-out rows of a data set; none is held out beside an ``eval_dataset``.
-
-    Args:
-        spec: names the splits and the task.
-        splits: rows by split; the key "" holds rows that name none: they are trained on, and are enough for
-            the split ``train``.
-        train_split: instead of ``spec.split``.
-
-    Raises:
-        DataError: a split that is asked for has no rows.
-        ConfigError: the split to train on is the one to evaluate on.
-    """
-    wanted = train_split or spec.split
+def _split_rows(spec: TaskSpec, splits: Mapping[str, Rows], wanted: str) -> tuple[Rows, Rows]:
+    """Return training rows (split ``wanted``) and held-out rows: none beside an ``eval_dataset``."""
     if spec.eval_split == wanted and spec.eval_dataset in ("", spec.dataset):
         raise ConfigError(
             f"{spec.source or 'tasks'}: tasks.{spec.name}.eval_split: {wanted!r} is the split that is "
@@ -92,44 +78,49 @@ def split_rows(spec: TaskSpec, splits: Mapping[str, Rows], *, train_split: str =
     if spec.eval_split:
         return train, _take(spec, splits, spec.eval_split)
     for name in EVAL_SPLITS:
-        if name != wanted and splits.get(name) and (name != TEST_SPLIT or len(train) < 2):
+        if name != wanted and splits.get(name) and (name != "test" or len(train) < 2):
             return train, splits[name]
-    return _hold_out(train)
-
-
-def evaluation_rows(spec: TaskSpec, splits: Mapping[str, Rows]) -> Rows:
-    """Return the rows to evaluate on of data that is not trained on: one split if it offers any, else all.
-
-    Raises:
-        DataError: ``spec.eval_split`` has no rows.
-    """
-    wanted = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
-    if wanted:
-        return _take(spec, splits, wanted)
-    if len(splits) == 1:
-        return next(iter(splits.values()))
-    return [row for rows in splits.values() for row in rows]
+    # a tenth by hash; at least one row on each side where there are two
+    keys = []
+    for row in train:
+        digest = hashlib.blake2b(row_id(row).encode(), digest_size=8, person=b"held-out").digest()
+        keys.append(int.from_bytes(digest, "big") / 2**64)
+    border = max(_HELD_OUT, min(keys) + 1e-12)
+    kept = [i for i, key in enumerate(keys) if key >= border]
+    if not kept:
+        return train, train
+    return RowView(train, kept), RowView(train, [i for i, key in enumerate(keys) if key < border])
 
 
 def row_id(row: Row) -> str:
     """Return the row's ``id``, or a hash of its content: stable whatever the order of the rows."""
     given = row.get("id")
-    if given is not None:
-        return str(given)
-    return hashlib.blake2b(_canonical(row), digest_size=8).hexdigest()
+    return hashlib.blake2b(_canonical(row), digest_size=8).hexdigest() if given is None else str(given)
 
 
 def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
-    """Return the task's rows by split."""
+    """Return the task's rows by split: those tagged with it, or all if they carry one tag only."""
     if dataset.startswith("plugin:"):
         return _read_plugin(spec, dataset.removeprefix("plugin:"))
     if dataset.startswith(GENERATOR_PREFIX):
         return generate_rows(spec, dataset.removeprefix(GENERATOR_PREFIX))
-    if not is_data_path(dataset):
-        whole = read_dataset_dict(dataset, spec.dataset_config)
-    else:
-        whole = {"": read_file(dataset)}
-    return _of_task(spec, group_rows(whole), dataset)
+    is_path = is_data_path(dataset)
+    whole = {"": read_file(dataset)} if is_path else read_dataset_dict(dataset, spec.dataset_config)
+    grouped = group_rows(whole)
+    if spec.name not in grouped:
+        if len(grouped) == 1:
+            return next(iter(grouped.values()))
+        raise DataError(
+            f"data set {dataset!r} has no row of task {spec.name!r}; its rows carry task: "
+            f"{', '.join(tag or '(none)' for tag in sorted(grouped))}. Rename the task or give it other data"
+        )
+    sizes = {tag or "(none)": sum(map(len, parts.values())) for tag, parts in grouped.items()}
+    if others := ", ".join(f"{size} of {tag}" for tag, size in sorted(sizes.items()) if tag != spec.name):
+        logger.info(
+            "task %s: of %s only the rows are taken whose column `task` says %r; left out: %s",
+            *(spec.name, dataset, spec.name, others),
+        )
+    return grouped[spec.name]
 
 
 def group_rows(whole: Mapping[str, Rows]) -> dict[str, dict[str, Rows]]:
@@ -171,27 +162,6 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
     return splits
 
 
-def _of_task(spec: TaskSpec, grouped: Mapping[str, dict[str, Rows]], source: str) -> dict[str, Rows]:
-    """Return the rows tagged with the task; rows that all carry one tag fit every task."""
-    if spec.name in grouped:
-        sizes = {tag or "(none)": sum(map(len, splits.values())) for tag, splits in grouped.items()}
-        if others := {tag: size for tag, size in sizes.items() if tag != spec.name}:
-            logger.info(
-                "task %s: of %s only the rows are taken whose column `task` says %r; left out: %s",
-                spec.name,
-                source,
-                spec.name,
-                ", ".join(f"{number} of {tag}" for tag, number in sorted(others.items())),
-            )
-        return grouped[spec.name]
-    if len(grouped) == 1:
-        return next(iter(grouped.values()))
-    raise DataError(
-        f"data set {source!r} has no row of task {spec.name!r}; its rows carry task: "
-        f"{', '.join(tag or '(none)' for tag in sorted(grouped))}. Rename the task or give it other data"
-    )
-
-
 def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
     rows = splits.get(split) or ()
     if not rows:
@@ -203,18 +173,20 @@ def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
     return rows
 
 
-def _hold_out(rows: Rows) -> tuple[Rows, Rows]:
-    """Split off a tenth by hash; at least one row on each side where there are two."""
-    keys = []
-    for row in rows:
-        digest = hashlib.blake2b(row_id(row).encode(), digest_size=8, person=b"held-out").digest()
-        keys.append(int.from_bytes(digest, "big") / 2**64)
-    border = max(_HELD_OUT, min(keys) + 1e-12)
-    held = [i for i, key in enumerate(keys) if key < border]
-    kept = [i for i, key in enumerate(keys) if key >= border]
-    if not kept:
-        return rows, rows
-    return RowView(rows, kept), RowView(rows, held)
+def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
+    """Return a warning if held-out rows say little about other prompts; else ""."""
+    if spec.eval_split == "test" and not spec.eval_dataset and len(train) > 1:
+        return (
+            "eval_split: test: scheduler, guard and best checkpoint choose by these rows, so that "
+            "they test nothing any more; leave eval_split out, and other rows are held out, or name a split "
+            "that is not kept for the final test"
+        )
+    if not len(train) or len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
+        return ""
+    return (
+        f"the held-out rows are those that are trained on ({len(train)}): the evaluation says nothing of "
+        "other prompts; give more rows, or an eval_dataset"
+    )
 
 
 def fingerprint(rows: Rows) -> str:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multitask_rl.data.rows import Row, Rows, fingerprint
+from multitask_rl.data.readers import Row, Rows
+from multitask_rl.data.rows import fingerprint
 from multitask_rl.errors import CheckpointError, DataError
 from multitask_rl.records import Event
 from multitask_rl.seeding import random_stream

@@ -17,8 +17,9 @@ from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data import load_rows, pools_by_column
-from multitask_rl.data.row_check import check_rows, held_out_warning
-from multitask_rl.data.rows import Row
+from multitask_rl.data.readers import Row
+from multitask_rl.data.render import check_rows
+from multitask_rl.data.rows import held_out_warning
 from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import ROLLOUT_ENGINES, absolute_reference, load_plugin

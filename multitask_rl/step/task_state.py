@@ -13,7 +13,8 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, render_prompt
-from multitask_rl.data.rows import Row, row_id
+from multitask_rl.data.readers import Row
+from multitask_rl.data.rows import row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin

@@ -19,7 +19,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks, validate_tasks
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.data import Rows, load_rows
-from multitask_rl.data.row_check import check_rows
+from multitask_rl.data.render import check_rows
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.plugins import ALGORITHMS, GUARDS, TASKS, TRACKERS, build_plugin, load_plugin
