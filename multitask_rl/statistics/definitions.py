@@ -41,11 +41,6 @@ class _Kind:
     low: float = -math.inf
     high: float = math.inf
 
-    @property
-    def worst(self) -> float:
-        """The bad end of the range; not finite without a declared range."""
-        return {1: self.low, -1: self.high, 0: math.nan}[self.direction.sign]
-
 
 _BAD_RATE = _Kind(Direction.lower, 0.0, 1.0)
 _GOOD_RATE = _Kind(Direction.higher, 0.0, 1.0)
@@ -57,8 +52,7 @@ _Column = tuple[_Kind, Sequence[Scored], Sequence[float]]
 def metric_names(spec: TaskSpec) -> dict[str, bool]:
     """Return the metrics of a task's evaluations, and whether each has a direction.
 
-    Components of rewards, ``reward/<name>/<component>``, are not included: they depend on the plugin's
-    results.
+    Components of rewards, ``reward/<name>/<component>``, depend on the plugin's results and are left out.
     """
     found = {REWARD: True, "length": False, "truncated_rate": True, "failure_rate": True}
     found |= {f"reward/{r.name or r.plugin}": True for r in spec.rewards}
@@ -80,9 +74,7 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
 class TaskMetrics:
     """Turns the records of one task into statistics.
 
-    Args:
-        spec: the task.
-        algorithm: its ``outcome`` is the reward of a rejected response, if it trains on rejected responses.
+    The ``outcome`` of ``algorithm`` is the reward of a rejected response, if it trains on rejected responses.
     """
 
     def __init__(self, spec: TaskSpec, algorithm: Algorithm) -> None:
@@ -106,11 +98,10 @@ class TaskMetrics:
     @property
     def primary_direction(self) -> Direction:
         """Direction of the primary metric: the task's setting, else the declaration of its reward."""
+        declared = self._kind(self._spec.primary_metric).direction
         stated = self._spec.higher_is_better
-        if stated is None:
-            declared = self._kind(self._spec.primary_metric).direction
-            return declared if declared.sign else Direction.higher
-        return Direction.higher if stated else Direction.lower
+        is_lower = declared is Direction.lower if stated is None else not stated
+        return Direction.lower if is_lower else Direction.higher
 
     def primary(self, scored: Sequence[Scored]) -> Statistic:
         """Return the primary metric over the slots of held-out records, with its values per prompt."""
@@ -129,11 +120,9 @@ class TaskMetrics:
         )
 
     def describe(self, scored: Sequence[Scored], *, held_out: bool = False) -> dict[str, Statistic]:
-        """Return every statistic of a step or an evaluation, by name.
+        """Return every statistic by name, from all attempts of every slot of a step or an evaluation.
 
-        Args:
-            scored: all attempts of every slot.
-            held_out: whether they are an evaluation; values per prompt are then kept.
+        ``held_out`` tells that they are an evaluation; values per prompt are then kept.
         """
         final = served(scored)
         ends = [s for s in final if not _has_failed(s)]
@@ -153,7 +142,19 @@ class TaskMetrics:
         # the grammar allows the end token only after a complete sentence
         sentences = [s.rollout.finish_reason == "stop" for s in bound]
         numbers["grammar/accepted_rate"] = _GOOD_RATE, bound, sentences
-        numbers.update(_of_constraints([s for s in scored if not _has_failed(s)], ends))
+        judged = [s for s in scored if s.rollout.verdicts and not _has_failed(s)]
+        costs: dict[str, list[float | None]] = {"cost": [s.cost if s.concerned else None for s in judged]}
+        for name in dict.fromkeys(name for s in judged for name in s.rollout.verdicts):
+            costs[f"cost/{name}"] = [concerned_cost(s, name) for s in judged]
+        for name, own in costs.items():
+            numbers[name] = _BAD_RATE, judged, [math.nan if cost is None else cost for cost in own]
+        flagged = [s.rollout.finish_reason == FLAGGED for s in judged]
+        numbers["flagged_rate"] = _BAD_RATE, judged, flagged
+        numbers["rejection_rate"] = _BAD_RATE, judged, [s.rollout.rejected for s in judged]
+        # before the constraint intervenes: the actor's own behaviour
+        first = [s for s in judged if s.rollout.attempt == 0]
+        numbers["violation_rate"] = _BAD_RATE, first, [_violates(s) for s in first]
+        numbers["served_violation_rate"] = _BAD_RATE, ends, [_violates(s) for s in ends]
         keep = _groups(final) if held_out else ()
         found = {name: _summary(*column, keep) for name, column in numbers.items()}
         return {name: statistic for name, statistic in found.items() if statistic.n}
@@ -191,29 +192,32 @@ class TaskMetrics:
     def _over_slots(self, name: str, kind: _Kind, final: Sequence[Scored], *, key: str) -> list[float]:
         """Return the value of every slot; NaN = failed or not applicable."""
         plugin, _, component = name.partition("/")
-        sign, values, lost = kind.direction.sign, list[float](), list[bool]()
-        for s in final:
+        sign, values, lost = kind.direction.sign, [math.nan] * len(final), list[int]()
+        for index, s in enumerate(final):
             result = s.breakdown.get(plugin)
             parts = result.components if isinstance(result, Score) else {}
-            # beyond the reward's limits, a response has no component of it
-            overran = bool(component) and OVERRUN in parts and component not in parts
-            lost.append(s.rollout.rejected or overran)
-            values.append(math.nan if lost[-1] else _value(name, s))
+            if _has_failed(s):
+                continue
+            if s.rollout.rejected or (component and OVERRUN in parts and component not in parts):
+                lost.append(index)  # beyond the reward's limits, a response has no component of it
+            elif name == "reward":
+                values[index] = math.nan if s.reward is None else s.reward
+            elif isinstance(result, Score):
+                values[index] = parts.get(component, math.nan) if component else result.value
         finite = [sign * value for value in values if math.isfinite(value)]
         if finite and sign and key not in self._refused:
             self._refused[key] = sign * min(finite)
-        fallback = kind.worst if math.isfinite(kind.worst) else self._refused.get(key, math.nan)
+        worst = {1: kind.low, -1: kind.high}.get(sign, math.nan)
+        fallback = worst if math.isfinite(worst) else self._refused.get(key, math.nan)
         is_trained = name == "reward" and self._algorithm.trains_rejected
-        for index, s in enumerate(final):
-            if lost[index] and not _has_failed(s):
-                values[index] = self._algorithm.outcome(s) if is_trained else fallback
+        for index in lost:
+            values[index] = self._algorithm.outcome(final[index]) if is_trained else fallback
         return values
 
     def unearned(self, scored: Sequence[Scored]) -> list[str]:
         """Return a warning, once each, for settings that reward an unscored response above all scored ones.
 
-        Such settings are the reward of a rejected response that is trained on, and the reward of a response
-        beyond a reward's limits.
+        An unscored response is rejected and trained on, or beyond a reward's limits.
         """
         task = f"tasks.{self._spec.name}"
         paid: dict[str, float] = {}
@@ -255,51 +259,18 @@ def served(scored: Sequence[Scored]) -> list[Scored]:
 
 
 def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) -> Statistic:
-    """Return the rate at which a constraint is violated, with values per prompt.
+    """Return the rate at which a constraint is violated, with values per prompt, from all attempts.
 
-    Args:
-        constraint: name of the constraint.
-        scored: all attempts of every slot.
-        of_served: over last attempts, which a user sees; else over first attempts, the actor's own behaviour.
+    With ``of_served`` over last attempts, which a user sees; else over first ones, the actor's own behaviour.
     """
     final = served(scored)
-    own = final if of_served else [s for s in scored if s.rollout.attempt == 0]
-    own = [s for s in own if not _has_failed(s)]
+    population = final if of_served else [s for s in scored if s.rollout.attempt == 0]
+    own = [s for s in population if not _has_failed(s)]
     return _summary(_BAD_RATE, own, [_violates(s, constraint) for s in own], _groups(final))
-
-
-def _of_constraints(scored: Sequence[Scored], ends: Sequence[Scored]) -> dict[str, _Column]:
-    judged = [s for s in scored if s.rollout.verdicts]
-    first = [s for s in judged if s.rollout.attempt == 0]
-    columns: dict[str, _Column] = {
-        "cost": (_BAD_RATE, judged, [s.cost if s.concerned else math.nan for s in judged]),
-        "flagged_rate": (_BAD_RATE, judged, [s.rollout.finish_reason == FLAGGED for s in judged]),
-        "rejection_rate": (_BAD_RATE, judged, [s.rollout.rejected for s in judged]),
-        # before the constraint intervenes: the actor's own behaviour
-        "violation_rate": (_BAD_RATE, first, [_violates(s) for s in first]),
-        "served_violation_rate": (_BAD_RATE, ends, [_violates(s) for s in ends]),
-    }
-    for name in dict.fromkeys(name for s in judged for name in s.rollout.verdicts):
-        costs = [math.nan if (cost := concerned_cost(s, name)) is None else cost for s in judged]
-        columns[f"cost/{name}"] = _BAD_RATE, judged, costs
-    return columns
 
 
 def _has_failed(scored: Scored) -> bool:
     return scored.failure is not None or scored.rollout.failure is not None
-
-
-def _value(name: str, scored: Scored) -> float:
-    """Return a record's value of ``reward``, of a reward by name, or of a ``<reward>/<component>``."""
-    if _has_failed(scored):
-        return math.nan
-    if name == "reward":
-        return scored.reward if scored.reward is not None else math.nan
-    plugin, _, component = name.partition("/")
-    result = scored.breakdown.get(plugin)
-    if not isinstance(result, Score):
-        return math.nan
-    return result.components.get(component, math.nan) if component else result.value
 
 
 def _violates(scored: Scored, constraint: str = "") -> float:

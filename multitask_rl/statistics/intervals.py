@@ -33,9 +33,7 @@ class Difference:
     def verdict(self, higher_is_better: bool, p_value: float | None = None) -> str:
         """Return ``better``, ``worse``, ``same`` (p >= 5 %) or ``unknown`` (too few values).
 
-        Args:
-            higher_is_better: direction of the metric.
-            p_value: corrected for the other verdicts (``holm``); None = this is the only one.
+        ``p_value`` is corrected for the other verdicts (``holm``); None = this is the only one.
         """
         p_value = self.p_value if p_value is None else p_value
         if math.isnan(p_value):
@@ -93,17 +91,6 @@ def summarise(
     return Statistic(mean=mean, n=n, error=error, direction=direction, low=low, high=high, values=kept)
 
 
-def student_quantile(probability: float, degrees: float) -> float:
-    """Return the quantile of Student's t.
-
-    >>> round(student_quantile(0.975, 10), 3)
-    2.228
-    """
-    if degrees <= 0:
-        raise ValueError(f"degrees of freedom must be > 0, got {degrees!r}")
-    return float(special.stdtrit(degrees, probability))
-
-
 def student_tails(t: float, degrees: float) -> float:
     """Return P(|T| >= |t|) for Student's T.
 
@@ -114,11 +101,10 @@ def student_tails(t: float, degrees: float) -> float:
 
 
 def sign_test(one: int, other: int) -> float:
-    """Return the one-sided mid-p value of ``one`` changes in one direction and ``other`` in the other.
+    """Return the one-sided mid-p value, <= 0.5, of ``one`` changes in one direction, ``other`` in the other.
 
-    It is symmetric and at most 0.5. Without a preference, changes in one direction are Binomial(one + other,
-    1/2); the mid-p value counts half of the observed outcome. For pairs of 0 and 1 it is McNemar's exact
-    test.
+    Without a preference, changes in one direction are Binomial(one + other, 1/2); the mid-p value counts half
+    of the observed outcome. For pairs of 0 and 1 it is McNemar's exact test.
     """
     changed = one + other
     ways = [math.comb(changed, k) for k in range(min(one, other), -1, -1)]
@@ -144,15 +130,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def rate_upper_bound(events: int, number: int, confidence: float = 0.95) -> float:
-    """Return the upper end of the one-sided Clopper-Pearson interval of a rate.
+    """Return the upper end of the one-sided Clopper-Pearson interval of the rate ``events / number``.
 
-    At this rate, ``events`` or fewer events have probability ``1 - confidence``. The true rate lies above it
-    in at most that share of all samples (Clopper and Pearson, 1934). Without a sample it is 1.
-
-    Args:
-        events: observed events, 0 to ``number``.
-        number: number of trials.
-        confidence: in (0, 1).
+    The true rate lies above it in at most ``1 - confidence`` of all samples (Clopper and Pearson, 1934).
+    Without a sample it is 1.
 
     Raises:
         ValueError: ``events`` outside 0 to ``number``, or ``confidence`` outside (0, 1).
@@ -219,7 +200,7 @@ def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool
 
 def _student(delta: float, error: float, degrees: float) -> tuple[float, float, float]:
     """Return the ends of the interval and the p-value."""
-    half = error * student_quantile(1 - _LEVEL / 2, degrees)
+    half = error * float(special.stdtrit(degrees, 1 - _LEVEL / 2))
     return delta - half, delta + half, student_tails(delta / error, degrees)
 
 
