@@ -94,9 +94,7 @@ class PoolEstimate:
 def pool_shares(
     sizes: Mapping[str, int], learnability: Mapping[str, float], floor: float
 ) -> dict[str, float]:
-    """Return each pool's share of the draws (see the module), sum 1; an empty pool has 0.
-
-    ``sizes`` are prompts per pool, ``floor`` is the part of the draws that stays uniform over the prompts.
+    """Return each pool's share of the draws (see the module), sum 1; ``floor`` of them stays uniform.
 
     >>> pool_shares({"easy": 30, "hard": 10}, {"easy": 0.0, "hard": 0.2}, 0.4)
     {'easy': 0.3, 'hard': 0.7}

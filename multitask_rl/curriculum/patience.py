@@ -1,8 +1,4 @@
-"""Weights move only when a task has stopped improving for ``patience`` steps.
-
-The rule "no improvement for ``patience`` steps lowers the weight" also takes the share of a hard task
-that is stuck. Here a plateau lowers the weight of a task at its target and raises that of a task below it.
-"""
+"""Weights move only when a task has stopped improving for ``patience`` steps."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from multitask_rl.curriculum.signal import TaskTrace
 
 
 class Patience(SchedulerPolicy):
-    """Lower a task's weight at a plateau at its target, raise it at a plateau below."""
+    """Lower a task's weight at a plateau at its target; raise it below, where a hard task may be stuck."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SchedulerPolicyConfig):

@@ -44,19 +44,11 @@ def raise_to_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> 
 def apportion(
     shares: Mapping[str, float], total: int, carry: Mapping[str, float], tie_break: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Split ``total`` prompts by ``shares`` and by what earlier steps still owe.
+    """Split ``total`` prompts by ``shares`` (sum 1) and what earlier steps still owe; return the new carry.
 
     A task is entitled to ``share * total + carry`` prompts. It gets the integer part, at least 0; the
-    remaining prompts go to the tasks with the largest remainders.
-
-    Args:
-        shares: share per task, sum 1; a task with share 0 gets nothing and is owed nothing.
-        total: prompts of the step, >= 0.
-        carry: prompts owed to each task from earlier steps (negative = got more than its share).
-        tie_break: rank of each task among equal remainders, smaller first.
-
-    Returns:
-        Prompts per task (sum is ``total``) and the new carry (sum 0 up to rounding).
+    remaining prompts go to the tasks with the largest remainders. A task with share 0 gets nothing and is
+    owed nothing. A negative carry is more than the share; ``tie_break`` ranks tasks with equal remainders.
 
     >>> apportion({"a": 0.5, "b": 0.5}, 3, {}, {"a": 0, "b": 1})
     ({'a': 2, 'b': 1}, {'a': -0.5, 'b': 0.5})
@@ -69,9 +61,7 @@ def apportion(
     # The carry of a task that gets no prompts now (frozen, removed) is spread over the others.
     lost = math.fsum(carry.get(task, 0.0) for task in active)
     owed = {task: shares[task] * (total - lost) + carry.get(task, 0.0) for task in active}
-    counts = dict.fromkeys(shares, 0)
-    for task in active:
-        counts[task] = max(0, math.floor(owed[task]))
+    counts = {task: max(0, math.floor(owed.get(task, 0.0))) for task in shares}
     for _ in range(abs(total - sum(counts.values()))):
         short = sum(counts.values()) < total
         candidates = active if short else [task for task in active if counts[task] > 0]

@@ -16,7 +16,6 @@ from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import Fraction, Settings
 from multitask_rl.curriculum.base import SchedulerPolicy
-from multitask_rl.curriculum.gate import UnlearnableGate
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 from multitask_rl.curriculum.signal import REWARD_SCORE
 from multitask_rl.errors import ConfigError
@@ -29,6 +28,13 @@ _MAX_DEFAULT_FLOORS = 0.2
 """Largest sum of default floors: the policy distributes at least 1 - 0.2 of the step."""
 _MIN_REPORTED_CHANGE = 0.05
 _STEPS_BETWEEN_REPORTS = 10
+
+_MIN_INFORMATIVE = 0.02
+_RELEASE_INFORMATIVE = 0.05
+"""Above ``_MIN_INFORMATIVE``, so that a task does not flip between held and released."""
+_STEPS = 200
+_LEARNT = 0.9
+"""Part of the target above which groups without variance mean "solved", not "hopeless"."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,10 +129,10 @@ class DynamicTaskWeightScheduler:
         reward_ranges: Mapping[str, tuple[float, float]] | None = None,
         seed: int = 0,
     ) -> None:
-        """Set the tasks, once, before the first step; the first ``update`` reports the initial weights.
+        """Set the trained tasks, once, before the first step; the first ``update`` reports initial weights.
 
         Args:
-            tasks: names of the tasks that are trained.
+            tasks: their names.
             targets: level in [0, 1] at which a task counts as learnt; missing = 1.
             min_shares: floor of a task's share; missing or None = ``min_weight``.
             reward_ranges: declared ``(low, high)`` of a task's reward; else it is estimated, with an event.
@@ -329,12 +335,67 @@ class DynamicTaskWeightScheduler:
         else:
             reason = f"the checkpoint's scheduler policy was {before}, this run's is {now}: it starts without"
             self._pending.append(_event("warn", f"{reason} history"))
-        self._gate.load_state_dict(state["gate"], renamed or {})
+        self._gate.load_state_dict(state["gate"], renamed)
         self._carry = rename_tasks(state["carry"], renamed, self.tasks)
         self._factors = rename_tasks(state["factors"], renamed, self.tasks)
         self._calibrated_at = state["calibrated_at"]
         self._reported = self.weights() | rename_tasks(state["reported"], renamed, self.tasks)
         self._reported_at = state["reported_at"]
+
+
+class UnlearnableGate:
+    """Holds a task at its floor after 200 steps in which under 2 % of its groups gave a gradient.
+
+    RL cannot start on a task that is never solved: all rollouts of a group fail alike, every advantage is 0.
+    A policy that favours the worst task would give it the whole budget. More than 5 % release it.
+    """
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self._dead_steps = dict.fromkeys(tasks, 0)
+        self.held: set[str] = set()
+        """Tasks held at their floor."""
+        self.probe_share = min(_MIN_INFORMATIVE, 0.4 / len(tasks))
+        """Least share of a held task: enough to notice that it has become learnable."""
+
+    def update(self, policy: SchedulerPolicy, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
+        """Count the step and return an alarm or a release for each task that changes state."""
+        events = []
+        for task in policy.tasks:
+            if task not in stats or stats[task].num_prompts <= 0:
+                continue
+            informative, level = policy.traces[task].informative, policy.traces[task].level
+            is_learnt = level >= _LEARNT * policy.targets[task]
+            is_dead = informative < _MIN_INFORMATIVE and not is_learnt
+            self._dead_steps[task] = self._dead_steps[task] + 1 if is_dead else 0
+            if task not in self.held and self._dead_steps[task] >= _STEPS:
+                self.held.add(task)
+                effect = "held at its floor"
+                if not policy.adaptive:
+                    effect = "its weight is kept, the policy does not adapt"
+                reason = (
+                    f"{task} looks unlearnable: under {_MIN_INFORMATIVE:.0%} of its groups gave a gradient "
+                    f"for {_STEPS} steps at level {level:.2f}; {effect}. Warm-start it by supervised "
+                    "learning, make it easier, or check its reward."
+                )
+            elif task in self.held and (informative > _RELEASE_INFORMATIVE or is_learnt):
+                self.held.remove(task)
+                reason = f"{task} gives a gradient again in {informative:.0%} of its groups: released"
+            else:
+                continue
+            kind, data = "alarm" if is_dead else "release", {"informative": informative, "level": level}
+            events.append(
+                Event(step=step, source="scheduler", kind=kind, reason=reason, task=task, data=data)
+            )
+        return events
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {"dead_steps": dict(self._dead_steps), "held": sorted(self.held)}
+
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
+        """Restore ``state_dict``; unknown tasks are dropped."""
+        self._dead_steps |= rename_tasks(state["dead_steps"], renamed, self._dead_steps)
+        self.held = set(rename_tasks(dict.fromkeys(state["held"]), renamed, self._dead_steps))
 
 
 def _event(kind: str, reason: str, task: str = "", data: Mapping[str, Any] | None = None) -> Event:

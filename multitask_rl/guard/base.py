@@ -59,9 +59,7 @@ class Guard:
     def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
         """Set the evaluated tasks and reset the state; called when the guard is added and at the run's start.
 
-        Args:
-            tasks: names of the evaluated tasks.
-            metrics: by task, the possible metrics of its evaluations and whether each has a direction.
+        ``metrics`` holds by task the possible metrics of its evaluations and whether each has a direction.
 
         Raises:
             ConfigError: a setting names an unknown task or metric.
@@ -73,20 +71,13 @@ class Guard:
     def observe(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None = None
     ) -> GuardDecision:
-        """Judge the weights of ``step`` by their held-out evaluation.
-
-        Args:
-            step: step of the evaluated weights.
-            evaluations: evaluation of each task.
-            confirm: makes a new paired evaluation (see ``Confirm``).
-        """
+        """Judge the weights of ``step`` by their held-out evaluations, by task."""
         raise NotImplementedError
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        """Return the checkpoint to restore; None = go on from the current weights.
+        """Return the checkpoint to restore, by default the newest judged good; None = keep these weights.
 
-        Default: the newest checkpoint that was judged good. If the checkpoint is damaged, the trainer calls
-        this again without it.
+        If the checkpoint is damaged, the trainer calls this again without it.
         """
         good = [checkpoint for checkpoint in checkpoints if checkpoint.judged_good]
         return max(good, key=lambda checkpoint: checkpoint.step, default=None)

@@ -19,12 +19,10 @@ from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.guard.base import Confirm, Guard
 from multitask_rl.guard.confirmation import Confirmation
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, RollbackAdjustments
-from multitask_rl.guard.detector import DetectorSettings
-from multitask_rl.guard.hacking import HackingDetector, Observation
-from multitask_rl.guard.history import StepHistory
+from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory
 from multitask_rl.guard.response import Response, choose_target
 from multitask_rl.guard.settings import SafetyGuardConfig
-from multitask_rl.guard.watched_metric import WatchedMetric, build_watched
+from multitask_rl.guard.watched_metric import DetectorSettings, WatchedMetric, build_watched
 from multitask_rl.records import Event, TaskEvaluation, TaskStats, rename_task, rename_tasks
 
 _DEFAULTS = GuardConfig()

@@ -11,11 +11,11 @@ from multitask_rl.algorithms import group as group_statistics
 from multitask_rl.algorithms import grpo, policy_loss, ppo, reinforce_pp
 from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
-from multitask_rl.curriculum.gate import UnlearnableGate
 from multitask_rl.curriculum.mt_grpo import MTGRPO
-from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler, UnlearnableGate
 from multitask_rl.curriculum.straggler import Straggler
-from multitask_rl.guard.detector import RegressionDetector
+from multitask_rl.guard.watched_metric import RegressionDetector
+from multitask_rl.records import Direction
 from multitask_rl.statistics import definitions
 from multitask_rl.step import metrics as step_metrics
 from multitask_rl.step import refill
@@ -208,13 +208,14 @@ def refused_are_left_out_of_the_held_out_mean(patch):
 
 
 def more_cost_is_better(patch):
-    real = definitions._of_constraints
+    real = definitions.TaskMetrics.describe
 
-    def of_constraints(scored, ends):
-        found = real(scored, ends)
-        return found | {"cost": (definitions._GOOD_RATE, *found["cost"][1:])}
+    def describe(self, scored, **held_out):
+        found = real(self, scored, **held_out)
+        turned = {n: replace(s, direction=Direction.higher) for n, s in found.items() if n == "cost"}
+        return found | turned
 
-    patch.setattr(definitions, "_of_constraints", of_constraints)
+    patch.setattr(definitions.TaskMetrics, "describe", describe)
 
 
 def slack_of_the_guard_is_halved(patch):

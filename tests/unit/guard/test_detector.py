@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from multitask_rl.guard.detector import DetectorSettings, RegressionDetector
+from multitask_rl.guard.watched_metric import DetectorSettings, RegressionDetector
 
 NUM_EVALUATIONS = 200
 PLANT = 100
