@@ -31,6 +31,9 @@ class StepResult:
     """Reward of this step. The rewards of an episode's steps are summed, by name; None adds nothing."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """JSON-able facts for the record of the turn; numbers are averaged per task."""
+    anew: Opening | None = None
+    """The conversation begins anew with these messages, which are all of it; the turns up to here are a
+    training sample of their own. ``messages`` is empty then."""
 
 
 class ToolEnvironment(Protocol):
@@ -69,6 +72,8 @@ class Opening:
     """Text at the end of the last user message."""
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools (``{"type": "function", "function": {...}}``), for the chat template."""
+    is_whole: bool = False
+    """``messages`` are the whole conversation: the row's prompt is not shown."""
 
 
 class World:

@@ -1,0 +1,425 @@
+"""An agent of the user's own as an environment: its requests to an OpenAI-compatible address are the turns.
+
+``agent:file.py:run`` names a function ``run(base_url, api_key, row) -> reward``, sync or async. It runs in a
+thread of the world's worker, with any framework. What it asks of ``base_url`` becomes a message to the actor,
+and the actor's sampled text is the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
+from multitask_rl.environments.calls import read_calls
+from multitask_rl.errors import PluginError
+from multitask_rl.plugins import REWARDS as ENVIRONMENTS
+from multitask_rl.plugins import locate
+
+MODEL = "actor"
+"""Name of the model at the address; any other name in a request means the same."""
+_PATH = "/v1/chat/completions"
+_MAX_REQUEST_BYTES = 64 << 20
+_IDLE_S = 600.0
+
+
+class RefusedError(Exception):
+    """A request that gets no answer; ``status`` is that of the HTTP response."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Request:
+    """One request of an agent; ``answer`` becomes the assistant's message."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    may_call: bool = True
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
+
+
+class AgentWorld(World):
+    """An episode whose other side is a program: it runs in a thread of its own and asks for answers.
+
+    A request whose messages begin with those of the former one and its answer goes on with the conversation.
+    Any other request (another agent of the program, a shortened history, other tools) begins it anew.
+    Requests that arrive together are answered one after the other.
+    """
+
+    grace_s = 5.0
+    """Seconds that the program has for its reward after a limit ended the episode."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_urlsafe(16)
+        self._requests: SimpleQueue[Request | None] = SimpleQueue()  # None: the program ended
+        self._lock = threading.Lock()
+        self._open: list[Request] = []
+        self._is_over = False
+        self._now: Request | None = None
+        self._earned: Earned = None
+        self._error: Exception | None = None
+        self._stop: Callable[[], object] = lambda: None
+        self._thread = threading.Thread(target=self._run_agent, name="agent", daemon=True)
+        self._row: Mapping[str, Any] = {}
+
+    def run(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+        """Run the program on a row and return its reward; a coroutine runs in an event loop of its own."""
+        raise NotImplementedError
+
+    def reset(self, row: Mapping[str, Any]) -> Opening:
+        """Start the program; its first request is the prompt."""
+        self._row = row
+        ENDPOINT.register(self._key, self)
+        self._thread.start()
+        request = self._next()
+        if request is None:
+            raise RuntimeError("the agent ended without a request for an answer")
+        return _opening(request)
+
+    def step(self, message: Message) -> StepResult:
+        """Answer the open request, and wait for the next or for the end."""
+        assert self._now is not None, "step without an open request"
+        answered, self._now = self._now, None
+        answer, info = _assistant(message, answered.may_call)
+        history = [_plain(m) for m in [*answered.messages, answer]]
+        with self._lock:
+            self._open.remove(answered)
+        answered.answer.set_result(answer)
+        request = self._next()
+        if request is None:
+            return StepResult(done=True, info=info)
+        known, new = request.messages[: len(history)], request.messages[len(history) :]
+        if new and request.tools == answered.tools and [_plain(m) for m in known] == history:
+            return StepResult(messages=[_for_template(m) for m in new], info=info)
+        return StepResult(anew=_opening(request), info=info)
+
+    def earned(self) -> Earned:
+        """Return the program's reward; None if it is cut off by a limit and gives none in ``grace_s``."""
+        if self._now is not None:  # a limit ended the episode
+            self._refuse()
+            self._thread.join(self.grace_s)
+            self._error = None
+        if self._error is not None:
+            raise self._error
+        return self._earned
+
+    def close(self) -> None:
+        """Refuse what is asked from now on, and cancel an async program."""
+        ENDPOINT.forget(self)
+        self._refuse()
+        self._requests.put(None)  # a reset or step that waits in another thread ends
+        self._stop()
+
+    def ask(self, request: Request) -> dict[str, Any]:
+        """Hand ``request`` to the actor and return its message; called by the program's threads.
+
+        Raises:
+            RefusedError: the episode is over.
+        """
+        with self._lock:
+            if self._is_over:
+                raise RefusedError(410, "the episode is over")
+            self._open.append(request)
+        self._requests.put(request)
+        return request.answer.result()
+
+    def _next(self) -> Request | None:
+        """Wait for the next request; None = the program ended."""
+        self._now = self._requests.get()
+        if self._now is None and self._error is not None:
+            raise self._error
+        return self._now
+
+    def _refuse(self) -> None:
+        with self._lock:
+            self._is_over = True
+            refused, self._open = self._open, []
+        for request in refused:
+            request.answer.set_exception(RefusedError(410, "the episode is over"))
+
+    def _run_agent(self) -> None:
+        try:
+            value = self.run(f"{ENDPOINT.url()}/{self._key}/v1", self._key, self._row)
+            if inspect.isawaitable(value):
+                with asyncio.Runner() as runner:
+                    loop = runner.get_loop()
+                    task = loop.create_task(_wait_for(value))
+                    self._stop = lambda: _cancel(loop, task)
+                    value = runner.run(_wait_for(task))
+            self._earned = value
+        except Exception as error:  # noqa: BLE001 - the boundary where an agent's error becomes data
+            self._error = error
+        except BaseException as error:  # noqa: BLE001 - it must not end the worker
+            self._error = RuntimeError(f"the agent ended with {type(error).__name__}: {error}")
+        finally:
+            self._requests.put(None)
+
+
+def _opening(request: Request) -> Opening:
+    messages = [_for_template(m) for m in request.messages]
+    return Opening(messages=messages, tools=request.tools, is_whole=True)
+
+
+async def _wait_for(value: Any) -> Any:
+    return await value
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the program has ended
+        loop.call_soon_threadsafe(task.cancel)
+
+
+class Agent(AgentWorld):
+    """``agent:``: a function of the user's own, ``run(base_url, api_key, row, **arguments)``.
+
+    It returns the reward (a number, a mapping of numbers, None = unscored). An exception is a failure of the
+    infrastructure, so it has to catch what the actor may cause. Sampling settings of its requests are
+    ignored: those of the run hold.
+    """
+
+    expects: ClassVar[str] = "'agent:file.py:function' or 'agent:package.module:function'"
+    target: ClassVar[str] = ""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Its arguments."""
+
+        arguments: dict[str, Any] = field(default_factory=dict)
+        """Keyword arguments of the function."""
+        grace_s: float = 5.0
+        """Seconds that it has to return its reward after a limit (turns, tokens) ended the episode."""
+
+    def __init__(self, config: Agent.Config) -> None:
+        super().__init__()
+        self.grace_s = config.grace_s
+        self._arguments = config.arguments
+        self._function = locate(self.target, ENVIRONMENTS).value
+        try:
+            inspect.signature(self._function).bind("base_url", "api_key", {}, **config.arguments)
+        except (TypeError, ValueError) as error:
+            raise PluginError(
+                f"{self.target!r} is no function run(base_url, api_key, row) ({error})"
+            ) from error
+
+    def run(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+        """Call the function."""
+        return self._function(base_url, api_key, row, **self._arguments)
+
+
+class Endpoint:
+    """The server of this process, started on first use, and the open episodes by key."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: ThreadingHTTPServer | None = None
+        self._worlds: dict[str, AgentWorld] = {}
+
+    def url(self) -> str:
+        """Return the address, without a path."""
+        with self._lock:
+            if self._server is None:
+                self._server = _Server(("127.0.0.1", 0), _Handler)
+                serve = self._server.serve_forever
+                threading.Thread(target=serve, name="endpoint", daemon=True).start()
+            return f"http://127.0.0.1:{self._server.server_port}"
+
+    def register(self, key: str, world: AgentWorld) -> None:
+        """Hand requests with ``key`` to ``world``, which may have several keys."""
+        with self._lock:
+            self._worlds[key] = world
+
+    def forget(self, world: AgentWorld) -> None:
+        """Refuse requests with a key of ``world``."""
+        with self._lock:
+            self._worlds = {key: one for key, one in self._worlds.items() if one is not world}
+
+    def world(self, keys: Sequence[str]) -> AgentWorld:
+        """Return the world of the first known key.
+
+        Raises:
+            RefusedError: none is known.
+        """
+        with self._lock:
+            for key in keys:
+                if key in self._worlds:
+                    return self._worlds[key]
+        raise RefusedError(401, "no open episode has this key")
+
+
+ENDPOINT = Endpoint()
+"""The one of this process."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """``POST /v1/chat/completions``; the key stands before ``/v1``, as session, or as bearer token."""
+
+    protocol_version = "HTTP/1.1"
+    close_connection = True  # the base class sets it per request
+    timeout = _IDLE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
+        if self.path.endswith("/models"):
+            self._send(200, {"object": "list", "data": [model]})
+        else:
+            self._send_error(RefusedError(404, f"no {self.path}; there is POST {_PATH}"))
+
+    def do_POST(self) -> None:
+        try:
+            length = int(self.headers.get("Content-Length") or 0)
+            if not 0 < length <= _MAX_REQUEST_BYTES:
+                self.close_connection = True
+                raise RefusedError(400, f"a body of 1 to {_MAX_REQUEST_BYTES} bytes is expected")
+            data = self.rfile.read(length)
+            path = self.path.partition("?")[0]
+            if not path.endswith(_PATH):
+                raise RefusedError(404, f"no {path}; there is POST {_PATH}")
+            bearer = self.headers.get("Authorization", "").partition(" ")[2].strip()
+            session = self.headers.get("X-Session-ID", "")
+            world = ENDPOINT.world([path.removesuffix(_PATH).strip("/"), session, bearer])
+            try:
+                body = json.loads(data)
+            except ValueError as error:
+                raise RefusedError(400, f"the body is no JSON: {error}") from error
+            message = world.ask(_read_request(body))
+        except RefusedError as error:
+            self._send_error(error)
+            return
+        answer = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time())}
+        answer["model"] = body.get("model") or MODEL
+        reason = message.pop("finish_reason", "stop")
+        if body.get("stream"):
+            self._stream(answer, message, reason, body.get("stream_options") or {})
+        else:
+            choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+            self._send(200, {**answer, "object": "chat.completion", "choices": [choice], "usage": _USAGE})
+
+    def _stream(
+        self, answer: dict[str, Any], message: dict[str, Any], reason: str, options: Mapping[str, Any]
+    ) -> None:
+        parts: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None)]
+        if message["content"]:
+            parts.append(({"content": message["content"]}, None))
+        for index, call in enumerate(message.get("tool_calls", [])):
+            parts.append(({"tool_calls": [{"index": index, **call}]}, None))
+        chunks = []
+        for delta, finish in [*parts, ({}, reason)]:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+            chunks.append({**answer, "object": "chat.completion.chunk", "choices": [choice]})
+        if options.get("include_usage"):
+            chunks.append({**chunks[-1], "choices": [], "usage": _USAGE})
+        lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        self._write(200, "text/event-stream", f"{lines}data: [DONE]\n\n".encode())
+
+    def _send_error(self, error: RefusedError) -> None:
+        kind = "invalid_request_error"
+        self._send(error.status, {"error": {"message": str(error), "type": kind, "code": error.status}})
+
+    def _send(self, status: int, body: Mapping[str, Any]) -> None:
+        self._write(status, "application/json", json.dumps(body).encode())
+
+    def _write(self, status: int, kind: str, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # the agent no longer listens
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+
+_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+"""Tokens are counted by the run, not here."""
+
+
+def _read_request(body: Any) -> Request:
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise RefusedError(400, "'messages' has to be a list with at least one message")
+    if body.get("n") not in (None, 1):
+        raise RefusedError(400, "only n=1: every request is one turn of one episode")
+    messages = []
+    for message in body["messages"]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RefusedError(400, f"a message is an object with 'role' and 'content', got {message!r:.200}")
+        messages.append({**message, "content": _text(message.get("content"))})
+    tools = body.get("tools") or []
+    return Request(messages, tools, bool(tools) and body.get("tool_choice") != "none")
+
+
+def _text(content: Any) -> str:
+    """Return a message's content as one text."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(str(part) for part in parts)
+    elif content is None or isinstance(content, str):
+        return content or ""
+    raise RefusedError(400, "the content of a message has to be text: the actor reads nothing else")
+
+
+def _assistant(message: Message, may_call: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the actor's message as the agent gets it, and the facts on its calls."""
+    text, reason = str(message.get("content") or ""), str(message.get("finish_reason") or "stop")
+    answer: dict[str, Any] = {"role": "assistant", "content": text, "finish_reason": reason}
+    if not may_call:
+        return answer, {}
+    said, calls = read_calls(text)
+    if not calls or any(call.problem for call in calls):  # the agent gets the text, and judges it
+        return answer, {"wrong_calls": {"bad_json": 1}} if calls else {}
+    answer |= {"content": said, "finish_reason": "tool_calls", "tool_calls": []}
+    for call in calls:
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        identity = f"call_{secrets.token_hex(8)}"
+        answer["tool_calls"].append({"id": identity, "type": "function", "function": function})
+    return answer, {"tool_calls": dict(Counter(call.name for call in calls))}
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a message that its meaning depends on, for comparison."""
+    calls = [
+        (
+            call.get("id"),
+            (call.get("function") or {}).get("name"),
+            (call.get("function") or {}).get("arguments"),
+        )
+        for call in message.get("tool_calls") or []
+    ]
+    kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
+    return {"role": message["role"], "content": message["content"], "calls": calls, **kept}
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates take it: no empty keys, arguments of calls as an object."""
+    kept = {k: v for k, v in message.items() if v is not None}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_call_for_template(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    with contextlib.suppress(TypeError, ValueError):
+        function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}

@@ -1,0 +1,271 @@
+"""Environments of other libraries: fixtures of their shape, and the real packages where installed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from multitask_rl.environments.foreign import build_foreign
+from multitask_rl.errors import ConfigError, DataError, MissingExtraError, PluginError
+from multitask_rl.plugins import build_plugin
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "foreign_environments"
+WHERE = "tasks.t.environment"
+
+
+def build(reference: str, **config):
+    prefix, _, target = reference.partition(":")
+    return build_plugin(build_foreign(prefix, target, WHERE).value, config, where=f"{WHERE}_config")
+
+
+def say(world, text: str):
+    return world.step({"role": "assistant", "content": text})
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_a_prefix_without_a_target_says_what_is_expected():
+    with pytest.raises(PluginError, match="expected 'openenv:http"):
+        build_foreign("openenv", "", WHERE)
+
+
+@pytest.mark.parametrize(
+    "reference", ["openenv:http://localhost:1", "verifiers:x", "reasoning_gym:chain_sum"]
+)
+def test_a_missing_package_is_named_with_its_command(monkeypatch, reference):
+    for name in ("openenv", "verifiers.v1", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=f"{WHERE}.*pip install"):
+        build(reference)
+
+
+class FakeWorld:
+    """An environment of OpenEnv that counts its sessions."""
+
+    action: ClassVar[dict]
+    closed: ClassVar[list] = []
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state(self):
+        return {"step_count": self.steps}
+
+
+class Words(FakeWorld):
+    action: ClassVar[dict] = {
+        "properties": {"word": {"type": "string"}, "metadata": {}},
+        "required": ["word"],
+    }
+
+    def reset(self, seed=0):
+        return {"text": f"seed {seed}", "metadata": {}}, None, False
+
+    def step(self, action):
+        self.steps += 1
+        return {"text": action["word"].upper()}, 0.5, self.steps == 2
+
+
+class Moves(FakeWorld):
+    """An action of two fields, so the actor calls ``act``."""
+
+    action: ClassVar[dict] = {
+        "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+        "required": ["x", "y"],
+    }
+
+    def reset(self):
+        return {"board": [0, 0], "metadata": {"hidden": 1}}, None, False
+
+    def step(self, action):
+        if set(action) != {"x", "y"}:
+            raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
+        self.steps += 1
+        return {"board": [action["x"], action["y"]]}, 1.0, action["x"] == 9
+
+
+class Tools(FakeWorld):
+    """A server of tools (MCP)."""
+
+    action: ClassVar[dict] = {"title": "CallToolAction", "properties": {"tool_name": {"type": "string"}}}
+
+    def reset(self):
+        return {"metadata": {}}, None, False
+
+    def step(self, action):
+        if action["type"] == "list_tools":
+            schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+            return (
+                {"tools": [{"name": "double", "description": "Twice.", "input_schema": schema}]},
+                None,
+                False,
+            )
+        if not isinstance(action["arguments"].get("a"), int):
+            return {"result": None, "error": {"error_type": "invalid_args", "message": "a?"}}, None, False
+        if action["arguments"]["a"] < 0:
+            return {"result": None, "error": {"error_type": "execution_error", "message": "< 0"}}, None, False
+        text = {"type": "text", "text": str(2 * action["arguments"]["a"])}
+        return {"result": {"content": [text]}, "error": None}, 0.25, False
+
+
+@pytest.fixture
+def served(monkeypatch) -> Iterator[object]:
+    """A function that serves an environment through the fake client and returns its reference."""
+    monkeypatch.syspath_prepend(str(FIXTURES / "fakes"))
+    monkeypatch.delitem(sys.modules, "openenv", raising=False)
+    import openenv
+
+    with contextlib.ExitStack() as stack:
+
+        def serve(kind) -> str:
+            class Handler(BaseHTTPRequestHandler):
+                def log_message(self, *args: object) -> None: ...
+
+                def do_GET(self) -> None:
+                    data = json.dumps({"action": kind.action}).encode()
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
+
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(server.shutdown)
+            address = f"http://127.0.0.1:{server.server_port}"
+            openenv.ENVIRONMENTS[address] = kind
+            return f"openenv:{address}"
+
+        yield serve
+    sys.modules.pop("openenv")
+    FakeWorld.closed.clear()
+
+
+def test_the_text_of_the_actor_is_the_only_field_of_the_action(served):
+    world = build(served(Words))
+    opening = world.reset({"seed": 7, "prompt": "?"})
+    assert [m["content"] for m in opening.messages] == ["seed 7"]
+    assert opening.tools == []
+    first = say(world, " abc ")
+    assert ([m["content"] for m in first.messages], first.reward, first.done) == (["ABC"], 0.5, False)
+    last = say(world, "d")
+    assert (last.reward, last.done, last.info) == (0.5, True, {"state": {"step_count": 2}})
+    world.close()
+    assert FakeWorld.closed == [True]
+
+
+def test_an_action_of_several_fields_is_a_tool(served):
+    world = build(served(Moves), observation="board.1")
+    opening = world.reset({})
+    assert opening.tools[0]["function"]["name"] == "act"
+    assert opening.tools[0]["function"]["parameters"]["required"] == ["x", "y"]
+    result = say(world, call("act", x=1, y=5))
+    assert ([m["content"] for m in result.messages], result.reward) == (["5"], 1.0)
+    wrong = say(world, call("act", x=1))
+    assert "no valid arguments" in wrong.messages[0]["content"]
+    assert (wrong.done, wrong.reward, wrong.info["wrong_calls"]) == (False, None, {"bad_arguments": 1})
+    both = say(world, call("act", x=9, y=1) + call("act", x=1, y=1))
+    assert (both.done, both.reward, both.info["tool_calls"]) == (True, 1.0, {"act": 1})
+    world.close()
+
+
+def test_tools_of_a_server_are_called_and_an_answer_without_a_call_ends_the_episode(served):
+    world = build(served(Tools))
+    opening = world.reset({})
+    assert opening.messages == []
+    assert opening.tools[0]["function"]["name"] == "double"
+    result = say(
+        world, call("double", a=4) + call("triple") + call("double") + call("double", a=-1) + "<tool_call>"
+    )
+    assert [m["content"].partition(":")[0] for m in result.messages] == ["8", *["Error"] * 4]
+    assert all(m["role"] == "tool" for m in result.messages)
+    assert result.reward == 0.25
+    assert result.info == {
+        "tool_calls": {"double": 3},
+        "wrong_calls": {"unknown_tool": 1, "bad_arguments": 1, "bad_json": 1},
+        "tool_errors": {"double": 1},
+    }
+    assert say(world, "It is 8.").done
+    world.close()
+
+
+def test_a_directory_without_a_manifest_is_refused(served, tmp_path):
+    with pytest.raises(PluginError, match=r"no directory with openenv\.yaml"):
+        build(f"openenv:{tmp_path}")
+
+
+def test_a_server_of_openenv_is_started_and_played():
+    pytest.importorskip("openenv", reason="needs the package openenv")
+    world = build(f"openenv:{FIXTURES / 'counter_server'}")
+    assert world.reset({"seed": 5}).messages[0]["content"] == "seed 5"
+    assert [say(world, word).messages[0]["content"] for word in "ab"] == ["1: a", "2: b"]
+    last = say(world, "c")
+    assert (last.done, last.reward, last.info["state"]["step_count"]) == (True, 0.5, 3)
+    world.close()
+
+
+def test_an_environment_of_verifiers_asks_the_actor(monkeypatch):
+    pytest.importorskip("verifiers.v1", reason="needs the package verifiers (>= 0.4)")
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    world = build("verifiers:guess_taskset")
+    opening = world.reset({"idx": 2})
+    assert opening.is_whole
+    assert [m["content"] for m in opening.messages] == ["Guess number 2"]
+    again = say(world, "1")
+    assert ([m["content"] for m in again.messages], again.anew) == (["wrong, again"], None)
+    assert say(world, "2").done
+    assert world.earned() == {"solved": 1.0, "score": 1.0}
+    world.close()
+    with pytest.raises(PluginError, match="which of the agents"):
+        build("verifiers:guess_taskset", role="judge")
+    world = build("verifiers:guess_taskset")
+    with pytest.raises(DataError, match="no task"):
+        world.reset({"idx": 77})
+    world.close()
+
+
+def questions(size: int = 2):
+    library = pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
+    return list(library.create_dataset("chain_sum", size=size, seed=1))
+
+
+def test_a_question_is_answered_until_it_is_solved():
+    entry = questions()[0]
+    world = build("reasoning_gym:chain_sum", tries=2, feedback="only {score:.1f}")
+    row = {"answer": entry["answer"], "metadata": {}, "metadata_literal": repr(entry["metadata"])}
+    assert world.reset(row).messages == ()
+    result = say(world, "<answer>no</answer>")
+    assert (result.done, [m["content"] for m in result.messages]) == (False, ["only 0.0"])
+    result = say(world, f"No: <answer>{entry['answer']}</answer>")
+    assert (result.done, result.info) == (True, {"tries": 2})
+    assert world.earned() == 1.0
+
+
+def test_the_last_of_the_tries_is_what_counts():
+    questions()
+    world = build("reasoning_gym:chain_sum", tries=1)
+    world.reset(questions()[0])
+    assert say(world, "nothing").done
+    assert world.earned() < 1.0
+    world = build("reasoning_gym:chain_sum")
+    world.reset(questions()[0])
+    assert world.earned() is None
+
+
+def test_settings_and_rows_of_reasoning_gym_are_checked():
+    questions()
+    with pytest.raises(PluginError, match="cannot be made"):
+        build("reasoning_gym:no_such")
+    with pytest.raises(ConfigError, match="tries"):
+        build("reasoning_gym:chain_sum", tries=0)
+    with pytest.raises(DataError, match="no metadata"):
+        build("reasoning_gym:chain_sum").reset({"answer": "1"})
