@@ -87,7 +87,36 @@ def build_microbatches(
         one_pass: every micro-batch takes one pass through the model.
     """
     if layout == "shared":
-        return _shared(prompts, responses, sampled, max_tokens, pad_token_id, device_type, one_pass)
+        _check(prompts)
+        block_cells = BLOCK_CELLS.get(device_type, BLOCK_CELLS["cuda"])
+        indices = [i for i in range(len(prompts)) if responses[i]]
+        members: list[list[tuple[SharedPart, list[int]]]] = []
+        used = 0
+        for piece, cells in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
+            if not members or one_pass or used + cells > max_tokens:
+                members.append([])
+                used = 0
+            members[-1].append(make_part(piece, prompts, responses, pad_token_id, block_cells, sampled))
+            used += cells
+        empty = torch.empty(0, dtype=torch.long)
+        result = []
+        for parts in members:
+            order = [i for _, own in parts for i in own]
+            targets = [torch.tensor(responses[i])[_positions(i, len(responses[i]), sampled)] for i in order]
+            counts = torch.tensor([len(own) for own in targets])
+            batch = MicroBatch(
+                indices=order,
+                input_ids=empty,
+                position_ids=empty,
+                row=empty,
+                column=empty,
+                targets=torch.cat(targets),
+                sequence=torch.arange(len(order)).repeat_interleave(counts),
+                num_tokens=sum(part.num_tokens for part, _ in parts),
+                shared=[part for part, _ in parts],
+            )
+            result.append(batch)
+        return result
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     order = sorted((i for i in range(len(lengths)) if responses[i]), key=lambda i: (lengths[i], i))
     chunks = [order]
@@ -151,47 +180,6 @@ def make_microbatch(
         sequence=torch.arange(len(indices)).repeat_interleave(sizes),
         num_tokens=sum(lengths),
     )
-
-
-def _shared(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    sampled: Sequence[Sequence[int] | None] | None,
-    max_tokens: int,
-    pad: int,
-    device_type: str,
-    one_pass: bool,
-) -> list[MicroBatch]:
-    _check(prompts)
-    block_cells = BLOCK_CELLS.get(device_type, BLOCK_CELLS["cuda"])
-    indices = [i for i in range(len(prompts)) if responses[i]]
-    batches: list[list[tuple[SharedPart, list[int]]]] = []
-    used = 0
-    for piece, cells in cut_prompts(prompts, responses, indices, max_tokens, block_cells):
-        if not batches or one_pass or used + cells > max_tokens:
-            batches.append([])
-            used = 0
-        batches[-1].append(make_part(piece, prompts, responses, pad, block_cells, sampled))
-        used += cells
-    empty = torch.empty(0, dtype=torch.long)
-    result = []
-    for parts in batches:
-        order = [i for _, own in parts for i in own]
-        targets = [torch.tensor(responses[i])[_positions(i, len(responses[i]), sampled)] for i in order]
-        sizes = torch.tensor([len(own) for own in targets])
-        batch = MicroBatch(
-            indices=order,
-            input_ids=empty,
-            position_ids=empty,
-            row=empty,
-            column=empty,
-            targets=torch.cat(targets),
-            sequence=torch.arange(len(order)).repeat_interleave(sizes),
-            num_tokens=sum(part.num_tokens for part, _ in parts),
-            shared=[part for part, _ in parts],
-        )
-        result.append(batch)
-    return result
 
 
 def _positions(i: int, length: int, sampled: Sequence[Sequence[int] | None] | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,12 @@ from multitask_rl.algorithms.kl import exact_kl
 from multitask_rl.attention.block import BLOCKS
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import RunConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import SamplingParams, TrainSample
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch, build_microbatches, make_microbatch, supports_packing
-from multitask_rl.training.reference import AveragedReference
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
 if TYPE_CHECKING:
@@ -68,6 +67,55 @@ class Passes:
     def forward(self, model: Any, batch: MicroBatch, *args: Any, **options: Any) -> TokenOutputs:
         """Return ``forward_tokens`` of the whole micro-batch."""
         return forward_tokens(model, batch, *args, **options)
+
+
+class AveragedReference:
+    """A reference that follows the actor: ``reference <- decay * reference + (1 - decay) * actor``.
+
+    The KL to it bounds the speed of change, not the distance.
+
+    ``model`` is the reference, at first a copy of the actor, and is updated in place. ``decay`` is in [0, 1]:
+    1 = fixed, 0 = the actor after the last update. Averages are float32: bfloat16 would lose small steps.
+
+    Source: Rame et al., "WARP" (arXiv:2406.16768), sec. 3.1.
+    """
+
+    def __init__(self, model: PreTrainedModel, decay: float) -> None:
+        self._decay = decay
+        self._scored = dict(model.named_parameters())
+        self._averages = {name: p.detach().float() for name, p in self._scored.items()}
+
+    @torch.no_grad()
+    def ema_update(self, actor: PreTrainedModel) -> None:
+        """Move one update towards the weights of ``actor``."""
+        for name, parameter in actor.named_parameters():
+            average = self._averages[name]
+            average.lerp_(parameter.detach().to(average), 1.0 - self._decay)
+        self._copy_to_model()
+
+    def _copy_to_model(self) -> None:
+        for name, parameter in self._scored.items():
+            if parameter.data_ptr() != self._averages[name].data_ptr():  # float32: the average is the weight
+                parameter.copy_(self._averages[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averages by parameter name, for a checkpoint."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore ``tensors``; none (the checkpoint had a fixed reference) change nothing.
+
+        Raises:
+            CheckpointError: they belong to another model.
+        """
+        if not tensors:
+            return
+        for name, average in self._averages.items():
+            if name not in tensors or tensors[name].shape != average.shape:
+                raise CheckpointError(f"the reference in the checkpoint belongs to another model: {name!r}")
+            average.copy_(tensors[name])
+        self._copy_to_model()
 
 
 class ModelRunner:
@@ -126,16 +174,9 @@ class ModelRunner:
         (batch,) = self._cut([[0]], [[0]])
         return replace(batch, indices=[])
 
-    def _cut(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        sampled: Sequence[Sequence[int] | None] | None = None,
-    ) -> list[MicroBatch]:
+    def _cut(self, *rows: Any) -> list[MicroBatch]:
         return build_microbatches(
-            prompts,
-            responses,
-            sampled,
+            *rows,
             max_tokens=self._config.batch.tokens_per_microbatch,
             layout=self._layout(),
             pad_token_id=self.actor.pad_token_id,

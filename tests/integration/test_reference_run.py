@@ -11,7 +11,7 @@ import torch
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.reference import AveragedReference
+from multitask_rl.training.runner import AveragedReference
 from run_builders import build_actor, lines, run_config, train, weights_hash, write_run
 
 TASKS = """

@@ -22,7 +22,7 @@ from multitask_rl.step import refill
 from multitask_rl.step.metrics import StepReport
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
-from multitask_rl.training.reference import AveragedReference
+from multitask_rl.training.runner import AveragedReference
 from reference import scripted
 
 from .cases import draw_case

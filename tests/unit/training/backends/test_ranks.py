@@ -34,7 +34,7 @@ from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.skeleton import freeze, thaw
 from multitask_rl.training.balance import deal
 from multitask_rl.training.microbatch import make_microbatch
-from multitask_rl.training.reference import AveragedReference
+from multitask_rl.training.runner import AveragedReference
 
 CPU = torch.device("cpu")
 
