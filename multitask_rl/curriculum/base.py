@@ -1,7 +1,4 @@
-"""Base of scheduler policies: from the statistics of each step to a weight and a reason per task.
-
-``scheduler.py`` owns floors, quotas, frozen tasks and events.
-"""
+"""Base of scheduler policies: from the statistics of each step to a weight and a reason per task."""
 
 from __future__ import annotations
 
@@ -174,10 +171,6 @@ class SchedulerPolicy:
 
 
 def softmax(logits: Mapping[str, float], temperature: float = 1.0) -> dict[str, float]:
-    """Return ``exp(x_k / temperature)`` normalised to sum 1.
-
-    >>> softmax({"a": 0.0, "b": 0.0})
-    {'a': 0.5, 'b': 0.5}
-    """
+    """Return ``exp(x_k / temperature)`` normalised to sum 1."""
     top = max(logits.values())
     return normalise({task: math.exp((x - top) / temperature) for task, x in logits.items()})

@@ -1,7 +1,6 @@
 """DynamicTaskWeightScheduler: the task weights of a run, and the prompts per step that follow from them.
 
-statistics -> policy (preferences) -> gate (holds unlearnable tasks) -> guard's factors -> floors -> shares ->
-exact quotas. The policy is a plugin; the later stages are the same for all policies.
+statistics -> policy (a plugin) -> gate (holds unlearnable tasks) -> guard's factors -> floors -> quotas.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class DynamicTaskWeightScheduler:
             A task with weight 0 and no ``min_share`` is not trained. None = equal weights.
         metric_key, min_weight: see ``SchedulerConfig``.
         patience: same as ``patience`` in ``policy_config``. An event warns if the policy does not use it.
-        policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class.
-        policy_config: further keys of the policy's ``Config``.
+        policy: entry point of ``multitask_rl.schedulers``, or a ``SchedulerPolicy`` class; ``policy_config``
+            holds further keys of its ``Config``.
 
     Raises:
         ConfigError: an unknown key or a value out of range.
@@ -236,10 +235,7 @@ class DynamicTaskWeightScheduler:
     def calibrate(
         self, held_out: Mapping[str, float], step: int, errors: Mapping[str, float] | None = None
     ) -> None:
-        """Correct the levels by the held-out mean rewards of an evaluation and their standard errors.
-
-        The same ``step`` again, after a resume, has no effect.
-        """
+        """Correct the levels by held-out mean rewards and their errors; the same step again has no effect."""
         if step > self._calibrated_at:
             self._calibrated_at = step
             self._policy.calibrate(held_out, errors or {})
@@ -265,8 +261,7 @@ class DynamicTaskWeightScheduler:
     def set_factors(self, factors: Mapping[str, float]) -> None:
         """Multiply the policy's shares by the guard's factors (missing = 1) in place of earlier factors.
 
-        0 freezes a task: it gets no prompts, even with a floor. Factors that would freeze every task are
-        ignored.
+        0 freezes a task: it gets no prompts, even with a floor. All tasks cannot be frozen.
         """
         known = {task: max(0.0, factors[task]) for task in self._policy.tasks if task in factors}
         is_frozen = len(known) == len(self._policy.tasks) and not any(known.values())
@@ -324,8 +319,7 @@ class DynamicTaskWeightScheduler:
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict`` after ``bind``; ``renamed`` maps old task names to new ones.
 
-        State of a removed task is dropped; a new task starts fresh. State of another policy is ignored, and
-        the next ``update`` returns a warning.
+        A new task starts fresh. State of another policy is ignored, and the next ``update`` warns.
         """
         # events that the run has already reported
         self._pending = [event for event in self._pending if event.reason not in state["said"]]

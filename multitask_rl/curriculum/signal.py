@@ -76,10 +76,7 @@ class Average:
         self.weight = (1.0 - gain) ** 2 * self.weight + gain * gain / num_prompts
 
     def error(self, width: float) -> float:
-        """Return the standard error of ``value``, a number in a range of ``width``.
-
-        The largest possible variance, ``width^2 / 4``, is mixed in with the weight of four steps.
-        """
+        """Return the standard error of ``value``; four steps of variance ``width^2 / 4`` are mixed in."""
         measured = min(max(0, self.steps - 1), 1.0 / _VARIANCE_GAIN)
         total = measured * self.variance + _PRIOR_STEPS * 0.25 * width * width
         return math.sqrt(self.weight * total / (measured + _PRIOR_STEPS))
@@ -114,8 +111,7 @@ class TaskTrace:
     ) -> float | None:
         """Add one step; return the change of the smoothed level, None without prompts or finite value.
 
-        The gain of the moving averages is ``min(smoothing, n / prompts_averaged)`` for a step with ``n``
-        prompts of the task, at least ``n`` over all prompts so far (so a plain mean at first).
+        The gain for ``n`` prompts is ``min(smoothing, n / prompts_averaged)``, at least ``n`` over all.
         """
         value, statistic = stats.metrics.get(metric_key, math.nan), stats.statistics.get(metric_key)
         if metric_key == REWARD_SCORE:

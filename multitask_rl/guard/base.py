@@ -1,8 +1,7 @@
 """Base of guards: a guard reads every step and every held-out evaluation and decides whether the run goes on.
 
-The trainer carries out the decision: it restores the checkpoint, multiplies learning rate and task shares by
-the guard's factors, and ends the run on ``stop``. To write one, subclass ``Guard``, override ``observe``, and
-name the class in ``guard.plugin``.
+The trainer carries out the decision. To write a guard, subclass ``Guard``, override ``observe``, and name the
+class in ``guard.plugin``.
 """
 
 from __future__ import annotations
@@ -39,12 +38,7 @@ class Guard:
 
     @classmethod
     def build(cls, config: GuardConfig) -> Guard:
-        """Return the guard that the run configuration describes.
-
-        Raises:
-            ConfigError: ``guard_config`` does not fit ``Config``, or a key of ``SafetyGuard`` alone is set.
-            PluginError: it cannot be built.
-        """
+        """Return the guard that the run configuration describes; ConfigError or PluginError if it cannot."""
         given, default = asdict(config), asdict(GuardConfig())
         for key in _OF_SAFETY_GUARD:
             if given[key] != default[key]:
@@ -79,8 +73,7 @@ class Guard:
 
         If the checkpoint is damaged, the trainer calls this again without it.
         """
-        good = [checkpoint for checkpoint in checkpoints if checkpoint.judged_good]
-        return max(good, key=lambda checkpoint: checkpoint.step, default=None)
+        return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Record that the run goes on from ``target`` and counts on from ``step``; return events to log."""

@@ -35,8 +35,7 @@ class StepHistory:
     """
 
     def __init__(self, max_steps: int) -> None:
-        self._max_steps = max_steps
-        self._steps: dict[str, deque[dict[str, float]]] = {}
+        self._max_steps, self._steps = max_steps, dict[str, deque[dict[str, float]]]()
 
     def record(self, step: int, stats: Mapping[str, TaskStats]) -> None:
         """Add the step that started from the weights of ``step``."""

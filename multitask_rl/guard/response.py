@@ -23,17 +23,16 @@ class Response:
         """Steps of the rollbacks within the window."""
         self.cooldown_until = -1
         """First step at which evidence accumulates again."""
+        self.adjustments = RollbackAdjustments()
         self.began = 0
         """Step from which the adjustments count."""
         self.is_restored = False
-        """The adjustments follow a completed rollback: the run goes on from good weights."""
-        self.adjustments = RollbackAdjustments()
+        """They follow a completed rollback: the run goes on from good weights."""
 
     def choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
-        """Return the action on a confirmed fall of the watched metric ``key``.
+        """Return the action on a confirmed fall of the watched metric ``key``: the next rung of the ladder.
 
-        Each call takes the next rung of the ladder until the task recovers. A fall of twice the threshold
-        takes the last rung. A rollback beyond ``max_rollbacks`` completed ones in the window becomes a stop.
+        A fall of twice the threshold takes the last one. One rollback too many in the window becomes a stop.
         """
         last = len(self._config.ladder) - 1
         is_large = statistics["drop"] >= 2.0 * statistics["relevant_drop"]
@@ -76,10 +75,7 @@ class Response:
         self.is_restored = True
 
     def lift(self, step: int) -> str:
-        """End the adjustments after the cooldown and return the recovered victim; empty = nothing to end.
-
-        Call it when every watched metric is good.
-        """
+        """When all metrics are good: end the adjustments after the cooldown; return the recovered victim."""
         victim = self.adjustments.victim
         if not victim or step <= self.began or step < self.cooldown_until:
             return ""

@@ -1,8 +1,7 @@
 """SafetyGuard: watches held-out metrics, and rolls the run back when one of them falls.
 
 evaluation -> detector per metric (CUSUM against its demonstrated value) -> paired confirmation -> decision.
-Training rewards do not decide: their mixture moves with the task weights, and a hacked reward rises while the
-ability falls.
+Training rewards do not decide: a hacked reward rises while the ability falls.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from multitask_rl.config.run import GuardConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.guard.base import Confirm, Guard
-from multitask_rl.guard.confirmation import Confirmation
+from multitask_rl.guard.confirmation import compare_paired
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, RollbackAdjustments
 from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory
 from multitask_rl.guard.response import Response, choose_target
@@ -27,6 +26,8 @@ from multitask_rl.records import Event, TaskEvaluation, TaskStats, rename_task, 
 
 _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
+_OVERWHELMING = 2.0
+"""Evidence above this multiple of the limit needs no agreement of the stored evaluations."""
 
 
 class SafetyGuard(Guard):
@@ -71,11 +72,7 @@ class SafetyGuard(Guard):
         return cls(**given, **config.guard_config)
 
     def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
-        """Set the evaluated tasks and reset the state; without ``metrics`` the first evaluation checks them.
-
-        Raises:
-            ConfigError: ``monitor_metrics`` names an unknown task or metric, or a metric without a direction.
-        """
+        """Set the evaluated tasks and reset the state; without ``metrics``, evaluations check them."""
         section = self._section
         entries = section.monitor_metrics if tasks else ()
         self._watched = build_watched(entries, tasks, self.config.directions, metrics)
@@ -86,7 +83,8 @@ class SafetyGuard(Guard):
             num_metrics=max(1, len(self._watched)),
             warmup=self.config.warmup,
         )
-        self._confirmation = Confirmation(self.config)
+        self._good: dict[str, list[float]] = {}
+        self._fresh: dict[str, list[list[float]]] = {}
         self._history = StepHistory(2 * self.rollback_steps)
         self._snapshots: list[tuple[int, dict[str, Any]]] = []
         self._response = Response(self.config, section.max_rollbacks)
@@ -107,8 +105,7 @@ class SafetyGuard(Guard):
         """Judge the weights of ``step``; without ``confirm``, an alarm compares stored evaluations."""
         previous, self._step = self._step, step
         events = []
-        # Evidence does not add up during the cooldown. One evaluation alone may still exceed the limit (a
-        # fall of about twice the threshold): the cause is still there, and good weights are being spoiled.
+        # evidence does not add up during the cooldown; one evaluation alone may still exceed the limit
         is_cooling = step < self._response.cooldown_until
         for metric in self._watched:
             if is_cooling:
@@ -137,7 +134,9 @@ class SafetyGuard(Guard):
             )
         events += [*decision.events, *signs]
         if decision.judged_good:
-            self._confirmation.remember_good(self._watched, evaluations)
+            known = [metric for metric in self._watched if metric.task in evaluations]
+            found = {metric.key: metric.find(evaluations[metric.task]) for metric in known}
+            self._good = {key: list(value.values) for key, value in found.items() if value is not None}
             if victim := self._response.lift(step):
                 reason = f"{victim} has recovered: task shares follow the scheduler alone again"
                 events.append(Event(step=step, source="guard", kind="recovered", reason=reason, task=victim))
@@ -147,10 +146,7 @@ class SafetyGuard(Guard):
         return replace(decision, events=events)
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        """Return the checkpoint to restore: judged good, at most ``rollback_steps`` back (``choose_target``).
-
-        None when there is none; the trainer then goes on with the adjustments alone.
-        """
+        """Return the checkpoint to restore, of those judged good at most ``rollback_steps`` back."""
         good = [c for c in checkpoints if c.judged_good and 0 <= self._step - c.step <= self.rollback_steps]
         states = [(at, own[self._fallen]["detector"]) for at, own in self._snapshots if self._fallen in own]
         seen = [(at, state["value"], state["error"]) for at, state in states]
@@ -185,10 +181,8 @@ class SafetyGuard(Guard):
 
     def metrics(self) -> dict[str, float]:
         """Return value, demonstrated value, CUSUM and its limit per watched metric: ``guard/<key>/...``."""
-        values: dict[str, float] = {
-            "guard/judged_good": float(self._judged_good),
-            "guard/rollbacks": float(len(self._response.rollbacks)),
-        }
+        values = {"guard/judged_good": float(self._judged_good)}
+        values["guard/rollbacks"] = float(len(self._response.rollbacks))
         for metric in self._watched:
             if metric.detector.count:
                 statistics = metric.statistics(self._settings)
@@ -200,7 +194,7 @@ class SafetyGuard(Guard):
         """Return the state, JSON-able."""
         state = {
             "watched": {metric.key: metric.state_dict() for metric in self._watched},
-            "confirmation": self._confirmation.state_dict(),
+            "confirmation": {"good": self._good, "fresh": self._fresh},
             "history": self._history.state_dict(),
             "snapshots": [list(snapshot) for snapshot in self._snapshots],
             "response": self._response.state_dict(),
@@ -217,7 +211,8 @@ class SafetyGuard(Guard):
         """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh."""
         state = copy.deepcopy(dict(state))
         self._restore(rename_tasks(state["watched"], renamed))
-        self._confirmation.load_state_dict(state["confirmation"], renamed)
+        self._good = rename_tasks(state["confirmation"]["good"], renamed)
+        self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
         self._response.load_state_dict(state["response"], renamed)
@@ -241,7 +236,7 @@ class SafetyGuard(Guard):
         if alarmed:
             worst = max(alarmed, key=lambda m: (m.detector.cusum - m.detector.limit(settings), m.key))
             return self._answer_alarm(worst, step, evaluations, confirm)
-        self._confirmation.forget_fresh()
+        self._fresh = {}
         for metric in able:
             above = metric.detector.cusum > 0.5 * metric.detector.limit(settings)
             if above and metric.key not in self._warned:
@@ -263,9 +258,7 @@ class SafetyGuard(Guard):
     ) -> GuardDecision:
         """Confirm the alarm; then take the next rung of the ladder, or stop."""
         statistics = metric.statistics(self._settings)
-        confirmed, extra = self._confirmation.test(metric, evaluations[metric.task], statistics, confirm)
-        statistics |= extra
-        if not confirmed:
+        if not self._confirms(metric, evaluations[metric.task], statistics, confirm):
             text = "looks lower, but a paired comparison does not confirm it"
             return self._build(GuardAction.warn, metric, step, text, statistics)
         self._good_until, self._fallen = metric.detector.good_step, metric.key
@@ -276,10 +269,44 @@ class SafetyGuard(Guard):
             return self._build(action, metric, step, text, statistics)
         culprit = self._history.find_culprit(metric.task, self._good_until)
         self._response.adjust(action, victim=metric.task, culprit=culprit, step=step)
-        self._confirmation.forget_fresh()
+        self._fresh = {}
         for fallen in self._watched if action is GuardAction.rollback else [metric]:
             fallen.detector.cusum = 0.0
         return self._build(action, metric, step, "has regressed", statistics)
+
+    def _confirms(
+        self,
+        metric: WatchedMetric,
+        evaluation: TaskEvaluation,
+        statistics: dict[str, float],
+        confirm: Confirm | None,
+    ) -> bool:
+        """Whether a paired test confirms the fall; its numbers are added to ``statistics``.
+
+        A fresh evaluation uses new prompts or seeds for both weights. It is independent of the detector, so a
+        false alarm must happen twice by chance. During an alarm fresh evaluations are collected, so that two
+        or three of them find a fall that one is too small to show. Without values per prompt to compare (no
+        weights were judged good yet) the detector alone decides.
+        """
+        stored = metric.find(evaluation)
+        if not self.config.confirm or stored is None:
+            return True
+        fresh = confirm(metric.task) if confirm is not None else None
+        pair = [found for side in fresh or () if (found := metric.find(side)) is not None]
+        if len(pair) == 2:
+            samples = self._fresh.setdefault(metric.key, [[], []])
+            for sample, found in zip(samples, pair, strict=True):
+                sample.extend(found.values)
+            limit = self.config.confirm_z
+        elif self._good.get(metric.key):
+            samples, limit = [list(stored.values), self._good[metric.key]], self.config.stored_z
+        else:
+            return True
+        test = compare_paired(*samples, direction=stored.direction)
+        statistics |= {"z": test.z, "z_limit": limit, "paired_drop": test.drop}
+        statistics["paired_prompts"] = float(test.num_prompts)
+        overwhelming = fresh is None and statistics["cusum"] > _OVERWHELMING * statistics["cusum_limit"]
+        return test.z > limit or overwhelming
 
     def _signs_of_hacking(self, since: int) -> list[Event]:
         """Return the new signs in the steps from ``since`` on, of tasks whose primary metric is watched."""

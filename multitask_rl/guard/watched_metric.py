@@ -27,8 +27,7 @@ class DetectorSettings:
     limit: float = 5.0
     """h: alarm when the CUSUM exceeds it, standard errors."""
     num_metrics: int = 1
-    """Metrics watched together; raises the limit so that all of them together give the false
-    alarms of one."""
+    """Metrics watched together (see ``RegressionDetector.limit``)."""
     smoothing: float = 0.1
     """Gain of the moving average."""
     error_rate: float = 0.05
@@ -83,7 +82,7 @@ class RegressionDetector:
     """k of the newest evaluation."""
     good_step: int = -1
     """Last step at which the CUSUM was 0 and the value not below its moving average: the latest possible step
-    before a fall. The CUSUM alone dates a fall too late: a fall of less than k leaves it at 0."""
+    before a fall (a fall of less than k leaves the CUSUM at 0)."""
 
     def observe(
         self, value: float, error: float, step: int, settings: DetectorSettings, *, scale: float = 0.0
@@ -116,10 +115,9 @@ class RegressionDetector:
         return settings.drop * max(abs(self.demonstrated or 0.0), self.scale)
 
     def limit(self, settings: DetectorSettings) -> float:
-        """Return h for the number of watched metrics.
+        """Return h for M metrics: ``ln(M) / (2 k)`` more gives all together the false alarms of one.
 
-        The mean time between false alarms of a CUSUM grows as ``exp(2 k h)`` (Siegmund, "Sequential
-        Analysis", 1985). Adding ``ln(M) / (2 k)`` gives M metrics together the false alarms of one.
+        Their mean distance grows as ``exp(2 k h)`` (Siegmund, "Sequential Analysis", 1985).
         """
         return settings.limit + math.log(settings.num_metrics) / (2.0 * max(self.slack, settings.min_slack))
 
@@ -128,10 +126,7 @@ class RegressionDetector:
         return self.count > settings.warmup and self.cusum > self.limit(settings)
 
     def is_good(self, settings: DetectorSettings) -> bool:
-        """Whether the newest value agrees with the demonstrated one and the CUSUM is at most half its limit.
-
-        At a constant true value about 95 % of the evaluations are good in all watched metrics.
-        """
+        """Whether the newest value agrees with the demonstrated one and the CUSUM is below half its limit."""
         if self.demonstrated is None:
             return self.count > 0
         upper = self.value + settings.confidence_z * self.error
@@ -180,11 +175,7 @@ class WatchedMetric:
         return True
 
     def find(self, evaluation: TaskEvaluation) -> Statistic | None:
-        """Return the metric, with the direction in which it is watched; None if it has no value.
-
-        Raises:
-            ConfigError: it has no direction.
-        """
+        """Return the metric in its watched direction; None without a value, ConfigError without direction."""
         statistic = evaluation.statistic(self.metric)
         if statistic is None or statistic.n == 0:
             return None

@@ -92,11 +92,7 @@ def summarise(
 
 
 def student_tails(t: float, degrees: float) -> float:
-    """Return P(|T| >= |t|) for Student's T.
-
-    >>> round(student_tails(2.228, 10), 3)
-    0.05
-    """
+    """Return P(|T| >= |t|) for Student's T."""
     return float(2 * special.stdtr(degrees, -abs(t)))
 
 
@@ -112,9 +108,7 @@ def sign_test(one: int, other: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values corrected for multiple tests (Holm); NaN stays NaN and is not counted.
-
-    Accepting all corrected values below 5 % makes one or more false claims in at most 5 % of all tables.
+    """Return the p-values corrected for multiple tests; NaN stays NaN and is not counted.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statist. 6, 1979.
 

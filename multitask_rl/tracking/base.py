@@ -24,8 +24,7 @@ _LOG = logging.getLogger(__name__)
 class Tracker:
     """Receives metrics, events and rollouts of a run; each method does nothing until it is overridden.
 
-    Built as ``Cls(output_dir=Path, config=TrackingConfig, run_id=str | None)``. A tracker that raises is
-    reported once and gets no further calls; the run goes on.
+    Built as ``Cls(output_dir=Path, config=TrackingConfig, run_id=str | None)``.
     """
 
     run_id: str | None = None

@@ -51,11 +51,7 @@ class RunRecord:
 
 
 def read_run(directory: Path, name: str = "") -> RunRecord:
-    """Read the output directory of a run; every file but ``evaluations.jsonl`` may be missing.
-
-    Raises:
-        ConfigError: it is no output directory of a run, or holds no evaluation yet.
-    """
+    """Read the output directory of a run; ConfigError if it is none, or holds no evaluation yet."""
     if not (directory / "evaluations.jsonl").is_file():
         raise ConfigError(
             f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; give "
@@ -97,13 +93,10 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
 
 
 def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """Yield what ``convert`` makes of the whole lines of a JSONL file that a run wrote.
-
-    A missing file has none, a torn last line is left out.
+    """Yield what ``convert`` makes of the whole lines of a JSONL file that a run wrote, if it exists.
 
     Raises:
-        ConfigError: names the line that is no JSON object, or that ``convert`` cannot read (it raises
-            KeyError, TypeError, ValueError, AttributeError or OverflowError).
+        ConfigError: names the line that is no JSON object, or that ``convert`` cannot read.
     """
     if not path.exists():
         return

@@ -1,8 +1,8 @@
 """When each stage worked and when the update waited: ``timeline.jsonl``, and shares of each step.
 
 One line per span: ``stage``, ``task`` (empty: several), ``step`` (1 = the first), ``start`` and ``end`` in
-seconds since the run was opened; a resumed run goes on. Stages: ``rollout``, ``constraints``, ``rewards``,
-``advantages``, ``update``; ``step`` is the whole step, ``wait/<stage>`` a wait of the update for that stage.
+seconds since the run was opened. Stages: ``rollout``, ``constraints``, ``rewards``, ``advantages``,
+``update``; ``step`` is the whole step, ``wait/<stage>`` a wait of the update for that stage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,6 @@ class Timeline:
     def begin_step(self) -> None:
         """Begin a step: time before it (evaluation, a checkpoint) is in no step's shares."""
         self._began = time.monotonic()
-
-    @contextlib.contextmanager
-    def busy(self, stage: str, *, step: int) -> Iterator[None]:
-        """Record the block as work of ``stage``."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add(stage, (began, time.monotonic()), step=step)
 
     def add(self, stage: str, span: Span, *, step: int, task: str = "") -> None:
         """Record that ``stage`` worked (``wait/<stage>``: that the update waited for it) during ``span``."""
@@ -106,11 +97,7 @@ class Timeline:
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return the union as disjoint spans in order.
-
-    >>> merge([(3, 4), (0, 2), (1, 2.5)])
-    [(0, 2.5), (3, 4)]
-    """
+    """Return the union as disjoint spans in order."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -121,11 +108,7 @@ def merge(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """Return the time in ``spans`` and not in ``others``.
-
-    >>> subtract([(0, 5)], [(1, 2), (4, 9)])
-    [(0, 1), (2, 4)]
-    """
+    """Return the time in ``spans`` and not in ``others``."""
     left = merge(spans)
     for start, end in merge(others):
         left = [part for a, b in left for part in ((a, min(b, start)), (max(a, end), b)) if part[0] < part[1]]

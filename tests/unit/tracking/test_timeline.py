@@ -1,5 +1,6 @@
 import json
 import math
+import time
 
 import pytest
 
@@ -35,8 +36,7 @@ def test_the_report_counts_overlapping_work_once_and_only_within_steps():
 def test_shares_of_a_step_lie_within_it_and_every_span_is_written_once(tmp_path):
     timeline = Timeline(tmp_path / "timeline.jsonl")
     timeline.begin_step()
-    with timeline.busy("update", step=0):
-        pass
+    timeline.add("update", (time.monotonic(), time.monotonic()), step=0)
     timeline.add("rollout", (0.0, math.inf), step=1)
     numbers = timeline.end_step(0, [("rewards", (0.0, math.inf))])
     assert numbers["utilisation/rollout"] == pytest.approx(1.0)
