@@ -398,14 +398,9 @@ def _assistant(message: Message, may_call: bool) -> tuple[dict[str, Any], dict[s
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a message that its meaning depends on, for comparison."""
-    calls = [
-        (
-            call.get("id"),
-            (call.get("function") or {}).get("name"),
-            (call.get("function") or {}).get("arguments"),
-        )
-        for call in message.get("tool_calls") or []
-    ]
+    calls = []
+    for call in map(_call_for_template, message.get("tool_calls") or []):
+        calls.append((call.get("id"), call["function"].get("name"), call["function"].get("arguments")))
     kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
     return {"role": message["role"], "content": message["content"], "calls": calls, **kept}
 
