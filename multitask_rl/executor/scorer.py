@@ -9,17 +9,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from statistics import fmean
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
-from multitask_rl.scoring.pending import Deferred, Pending
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.scoring.round import POLL_S, Pending
+from multitask_rl.tracking.timeline import Span
 
 _CALLS = 4
 """Calls that one pool answers at the same time: its metrics can be read while it scores."""
@@ -62,7 +63,7 @@ class _PoolActor:
         return pending.results(indices)
 
 
-class _Dealt(Deferred[T]):
+class DealtRound(Generic[T]):
     """A ``Pending`` that deals its rollouts out when they are added; the answers come together.
 
     ``again`` asks all actors about rollouts at once: those of an actor that died. The answers are waited for
@@ -76,8 +77,12 @@ class _Dealt(Deferred[T]):
         again: Callable[[Sequence[Rollout]], list[T]],
         background: ThreadPoolExecutor,
     ) -> None:
-        super().__init__(self._collect, background)
-        self._group, self._kind, self._again = group, kind, again
+        self._group, self._kind, self._again, self._background = group, kind, again, background
+        self._rollouts: list[Rollout] = []
+        self._order: list[int] = []
+        self._answers: Future[dict[int, T]] = Future()
+        """By index, once all are there."""
+        self._began = self._ended = 0.0
         self._number = next(_ROUND_NUMBERS)
         self._places: list[list[int]] = [[] for _ in range(len(group))]
         """By pool: indices of its rollouts."""
@@ -85,9 +90,9 @@ class _Dealt(Deferred[T]):
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """See ``Pending``."""
-        self.began = self.began or time.monotonic()
+        self._began = self._began or time.monotonic()
         first = len(self._rollouts)
-        super().add(rollouts)
+        self._rollouts.extend(rollouts)
         new: dict[int, list[int]] = {}
         for index, rollout in enumerate(rollouts, first):
             # by place in the batch, not by time: rewards that judge in batches see the same batches again
@@ -98,25 +103,62 @@ class _Dealt(Deferred[T]):
             sent = self._group.submit(pool, "add_to_round", self._number, self._kind, given, own)
             self._sent[sent] = pool
 
-    def _collect(self, rollouts: Sequence[Rollout]) -> list[T]:
-        """Return the answers for ``rollouts``, which are in the sealed order."""
-        while self._sent:
-            self._group.first(self._sent, "add_to_round")
-        rank = {index: place for place, index in enumerate(self._order)}
-        orders = {pool: sorted(own, key=rank.__getitem__) for pool, own in enumerate(self._places) if own}
-        work = {pool: (self._number, order) for pool, order in orders.items()}
-        answered, _ = self._group.call("finish_round", work)
-        found: dict[int, T] = {}
-        for pool, answers in answered.items():
-            if answers is not None:
-                found.update(zip(orders[pool], answers, strict=True))
-        lost = [index for index in self._order if index not in found]
-        if lost:
-            found.update(zip(lost, self._again([self._rollouts[i] for i in lost]), strict=True))
-        for index, answer in found.items():
-            if isinstance(answer, Scored):
-                answer.rollout = self._rollouts[index]  # not the copy that travelled
-        return [found[index] for index in self._order]
+    def seal(self, order: Sequence[int] | None = None) -> None:
+        """See ``Pending``."""
+        self._order = list(range(len(self._rollouts)) if order is None else order)
+        self._background.submit(self._collect)
+
+    def _collect(self) -> None:
+        try:
+            while self._sent:
+                self._group.first(self._sent, "add_to_round")
+            rank = {index: place for place, index in enumerate(self._order)}
+            orders = {pool: sorted(own, key=rank.__getitem__) for pool, own in enumerate(self._places) if own}
+            work = {pool: (self._number, order) for pool, order in orders.items()}
+            answered, _ = self._group.call("finish_round", work)
+            found: dict[int, T] = {}
+            for pool, answers in answered.items():
+                if answers is not None:
+                    found.update(zip(orders[pool], answers, strict=True))
+            lost = [index for index in self._order if index not in found]
+            if lost:
+                found.update(zip(lost, self._again([self._rollouts[i] for i in lost]), strict=True))
+            for index, answer in found.items():
+                if isinstance(answer, Scored):
+                    answer.rollout = self._rollouts[index]  # not the copy that travelled
+            self._ended = time.monotonic()
+            self._answers.set_result(found)
+        except BaseException as error:  # noqa: BLE001 - raised where the results are asked for
+            self._answers.set_exception(error)
+
+    def is_done(self, index: int) -> bool:
+        """See ``Pending``."""
+        return self._answers.done()
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """Return None: no answer is known before all are."""
+        return None
+
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
+        """See ``Pending``."""
+        if self._answers.done():
+            return ""
+        while not self._answers.done() and not (is_enough is not None and is_enough()):
+            wait([self._answers], POLL_S)
+        return self._rollouts[0].task if self._rollouts else ""
+
+    def results(self, indices: Sequence[int]) -> list[T]:
+        """See ``Pending``."""
+        answers = self._answers.result()
+        return [answers[i] for i in indices]
+
+    def spans(self, indices: Sequence[int]) -> dict[str, Span]:
+        """See ``Pending``; all tasks have one span."""
+        span = (self._began, self._ended)
+        return {self._rollouts[i].task: span for i in indices} if self._ended else {}
+
+    def cancel(self, indices: Sequence[int]) -> None:
+        """Do nothing: the pools answer all together."""
 
 
 class RayScorer:
@@ -211,11 +253,11 @@ class RayScorer:
 
     def begin_scoring(self) -> Pending[Scored]:
         """Return an open round of rewards."""
-        return _Dealt(self._open(), "scoring", self.score, self._background)
+        return DealtRound(self._open(), "scoring", self.score, self._background)
 
     def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
         """Return an open round of constraints."""
-        return _Dealt(self._open(), "judging", self.judge, self._background)
+        return DealtRound(self._open(), "judging", self.judge, self._background)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the mean over the pools of every task's metrics."""

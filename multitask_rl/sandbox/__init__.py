@@ -13,8 +13,9 @@ from multitask_rl.sandbox.base import (
     TestResult,
     UnittestTask,
     Verdict,
+    open_sandbox,
+    shared_sandbox,
 )
-from multitask_rl.sandbox.shared import open_sandbox, shared_sandbox
 
 __all__ = [
     "AssertsTask", "Limits", "Outcome", "Program", "Sandbox", "ScriptTask", "StdioTask", "StdioTest", "Task",

@@ -80,10 +80,7 @@ class _Hand:
 
 
 class Backlog:
-    """A queue of at most ``size`` waiting programs, and the hands of the workers that take from it.
-
-    Each of ``cancels`` tells one worker to give up a program by its identity.
-    """
+    """A queue of at most ``size`` programs and the workers' hands; each of ``cancels`` reaches one worker."""
 
     def __init__(self, size: int, cancels: Iterable[Callable[[int], None]]) -> None:
         self._size = size

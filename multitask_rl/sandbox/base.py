@@ -1,4 +1,4 @@
-"""Interface of sandboxes: programs, limits, outcomes.
+"""Interface of sandboxes: programs, limits, outcomes; how one is opened.
 
 A program is judged from outside. Its tests are never in the process that runs it, and only the plain value of
 what it prints, returns or raises is trusted.
@@ -7,18 +7,23 @@ what it prints, returns or raises is trusted.
 from __future__ import annotations
 
 import ast
+import atexit
 import builtins
 import functools
 import math
+import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from multitask_rl.boundary.python_source import parse_python
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import SANDBOXES, load_plugin
 
 
 class Verdict(StrEnum):
@@ -307,10 +312,7 @@ def count_test_methods(test_code: str) -> int:
 
 
 def undefined_names(sources: Sequence[str]) -> list[str]:
-    """Return names that tests read and that neither they, builtins nor standard modules define.
-
-    Empty where a ``from ... import *`` may define them.
-    """
+    """Return names that tests read and nothing defines; empty if a ``from ... import *`` may define them."""
     if any(re.search(r"import\s+\(?\s*\*", source) for source in sources):
         return []
     defined = {*dir(builtins), *sys.stdlib_module_names}
@@ -338,3 +340,40 @@ def _undefined_names(sources: Sequence[str]) -> list[str]:
                 case ast.alias(name=name, asname=alias):
                     bound.add((alias or name).split(".")[0])
     return [name for name in used if name not in bound]
+
+
+def open_sandbox(name: str = "namespaces", **config: Any) -> Sandbox:
+    """Return the sandbox behind the entry point ``name`` of the group ``multitask_rl.sandboxes``.
+
+    Raises:
+        PluginError: no such sandbox is installed.
+        ConfigError: it does not take these settings.
+        SandboxError: it cannot run on this machine.
+    """
+    factory = load_plugin(SANDBOXES, name, expects=("run", "submit", "map", "close"))
+    try:
+        sandbox: Sandbox = factory(**config)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sandbox {name!r} refuses its settings {config!r}: {error}") from error
+    return sandbox
+
+
+def shared_sandbox(packages: tuple[str, ...] = ("numpy",)) -> Sandbox:
+    """Return the built-in sandbox of this process; the first call opens it, the exit closes it.
+
+    Any number of threads may use it at once. A forked child gets its own. There is one for each choice of
+    third-party ``packages``.
+
+    Raises:
+        SandboxError: this machine cannot run it.
+    """
+    with _lock:
+        if packages not in _shared:
+            _shared[packages] = open_sandbox(workers=max(1, min(8, os.cpu_count() or 1)), packages=packages)
+            atexit.register(_shared[packages].close)  # in a forked child it does nothing
+        return _shared[packages]
+
+
+_lock = threading.Lock()
+_shared: dict[tuple[str, ...], Sandbox] = {}
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock(), _shared={}))

@@ -27,10 +27,7 @@ _REMOVAL_S = 2.0
 
 
 def delegated_cgroup(directory: str | None = None) -> tuple[Path | None, str]:
-    """Return a cgroup in which cells can have limits, or None and what is missing.
-
-    ``directory`` is a cgroup v2 directory; None = the one of this process.
-    """
+    """Return a cgroup v2 directory for cells, by default this process's own; or None and what is missing."""
     path = Path(directory) if directory is not None else None
     if path is None:
         with contextlib.suppress(OSError):
@@ -65,7 +62,7 @@ class CellCgroup:
 
     def __init__(self, parent: Path, worker: int) -> None:
         self.path = parent / f"{_PREFIX}{os.getpid()}-{worker}"
-        self._memory_mb = self._processes = 0
+        self._limits: dict[str, int] = {}
         for path in parent.glob(f"{_PREFIX}*-*"):  # a cgroup outlives the crash of its owner
             owner = path.name.removeprefix(_PREFIX).partition("-")[0]
             if not os.path.exists(f"/proc/{owner}"):
@@ -80,13 +77,11 @@ class CellCgroup:
     def allow(self, limits: Limits) -> None:
         """Make room for a program with these limits."""
         memory_mb = _BASE_MB + _JUDGE_MB + limits.mem_mb + 2 * limits.disk_mb
-        if memory_mb > self._memory_mb:
-            self._memory_mb = memory_mb
-            (self.path / "memory.max").write_text(str(memory_mb << 20))
         processes = _OWN_PROCESSES + 2 * limits.nproc
-        if processes > self._processes:
-            self._processes = processes
-            (self.path / "pids.max").write_text(str(processes))
+        for name, limit in (("memory.max", memory_mb << 20), ("pids.max", processes)):
+            if limit > self._limits.get(name, 0):
+                self._limits[name] = limit
+                (self.path / name).write_text(str(limit))
 
     def take(self, processes: Iterable[int]) -> None:
         """Put processes under the limits; their later children follow."""

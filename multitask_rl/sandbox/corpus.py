@@ -22,23 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.errors import DataError, check_output_file, path_errors
-from multitask_rl.sandbox.base import (
-    AssertsTask,
-    Limits,
-    Program,
-    Sandbox,
-    ScriptTask,
-    StdioTask,
-    StdioTest,
-    Task,
-    UnittestTask,
-    Verdict,
-)
+from multitask_rl.sandbox import base
 from multitask_rl.sandbox.host_checks import HostWatch, WatchedProgram
 from multitask_rl.sandbox.pool import NamespaceSandbox
 from multitask_rl.sandbox.worker import LEVELS
 
-_TRIVIAL = Program(source="print(6 * 7)")
+_TRIVIAL = base.Program(source="print(6 * 7)")
 _NOISY_CHECKS = ("host_mem_delta_mb", "host_disk_delta_mb", "wall")
 """Other work on the machine can disturb these checks: a problem counts if two of three tries find it."""
 _TRIES = 3
@@ -62,7 +51,7 @@ class CorpusFinding:
     stdout: str = ""
 
 
-_Entry = tuple[dict[str, Any], Program]
+_Entry = tuple[dict[str, Any], base.Program]
 """A program of a manifest: its entry there, and what the sandbox runs."""
 
 
@@ -86,8 +75,8 @@ def load_manifest(path: Path) -> list[_Entry]:
             what = f"{path}: program {raw['name']!r}: the file"
             with path_errors(what, file, "one beside the manifest", DataError):
                 source = file.read_bytes()
-            limits = Limits(**{**defaults, **raw.get("limits", {})})
-            entries.append((raw, Program(source=source, task=_task(raw["task"]), limits=limits)))
+            limits = base.Limits(**{**defaults, **raw.get("limits", {})})
+            entries.append((raw, base.Program(source=source, task=_task(raw["task"]), limits=limits)))
         except DataError:
             raise
         except (ValueError, KeyError, TypeError) as error:
@@ -96,10 +85,10 @@ def load_manifest(path: Path) -> list[_Entry]:
     return entries
 
 
-def _task(raw: dict[str, Any]) -> Task:
+def _task(raw: dict[str, Any]) -> base.Task:
     kind = raw["type"]
     if kind == "script":
-        return ScriptTask()
+        return base.ScriptTask()
     if kind == "stdio":
         tests = []
         for test in raw["tests"]:
@@ -109,14 +98,14 @@ def _task(raw: dict[str, Any]) -> Task:
                 wanted = eval(test["stdout_expr"], {"__builtins__": _EXPRESSION_NAMES})
             else:
                 wanted = test["stdout"]
-            tests.append(StdioTest(stdin=str(text) * int(times), stdout=str(wanted)))
-        return StdioTask(tests=tests, float_tolerance=raw.get("float_tolerance"))
+            tests.append(base.StdioTest(stdin=str(text) * int(times), stdout=str(wanted)))
+        return base.StdioTask(tests=tests, float_tolerance=raw.get("float_tolerance"))
     options = {"exports": raw.get("exports", ()), "allow_dunder": raw.get("allow_dunder", False)}
     if kind == "asserts":
         options.update(entry_point=raw["entry_point"], setup=raw.get("setup", ""))
-        return AssertsTask(asserts=raw["asserts"], **options)
+        return base.AssertsTask(asserts=raw["asserts"], **options)
     if kind == "unittest":
-        return UnittestTask(entry_point=raw["entry_point"], test_code=raw["test_code"], **options)
+        return base.UnittestTask(entry_point=raw["entry_point"], test_code=raw["test_code"], **options)
     raise ValueError(f"unknown task type {kind!r}; allowed: script, stdio, asserts, unittest")
 
 
@@ -164,9 +153,9 @@ def run_corpus(
     return [findings[index] for index in range(len(entries))]
 
 
-def _warm_up(sandbox: Sandbox) -> None:
+def _warm_up(sandbox: base.Sandbox) -> None:
     for source in ("print(6 * 7)", "import numpy"):
-        sandbox.run(Program(source=source))
+        sandbox.run(base.Program(source=source))
 
 
 def repeat_noise(examine: Callable[[], CorpusFinding]) -> CorpusFinding:
@@ -186,7 +175,7 @@ def repeat_noise(examine: Callable[[], CorpusFinding]) -> CorpusFinding:
 
 
 def _examine(
-    raw: dict[str, Any], program: Program, sandbox: NamespaceSandbox, watch: HostWatch
+    raw: dict[str, Any], program: base.Program, sandbox: NamespaceSandbox, watch: HostWatch
 ) -> CorpusFinding:
     """Run one program and compare the outcome with its entry in the manifest."""
     expect = raw["expect"]
@@ -218,7 +207,7 @@ def _examine(
         _warm_up(sandbox)  # the new worker's zygotes are no leftovers of a program
         watch.remember_processes(sandbox)
     after = sandbox.run(_TRIVIAL)
-    if after.verdict is not Verdict.completed or after.stdout != b"42\n":
+    if after.verdict is not base.Verdict.completed or after.stdout != b"42\n":
         problems.append(f"next program: {after.verdict} {after.message!r}")
     return CorpusFinding(
         name=raw["name"],
@@ -240,24 +229,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", action="append", help="only programs of this folder (repeatable)")
     parser.add_argument("--json", type=Path, dest="json_file", help="write all findings to this file")
     arguments = parser.parse_args(argv)
-    out = sys.stdout.write
     check_output_file("--json", arguments.json_file)
     entries = load_manifest(arguments.manifest)
     if arguments.folder:
         entries = [entry for entry in entries if entry[0].get("folder") in arguments.folder]
     started = time.monotonic()
     findings = run_corpus(entries, level=arguments.level, workers=arguments.workers, seed=arguments.seed)
-    different = [f for f in findings if f.problems]
-    for finding in different:
-        out(f"{finding.name}: {'; '.join(finding.problems)}\n")
-    for finding in findings:
-        if finding.note:
-            out(f"{finding.name}: no difference, but {finding.note}\n")
-    skipped = [f for f in findings if f.skipped]
-    for finding in skipped:
-        out(f"{finding.name}: skipped, {finding.skipped}\n")
-    seconds = time.monotonic() - started
-    out(f"{len(findings)} programs, {len(different)} differ, {len(skipped)} skipped, {seconds:.1f} s\n")
+    different, skipped = [f for f in findings if f.problems], [f for f in findings if f.skipped]
+    lines = [f"{f.name}: {'; '.join(f.problems)}" for f in different]
+    lines += [f"{f.name}: no difference, but {f.note}" for f in findings if f.note]
+    lines += [f"{f.name}: skipped, {f.skipped}" for f in skipped]
+    counts = f"{len(findings)} programs, {len(different)} differ, {len(skipped)} skipped"
+    sys.stdout.write("\n".join([*lines, f"{counts}, {time.monotonic() - started:.1f} s\n"]))
     if arguments.json_file is not None:
         records = json.dumps([asdict(finding) for finding in findings], indent=1)
         arguments.json_file.write_text(records, encoding="utf-8")

@@ -28,11 +28,7 @@ _OTHER_RUN_S = 600.0
 
 
 class HostWatch:
-    """Baits and gauges of one corpus run; a run waits for the end of another one on this machine.
-
-    Raises:
-        SandboxError: another run has not ended within ten minutes.
-    """
+    """Baits and gauges of one corpus run. It waits for another run to end; ``SandboxError`` after 10 min."""
 
     victim: subprocess.Popen[bytes]
     _thread: threading.Thread

@@ -62,10 +62,9 @@ class NamespaceSandbox(Sandbox):
         queue_size: int = 0,
         cgroup: str | None = None,
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers!r}")
-        if queue_size < 0:
-            raise ValueError(f"queue_size must be at least 0, got {queue_size!r}")
+        for name, size, least in (("workers", workers, 1), ("queue_size", queue_size, 0)):
+            if size < least:
+                raise ValueError(f"{name} must be at least {least}, got {size!r}")
         self._owner = os.getpid()
         self._cgroup, missing = delegated_cgroup(cgroup)
         if cgroup is not None and self._cgroup is None:
@@ -149,15 +148,12 @@ def _serve(worker: Worker, backlog: Backlog, started: queue.Queue[SandboxError |
                         backlog.finish(worker.index, item.identity)
                         item.future.give(error)
                 worker.send()
-                while worker.owes:
-                    identity, outcome = worker.receive()
+                for identity, outcome in worker.outcomes():
                     ended = backlog.finish(worker.index, identity)
                     if ended is not None and outcome is not None:
                         if ended.retries:
                             outcome = replace(outcome, retries=ended.retries)
                         ended.future.give(outcome)
-                    if not worker.has_answer:
-                        break
             except WorkerLostError as error:
                 _recover(worker, backlog, f"sandbox worker {worker.index} was lost: {error}")
     finally:
@@ -202,11 +198,7 @@ def _fail(
 
 
 class BubblewrapSandbox(NamespaceSandbox):
-    """The same sandbox with cells that bubblewrap builds; arguments as for ``NamespaceSandbox``.
-
-    Raises:
-        SandboxError: bubblewrap is not installed or may not make namespaces here.
-    """
+    """The same sandbox with cells that bubblewrap builds; arguments and errors as of ``NamespaceSandbox``."""
 
     def __init__(
         self, workers: int = 2, *, packages: Sequence[str] = ("numpy",), queue_size: int = 0

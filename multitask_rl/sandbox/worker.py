@@ -1,9 +1,12 @@
-"""The trainer's side of one monitor process: start by exec, conversation over a socket, replacement."""
+"""The trainer's side of one monitor process: start by exec, programs and outcomes as messages."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -12,18 +15,19 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.base import Limits, Outcome, Program, StdioTask, Verdict
+from multitask_rl.sandbox import base
 from multitask_rl.sandbox.cell import linux
+from multitask_rl.sandbox.cell.codec import CodecError, Encoder
 from multitask_rl.sandbox.cell.trainer import IDENTITY, MAX_FRAME, Inbox, pack_frame
 from multitask_rl.sandbox.cell.wire import LONGEST_WAIT
 from multitask_rl.sandbox.cgroups import CellCgroup, descendants
-from multitask_rl.sandbox.jobs import outcome_of, to_job
 
 LEVELS = ("namespaces", "bwrap", "landlock")
 """Isolation levels, strongest first."""
@@ -32,7 +36,8 @@ _SEND_TIMEOUT_S = 60
 _GRACE_S = 20.0
 _SENT_AHEAD = 1 << 16
 """Bytes that a monitor may have unread: less than a socket holds, so that sending does not wait."""
-_PROBE = Program(source="print(6 * 7)")
+_PROBE = base.Program(source="print(6 * 7)")
+_limits = functools.lru_cache(maxsize=64)(asdict)
 
 
 class WorkerLostError(RuntimeError):
@@ -43,7 +48,7 @@ class WorkerLostError(RuntimeError):
 class _Frame:
     data: bytes
     patience_s: float
-    limits: Limits
+    limits: base.Limits
 
 
 def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
@@ -128,7 +133,7 @@ class Worker:
                 outcome = self.run(_PROBE)
             except WorkerLostError as error:
                 raise SandboxError(f"the sandbox cell ended at once: {error}") from error
-            if outcome.verdict is not Verdict.completed or outcome.stdout != b"42\n":
+            if outcome.verdict is not base.Verdict.completed or outcome.stdout != b"42\n":
                 found = f"{outcome.verdict}: {outcome.message} {outcome.stderr_text[:200]}"
                 raise SandboxError(f"the sandbox cell cannot run a program: {found}")
         except SandboxError:
@@ -165,7 +170,7 @@ class Worker:
             os.close(cancelled)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
 
-    def run(self, program: Program) -> Outcome:
+    def run(self, program: base.Program) -> base.Outcome:
         """Run one program and wait for its outcome, on a worker that has no other program."""
         self.hand_over(0, program)
         self.send()
@@ -174,7 +179,7 @@ class Worker:
             raise WorkerLostError("the program was cancelled")
         return outcome
 
-    def hand_over(self, identity: int, program: Program) -> None:
+    def hand_over(self, identity: int, program: base.Program) -> None:
         """Take a program; ``ValueError`` if it is too large with its tests. Answers keep the order."""
         header, blobs = to_job(program)
         frame = pack_frame({**header, "id": identity}, blobs)
@@ -184,7 +189,7 @@ class Worker:
                 "judged: give the row fewer or smaller tests"
             )
         task = program.task
-        executions = len(task.tests) if isinstance(task, StdioTask) else 1
+        executions = len(task.tests) if isinstance(task, base.StdioTask) else 1
         patience_s = LONGEST_WAIT * program.limits.wall_s * executions + _GRACE_S
         self._unsent.append(_Frame(frame, patience_s, program.limits))
 
@@ -207,12 +212,14 @@ class Worker:
             except OSError as error:
                 raise WorkerLostError(f"{type(error).__name__}: {error}") from error
 
-    @property
-    def owes(self) -> bool:
-        """A program has no answer yet."""
-        return bool(self._sent or self._unsent)
+    def outcomes(self) -> Iterator[tuple[int, base.Outcome | None]]:
+        """Wait for the next outcome; yield what ``receive`` returns until another one is not there yet."""
+        while self._sent or self._unsent:
+            yield self.receive()
+            if self._inbox is None or not self._inbox.has_message():
+                return
 
-    def receive(self) -> tuple[int, Outcome | None]:
+    def receive(self) -> tuple[int, base.Outcome | None]:
         """Return identity and outcome of the next program that ended; no outcome if it was cancelled."""
         if self._connection is None or self._inbox is None or not self._sent:
             raise WorkerLostError("not started")
@@ -225,11 +232,6 @@ class Worker:
         self._sent.popleft()
         self.send()
         return identity, outcome
-
-    @property
-    def has_answer(self) -> bool:
-        """``receive`` would not wait."""
-        return self._inbox is not None and self._inbox.has_message()
 
     def cancel(self, identity: int) -> None:
         """Give up a program wherever it is: the answer is "cancelled" unless it ends first."""
@@ -264,3 +266,94 @@ class Worker:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+def to_job(program: base.Program) -> tuple[dict[str, Any], list[bytes]]:
+    """Return header and byte strings of the message that runs ``program``."""
+    header: dict[str, Any] = {"limits": _limits(program.limits)}
+    texts: list[str | bytes] = [program.source]
+    match program.task:
+        case base.ScriptTask(stdin=stdin):
+            header["kind"] = "script"
+            texts.append(stdin)
+        case base.StdioTask(tests=tests, float_tolerance=tolerance):
+            header.update(kind="stdio", float_tolerance=tolerance)
+            for test in tests:
+                texts += [test.stdin, test.stdout]
+        case base.AssertsTask(entry_point=entry, exported=exported, allow_dunder=allow_dunder) as task:
+            asserts = tuple(task.asserts)
+            header.update(kind="asserts", num_tests=len(asserts))
+            texts.append(_judge_task("asserts", entry, exported, task.setup, asserts, allow_dunder))
+            if not task.setup.strip() and not allow_dunder:
+                header["literals"] = _literal_tests(entry, asserts)
+        case base.UnittestTask(entry_point=entry, exported=exported, allow_dunder=allow_dunder) as task:
+            header.update(kind="unittest", num_tests=base.count_test_methods(task.test_code))
+            texts.append(_judge_task("unittest", entry, exported, "", (task.test_code,), allow_dunder))
+    return header, [t if isinstance(t, bytes) else t.encode("utf-8", "surrogatepass") for t in texts]
+
+
+def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int) -> base.Outcome:
+    """Return the outcome in a monitor's answer, whose header is a record of ``cell.verdicts.result``."""
+    stdout, stderr = blobs
+    tests = tuple(
+        base.TestResult(verdict=base.Verdict(v), message=m, wall_s=w, cpu_s=c)
+        for v, m, w, c in header["tests"]
+    )
+    fields = {**header, "verdict": base.Verdict(header["verdict"]), "tests": tests}
+    del fields["id"]
+    return base.Outcome(**fields, stdout=stdout, stderr=stderr, worker=worker)
+
+
+@functools.lru_cache(maxsize=1024)
+def _judge_task(
+    kind: str, entry: str, exported: tuple[str, ...], setup: str, tests: tuple[str, ...], allow_dunder: bool
+) -> bytes:
+    """Return what the judge reads; cached, because all answers to one prompt have the same tests."""
+    task = {
+        "kind": kind,
+        "entry_point": entry,
+        "exports": exported,
+        "modules": base.imported_modules([setup, *tests], exported),
+        "setup": setup,
+        "tests": tests,
+        "allow_dunder": allow_dunder,
+    }
+    return json.dumps(task).encode()
+
+
+@functools.lru_cache(maxsize=1024)
+def _literal_tests(entry_point: str, tests: tuple[str, ...]) -> list[list[Any]] | None:
+    """Return the tests as ``cell.literals`` takes them; None unless all are of its shape."""
+
+    def refuse(value: Any) -> tuple[str, Any]:
+        raise CodecError(f"{type(value).__name__} is no literal")
+
+    found: list[list[Any]] = []
+    for test in tests:
+        match parse_python(test.strip()).body:
+            case [
+                ast.Assert(
+                    test=ast.Compare(
+                        left=ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords),
+                        ops=[ast.Eq() | ast.Is() as operator],
+                        comparators=[expected],
+                    )
+                )
+            ] if name == entry_point:
+                try:
+                    wanted = ast.literal_eval(expected)
+                    given = [ast.literal_eval(argument) for argument in arguments]
+                    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords}
+                    encoder = Encoder(refuse)
+                    request = encoder.dumps(["call", name, encoder.encode(given), encoder.encode(named)])
+                    answer = encoder.dumps(encoder.encode(wanted))
+                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    return None
+                is_identity = isinstance(operator, ast.Is)
+                # ``**mapping``; identity of other literals is the interpreter's choice
+                if None in named or (is_identity and not (wanted is None or isinstance(wanted, bool))):
+                    return None
+                found.append([request, "is" if is_identity else "==", answer])
+            case _:
+                return None
+    return found

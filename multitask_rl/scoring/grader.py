@@ -10,7 +10,7 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.scoring.results import Result, failure_of, no_column, to_result, to_verdict
+from multitask_rl.scoring.results import Result, failed, failure_of, no_column, to_result, to_verdict
 from multitask_rl.scoring.shapes import UNDECLARED
 
 
@@ -104,9 +104,7 @@ class Grader:
         lacks = [[repr(name) for name in needs if name not in rollout.row] for rollout in rollouts]
         graded = iter(self._grade([r for r, names in zip(rollouts, lacks, strict=True) if not names]))
         return [
-            Failure(
-                kind=FailureKind.data, message=no_column(" and no ".join(names), r.row), source=self.source
-            )
+            failed(no_column(" and no ".join(names), r.row), self.source, FailureKind.data)
             if names
             else next(graded)
             for r, names in zip(rollouts, lacks, strict=True)
@@ -121,8 +119,7 @@ class Grader:
         except BaseException as error:  # noqa: BLE001 - the boundary where an error becomes data
             return failure_of(error, self.source)
         if len(texts) != len(rollouts):
-            message = f"returned {len(texts)} explanations for {len(rollouts)} violations"
-            return Failure(kind=FailureKind.grader, message=message, source=self.source)
+            return failed(f"returned {len(texts)} explanations for {len(rollouts)} violations", self.source)
         return texts
 
     def _grade(self, rollouts: Sequence[Rollout]) -> list[Result]:
@@ -141,8 +138,8 @@ class Grader:
                 failure = replace(failure, message=message)
             return [failure] * len(rollouts)
         if len(raw) != len(rollouts):
-            message = f"returned {len(raw)} results for {len(rollouts)} rollouts"
-            return [Failure(kind=FailureKind.grader, message=message, source=self.source)] * len(rollouts)
+            failure = failed(f"returned {len(raw)} results for {len(rollouts)} rollouts", self.source)
+            return [failure] * len(rollouts)
         if self._is_reward:
             return [to_result(value, self.traits, self.source) for value in raw]
         return [to_verdict(value, self.source) for value in raw]

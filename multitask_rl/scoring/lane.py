@@ -206,10 +206,7 @@ class Lane:
                 item.started = now
 
     def died(self, call: Call, reason: str, *, outside: bool, out_of_memory: bool) -> None:
-        """Handle a dead process of ``call``: its current item is the suspect, other items are sent again.
-
-        A batch that cannot be split is suspect as a whole.
-        """
+        """Handle a dead process of ``call``: suspect is its current item, or a batch that cannot be split."""
         with self._condition:
             suspects = call.current()
             for item in call.open():
@@ -237,10 +234,7 @@ class Lane:
                     self._set_result(item, failure)
 
     def unsendable(self, call: Call, message: str) -> None:
-        """Handle a rollout of ``call`` that cannot be pickled; sent alone, it is a ``data`` failure.
-
-        A batch that cannot be split fails as a whole.
-        """
+        """Handle a rollout that cannot be pickled: alone, or in a batch that cannot be split, it fails."""
         with self._condition:
             for item in call.open():
                 if len(call.items) == 1 or not self.facts.independent:

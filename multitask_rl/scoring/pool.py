@@ -35,10 +35,9 @@ from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.items import Limiter
 from multitask_rl.scoring.lane import Lane
-from multitask_rl.scoring.pending import Pending
 from multitask_rl.scoring.process import PluginOutput
 from multitask_rl.scoring.results import Result
-from multitask_rl.scoring.round import TICK_S, Round, TaskPlugin
+from multitask_rl.scoring.round import TICK_S, Pending, Round, TaskPlugin
 from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
 from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
 from multitask_rl.seeding import derive_seed
@@ -75,8 +74,7 @@ class RewardPool:
     def start(self) -> None:
         """Find, check and build every plugin, start the workers, warm up.
 
-        Raises:
-            PluginError, ConfigError, MissingExtraError: of the first unusable plugin; none is left running.
+        An unusable plugin raises ``PluginError``, ``ConfigError`` or ``MissingExtraError``; nothing runs on.
         """
         plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, PluginPlan]] = []
         for task in self._specs.values():
@@ -357,10 +355,7 @@ def plan_plugin(
 
 
 def start_lane(plan: PluginPlan, *, config: ScoringConfig, limiter: Limiter) -> Lane:
-    """Return the lane of ``plan`` with its first runner started; a worker process may not be up yet.
-
-    ``MultitaskRLError`` if a plugin of the trainer's process cannot be built or warmed up.
-    """
+    """Return the lane of ``plan``, its first runner started but maybe not up; else ``MultitaskRLError``."""
     lane = Lane(plan.source, num_workers=config.num_workers, retries=config.retries, limiter=limiter)
     if plan.isolate:
         limited, output = replace(plan, memory_mb=config.worker_memory_mb), PluginOutput(plan.source)

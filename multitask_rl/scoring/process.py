@@ -18,18 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from multitask_rl import records
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.boundary.printable import printable
 from multitask_rl.errors import MultitaskRLError, PluginError
-from multitask_rl.records import (
-    NOT_APPLICABLE,
-    Failure,
-    FailureKind,
-    NotApplicable,
-    Rollout,
-    Score,
-    Verdict,
-)
 from multitask_rl.scoring.grader import PluginFacts, PluginPlan
 from multitask_rl.scoring.results import Result
 
@@ -46,10 +38,7 @@ _PROGRESS = struct.Struct("=II")
 
 
 class Progress:
-    """Call and rollout that a worker is scoring, in memory that it shares with the trainer.
-
-    It identifies the rollout that caused a hang or a crash, even if the process can no longer send.
-    """
+    """Call and rollout that a worker is scoring, in shared memory: readable after a hang or a crash."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, _PROGRESS.size)
@@ -66,11 +55,11 @@ class Progress:
 
 def encode(result: Result) -> tuple[Any, ...]:
     """Return ``result`` as a tuple of plain values (a frozen slots dataclass pickles ten times slower)."""
-    if isinstance(result, Score):
-        return ("s", result.value, dict(result.components)) if result.components else ("s", result.value)
-    if isinstance(result, NotApplicable):
+    if isinstance(result, records.Score):
+        return ("s", result.value, dict(result.components))
+    if isinstance(result, records.NotApplicable):
         return ("n",)
-    if isinstance(result, Verdict):
+    if isinstance(result, records.Verdict):
         return ("v", result.cost, result.violated, result.reason, result.applicable)
     return ("f", result.kind.value, result.message, result.source)
 
@@ -79,12 +68,16 @@ def decode(parts: tuple[Any, ...]) -> Result:
     """Return what ``encode`` was given."""
     tag = parts[0]
     if tag == "s":
-        return Score(value=parts[1], components=parts[2]) if len(parts) > 2 else Score(value=parts[1])
+        return (
+            records.Score(value=parts[1], components=parts[2])
+            if len(parts) > 2
+            else records.Score(value=parts[1])
+        )
     if tag == "n":
-        return NOT_APPLICABLE
+        return records.NOT_APPLICABLE
     if tag == "v":
-        return Verdict(cost=parts[1], violated=parts[2], reason=parts[3], applicable=parts[4])
-    return Failure(kind=FailureKind(parts[1]), message=parts[2], source=parts[3])
+        return records.Verdict(cost=parts[1], violated=parts[2], reason=parts[3], applicable=parts[4])
+    return records.Failure(kind=records.FailureKind(parts[1]), message=parts[2], source=parts[3])
 
 
 class PluginOutput:
@@ -202,7 +195,7 @@ class WorkerProcess:
         self._text_only = facts.text_only
         return facts
 
-    def submit(self, rollouts: Sequence[Rollout], *, each: bool) -> None:
+    def submit(self, rollouts: Sequence[records.Rollout], *, each: bool) -> None:
         """Begin a call; ``each``: rollout by rollout, results sent as they come."""
         self._calls += 1
         if self._text_only:  # token ids and log-probabilities are most of the cost of sending

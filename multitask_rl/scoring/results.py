@@ -50,7 +50,7 @@ def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
     if isinstance(raw, Mapping):
         key = next((k for k in _VALUE_KEYS if k in raw), None)
         if key is None:
-            return _grader(f"returned a mapping without 'score': keys {sorted(map(str, raw))}", source)
+            return failed(f"returned a mapping without 'score': keys {sorted(map(str, raw))}", source)
         # A foreign dict may hold text beside its numbers (verl's "pred"); only numbers are components.
         components = {str(k): _number(v) for k, v in raw.items() if k != key}
         finite = {k: v for k, v in components.items() if v is not None and math.isfinite(v)}
@@ -71,9 +71,9 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     is_verdict = isinstance(raw, Verdict)
     cost = _number(raw.cost if is_verdict else raw)
     if cost is None:
-        return _grader(f"returned {_show(raw)}, not a cost in [0, 1]", source)
+        return failed(f"returned {_show(raw)}, not a cost in [0, 1]", source)
     if not 0.0 <= cost <= 1.0:  # also refuses NaN
-        return _grader(f"returned the cost {cost!r}, outside [0, 1]", source)
+        return failed(f"returned the cost {cost!r}, outside [0, 1]", source)
     if is_verdict:
         violated, applicable = bool(raw.violated), bool(raw.applicable)
         return Verdict(cost=cost, violated=violated, reason=str(raw.reason), applicable=applicable)
@@ -110,8 +110,7 @@ def failure_of(error: BaseException, source: str) -> Failure:
             kind = FailureKind.infra
         case _:
             kind = FailureKind.data if isinstance(error, DataError) else FailureKind.grader
-    message = f"raised {type(error).__name__}: {error}"
-    return Failure(kind=kind, message=message[:_MAX_MESSAGE], source=source)
+    return failed(f"raised {type(error).__name__}: {error}"[:_MAX_MESSAGE], source, kind)
 
 
 def is_out_of_memory(result: Result) -> bool:
@@ -123,17 +122,17 @@ def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, so
     number = _number(value)
     if number is None:
         hint = "; a batch function names its parameter 'responses'" * isinstance(value, (list, tuple))
-        return _grader(f"returned {_show(value)}, not a number{hint}", source)
+        return failed(f"returned {_show(value)}, not a number{hint}", source)
     if not math.isfinite(number):
-        return _grader(f"returned {number!r}, not a finite number", source)
+        return failed(f"returned {number!r}, not a finite number", source)
     if not traits.low <= number <= traits.high:
         declared = f"[{traits.low:g}, {traits.high:g}]"
-        return _grader(f"returned {number!r}, outside its declared range {declared}", source)
+        return failed(f"returned {number!r}, outside its declared range {declared}", source)
     parts: dict[str, float] = {}
     for name, part in components.items():
         converted = _number(part)
         if converted is None or not math.isfinite(converted):
-            return _grader(f"returned the component {name!r} = {_show(part)}, not a finite number", source)
+            return failed(f"returned the component {name!r} = {_show(part)}, not a finite number", source)
         parts[str(name)] = converted
     return Score(value=number, components=parts)
 
@@ -150,8 +149,9 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _grader(message: str, source: str) -> Failure:
-    return Failure(kind=FailureKind.grader, message=message, source=source)
+def failed(message: str, source: str, kind: FailureKind = FailureKind.grader) -> Failure:
+    """Return the failure of the plugin ``source``."""
+    return Failure(kind=kind, message=message, source=source)
 
 
 def _show(value: Any) -> str:

@@ -11,22 +11,49 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from multitask_rl.records import Failure, Rollout
 from multitask_rl.scoring.items import Item, Latch
 from multitask_rl.scoring.lane import Lane
-from multitask_rl.scoring.pending import POLL_S
 from multitask_rl.scoring.results import Result
 from multitask_rl.tracking.timeline import Span
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05
+TICK_S, POLL_S = 0.05, 0.01
 HEARTBEAT_S = 10.0
 MAX_CACHED = 65536
 
 T = TypeVar("T")
+
+
+class Pending(Protocol[T]):
+    """Results that are not collected yet. A rollout is identified by its index in order of adding."""
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Add rollouts; scoring starts where possible."""
+
+    def seal(self, order: Sequence[int] | None = None) -> None:
+        """Declare that no more rollouts are added; ``order``: all indices as the step's batch has them."""
+
+    def is_done(self, index: int) -> bool:
+        """Whether everything about a rollout is known."""
+
+    def known(self, index: int) -> Mapping[str, Any] | None:
+        """Return the answers about a rollout by name, if all are there, without collecting them."""
+
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> str:
+        """Wait until all is known, or ``is_enough()``; return the task of the last result ("": no wait)."""
+
+    def results(self, indices: Sequence[int]) -> list[T]:
+        """Return the results of done ``indices``, each once; ``RewardError`` if an error budget is spent."""
+
+    def spans(self, indices: Sequence[int]) -> dict[str, Span]:
+        """Return per task the start of its first question and the end of its last answer, or now."""
+
+    def cancel(self, indices: Sequence[int]) -> None:
+        """Cancel all calls that have not started; their results will not be collected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout
-from multitask_rl.scoring.results import each, failure_of, no_column
+from multitask_rl.scoring.results import each, failed, failure_of, no_column
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,9 +41,7 @@ def with_traits(**traits: Any) -> Callable[[F], F]:
     """Declare the traits of a function: ``@with_traits(low=0, high=1, timeout_s=5, deterministic=True)``.
 
     A trait that is not named has the value of a function without traits: ``deterministic`` is False.
-
-    Raises:
-        PluginError: a name that ``PluginTraits`` does not have.
+    ``PluginError`` for a name that ``PluginTraits`` does not have.
     """
     try:
         declared = replace(UNDECLARED, **traits)
@@ -173,8 +171,7 @@ class FunctionPlugin:
             elif name in row:
                 arguments[name] = row[name]
             elif name in self._required:
-                message = no_column(repr(name), row)
-                return Failure(kind=FailureKind.data, message=message, source=self.label)
+                return failed(no_column(repr(name), row), self.label, FailureKind.data)
         if self._takes_row:
             arguments.update({str(k): v for k, v in row.items() if k not in arguments})
         return arguments
@@ -194,7 +191,7 @@ class FunctionPlugin:
         if len(values) != len(arguments):
             # Not raised: after an error the grader would divide the batch.
             message = f"returned {len(values)} results for {len(arguments)} responses"
-            return [Failure(kind=FailureKind.grader, message=message, source=self.label)] * len(arguments)
+            return [failed(message, self.label)] * len(arguments)
         return values
 
     async def _gather(self, arguments: list[dict[str, Any]]) -> list[Any]:
@@ -203,7 +200,7 @@ class FunctionPlugin:
                 return await asyncio.wait_for(self._call(keywords), self.traits.timeout_s)
             except TimeoutError:
                 message = f"no answer within {self.traits.timeout_s:g} s"
-                return Failure(kind=FailureKind.timeout, message=message, source=self.label)
+                return failed(message, self.label, FailureKind.timeout)
             except Exception as error:  # noqa: BLE001 - the boundary where a plugin's error becomes data
                 return failure_of(error, self.label)
 

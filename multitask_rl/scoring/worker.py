@@ -1,7 +1,6 @@
 """The worker process: builds one plugin and grades the rollouts it receives, until its socket closes.
 
-``process.WorkerProcess`` starts it as a clean interpreter. It is never forked: a trainer holds gigabytes and
-threads.
+``process.WorkerProcess`` starts a clean interpreter, no fork: a trainer holds gigabytes and threads.
 """
 
 from __future__ import annotations

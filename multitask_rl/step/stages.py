@@ -13,7 +13,7 @@ from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
-from multitask_rl.scoring.pending import Pending
+from multitask_rl.scoring.round import Pending
 from multitask_rl.seeding import derive_seed
 from multitask_rl.step.flow import Stage, StreamingStage
 from multitask_rl.step.task_state import TaskState

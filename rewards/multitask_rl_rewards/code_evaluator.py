@@ -270,7 +270,7 @@ def _reference(row: Mapping[str, Any]) -> str | Failure:
 
 
 def _sandbox() -> Any:
-    from multitask_rl.sandbox.shared import shared_sandbox
+    from multitask_rl.sandbox import shared_sandbox
 
     return shared_sandbox()
 

@@ -9,7 +9,7 @@ import pytest
 
 from multitask_rl.config.run import GuardConfig, RolloutConfig, SchedulerConfig, TrackingConfig
 from multitask_rl.plugins import GROUPS, SANDBOXES, list_plugins
-from multitask_rl.sandbox.shared import open_sandbox
+from multitask_rl.sandbox import open_sandbox
 from multitask_rl.testing.check import check_plugin
 from multitask_rl.testing.scaffold import KINDS, scaffold
 from multitask_rl.trainer import Trainer

@@ -39,7 +39,7 @@ from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Failure, FailureKind, Rollout, Scored, Statistic, TaskEvaluation, TaskStats
 from multitask_rl.rollout.base import Generation, GenerationRequest
-from multitask_rl.scoring.pending import Pending
+from multitask_rl.scoring.round import Pending
 from multitask_rl.seeding import derive_seed, random_stream
 from multitask_rl.step.flow import Stage
 from multitask_rl.step.metrics import StepReport

@@ -60,15 +60,11 @@ class ZygoteProcess:
         """Start an execution; return its identity."""
         self._last = (self._last + 1) % (1 << 32)
         head = SPAWN.pack(OP_SPAWN, self._last, mode, has_stdin, has_output, source_bytes, limits["wall_s"])
-        rest = LIMITS.pack(
+        cpu_s, counts = (
             max(1, -int(-limits["cpu_s"] // 1)),
-            limits["mem_mb"],
-            limits["disk_mb"] << 20,
-            limits["inodes"],
-            limits["nproc"],
-            limits["nofile"],
-            _largest_file(limits),
+            [limits[n] for n in ("inodes", "nproc", "nofile")],
         )
+        rest = LIMITS.pack(cpu_s, limits["mem_mb"], limits["disk_mb"] << 20, *counts, _largest_file(limits))
         socket.send_fds(self._control, [head + rest], descriptors)
         self._running.add(self._last)
         return self._last
@@ -81,11 +77,8 @@ class ZygoteProcess:
         return ZygoteProcess(ours, self._trainer)
 
     def wait(self, identity: int, wall_s: float) -> Exit:
-        """Return the end of an execution; raises as ``TrainerConversation.wait``.
-
-        ``TimeoutError`` when the zygote is silent long after the limit of a starved program.
-        """
-        deadline = time.monotonic() + LONGEST_WAIT * wall_s + _GRACE_S
+        """Return the end of an execution; raises as ``TrainerConversation.wait``, long after ``wall_s``."""
+        deadline = time.monotonic() + LONGEST_WAIT * wall_s + _GRACE_S  # the limit of a starved program
         while identity not in self._exits:
             self._receive_exit(max(0.01, deadline - time.monotonic()))
         return self._exits.pop(identity)

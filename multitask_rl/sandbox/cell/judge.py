@@ -32,10 +32,7 @@ _LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Pass, ast.Global
 
 
 def judge(descriptor: int, results: int, job: bytes) -> None:
-    """Run the tests of ``job`` and write one line per finished test to the descriptor ``results``.
-
-    A line is ``[index, verdict, message]``; the first is ``["load", verdict, message]``.
-    """
+    """Run the tests of ``job``; write ``["load", verdict, message]``, then ``[index, ...]`` for each."""
     task = json.loads(job)
     write = os.write
 

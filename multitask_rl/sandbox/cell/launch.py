@@ -96,10 +96,7 @@ class Layout:
 
 
 def launch(layout: Layout, control: socket.socket, level: str = "namespaces") -> int:
-    """Start a zygote in a new cell; it talks on ``control``. Return its process id.
-
-    ``OSError``, with the step in the message, if the kernel refuses a namespace, a mount or a rule.
-    """
+    """Start a zygote in a new cell, which talks on ``control``; return its pid. ``OSError`` names a step."""
     if level == "namespaces":
         flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET
         flags |= linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
@@ -205,10 +202,7 @@ def confine() -> None:
 
 
 def prefer_as_victim(pid: int, score: int) -> None:
-    """Let the kernel end this process and its later children before the trainer when memory runs out.
-
-    ``score`` is from 0 to 1000.
-    """
+    """Let the kernel, out of memory, end this process and later children first; ``score``: 0 to 1000."""
     with contextlib.suppress(OSError):  # a container may hide the file; the score is a wish, not a fence
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
 

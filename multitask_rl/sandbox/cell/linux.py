@@ -80,10 +80,7 @@ def umount(target: bytes) -> None:
 
 
 def set_mount_read_only(target: bytes) -> None:
-    """Add nosuid, nodev and ro to the mount on ``target`` and all below it.
-
-    ``mount_setattr`` adds attributes; a remount would have to repeat the locked ones of the source.
-    """
+    """Add nosuid, nodev, ro to the mounts on ``target``; a remount would have to repeat locked attributes."""
     block = ctypes.create_string_buffer(struct.pack("=QQQQ", 0x1 | 0x2 | 0x4, 0, 0, 0), 32)
     syscall(_NR_MOUNT_SETATTR, _AT_FDCWD, target, _AT_RECURSIVE, block, 32)
 
@@ -109,10 +106,7 @@ def keep_capabilities_over_exec(capabilities: list[int]) -> None:
 
 
 def clone(flags: int = 0) -> int:
-    """Fork into new namespaces, if any; 0 in the child. Neither side runs Python's fork hooks.
-
-    Only for a process with one thread.
-    """
+    """Fork a process of one thread into new namespaces, if any, without fork hooks; 0 in the child."""
     return syscall(_NR_CLONE, *_clone_flags(flags, 0))
 
 

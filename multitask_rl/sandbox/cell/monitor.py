@@ -6,6 +6,7 @@ kernel's counts, output and the judge's lines. No text of a program is executed 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -207,11 +208,8 @@ class CellMonitor:
         self, limits: dict[str, Any], code: int, source_bytes: int, stdin: bytes, zygote: ZygoteProcess
     ) -> Execution:
         """Run the program once on real descriptors."""
-        with memory() as stdout, memory() as stderr:
-            if stdin:
-                with memory(stdin, seal=True) as given:
-                    descriptors = [code, given, stdout, stderr]
-                    identity = zygote.spawn(Mode.script, limits, source_bytes, descriptors, has_stdin=True)
-            else:
-                identity = zygote.spawn(Mode.script, limits, source_bytes, [code, stdout, stderr])
+        with memory() as stdout, memory() as stderr, contextlib.ExitStack() as inputs:
+            given = [inputs.enter_context(memory(stdin, seal=True))] if stdin else []
+            descriptors = [code, *given, stdout, stderr]
+            identity = zygote.spawn(Mode.script, limits, source_bytes, descriptors, has_stdin=bool(stdin))
             return collect(zygote.wait(identity, limits["wall_s"]), stdout, stderr, limits)

@@ -99,10 +99,7 @@ class Peer:
         self._changes.clear()
 
     def ask(self, operation: str, *arguments: Any) -> Any:
-        """Make a request and return the value; an exception of the program is raised here as a builtin one.
-
-        ``CandidateGone`` if the process ended or answers nonsense.
-        """
+        """Return the answer to a request, or raise the program's exception as a builtin one."""
         given = arguments[1] if operation == "call" else []
         if any(mine is argument for mine, _ in self._changes for argument in given):
             self.apply_changes()

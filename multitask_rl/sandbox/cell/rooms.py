@@ -4,8 +4,7 @@ A room is a copy of the cell's root; ``chroot`` confines a program to it. Each p
 system, mounted over the last one on the room's /tmp. The room is taken down after a number of programs, or at
 once when a program left something. A program has no right to mount, unmount or change its root.
 
-A mount namespace per program would do as well, but its end waits for an RCU grace period of the kernel: 0.4
-ms.
+A mount namespace per program would do as well, but its end waits 0.4 ms for an RCU grace period.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The connection between trainer and monitor: messages, and the monitor's end of the conversation.
-
-A message is a JSON header followed by byte strings.
-"""
+"""The connection between trainer and monitor; a message is a JSON header followed by byte strings."""
 
 from __future__ import annotations
 

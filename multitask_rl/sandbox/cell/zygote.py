@@ -257,23 +257,16 @@ class Zygote:
         }
         # kill(0) reaches a process group across pid namespaces. A session would do as well, but costs more:
         # the kernel gives each one a scheduling group
-        private = [linux.prepare_call(linux.NR_SETPGID, 0, 0)]
+        calls = [linux.prepare_call(linux.NR_SETPGID, 0, 0)]
         if self._is_flat:  # no namespace would take it down with us
             death = linux.prepare_call(linux.NR_PRCTL, linux.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            private = [linux.prepare_call(linux.NR_SETSID), death]
-        plan = (
-            b"mode=0700,size=%d,nr_inodes=%d" % (disk_bytes, inodes),
-            (
-                *private,
-                *(
-                    linux.prepare_call(linux.NR_PRLIMIT64, 0, which, struct.pack("=QQ", value, value), None)
-                    for which, value in values.items()
-                ),
-                # ambient capabilities fall with the permitted set
-                linux.prepare_call(linux.NR_CAPSET, linux.CAPABILITY_HEADER, linux.NO_CAPABILITIES),
-                self._filter,
-            ),
-        )
+            calls = [linux.prepare_call(linux.NR_SETSID), death]
+        for which, value in values.items():
+            both = struct.pack("=QQ", value, value)
+            calls.append(linux.prepare_call(linux.NR_PRLIMIT64, 0, which, both, None))
+        # ambient capabilities fall with the permitted set
+        calls.append(linux.prepare_call(linux.NR_CAPSET, linux.CAPABILITY_HEADER, linux.NO_CAPABILITIES))
+        plan = b"mode=0700,size=%d,nr_inodes=%d" % (disk_bytes, inodes), (*calls, self._filter)
         if len(self._plans) > _MAX_PLANS:
             self._plans.clear()
         self._plans[limits] = plan

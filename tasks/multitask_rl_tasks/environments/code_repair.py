@@ -12,8 +12,8 @@ from multitask_rl.config.schema.ranges import Count, Natural, Range, Settings
 from multitask_rl.environments.base import Message, StepResult
 from multitask_rl.errors import DataError, SandboxError
 from multitask_rl.records import Failure
+from multitask_rl.sandbox import shared_sandbox
 from multitask_rl.sandbox.base import AssertsTask, Limits, Outcome, Program, StdioTask
-from multitask_rl.sandbox.shared import shared_sandbox
 from multitask_rl_rewards.code_evaluator import program_in, sandbox_task
 
 _SHOWN_TESTS = 3

@@ -12,8 +12,8 @@ from typing import Any
 
 from multitask_rl.config.schema.ranges import Count, Positive, Settings
 from multitask_rl.errors import SandboxError
+from multitask_rl.sandbox import shared_sandbox
 from multitask_rl.sandbox.base import Limits, Outcome, Program, Verdict
-from multitask_rl.sandbox.shared import shared_sandbox
 
 _RAN_TO_ITS_END = 42
 _HARNESS = """

@@ -11,7 +11,7 @@ from multitask_rl.sandbox import AssertsTask, Program, UnittestTask
 from multitask_rl.sandbox.cell import candidate, judge
 from multitask_rl.sandbox.cell.channel import CellChannel
 from multitask_rl.sandbox.cell.peer import CandidateGone, Peer
-from multitask_rl.sandbox.jobs import to_job
+from multitask_rl.sandbox.worker import to_job
 
 
 def judged(source, task):

@@ -9,7 +9,7 @@ from multitask_rl.sandbox import AssertsTask, Program
 from multitask_rl.sandbox.cell import candidate
 from multitask_rl.sandbox.cell.channel import CellChannel
 from multitask_rl.sandbox.cell.literals import NeedsJudgeError, judge_literals
-from multitask_rl.sandbox.jobs import to_job
+from multitask_rl.sandbox.worker import to_job
 
 
 def literal_tests(*asserts, **options):

@@ -1,13 +1,14 @@
 """Rewards that begin while the rest is generated give what they give all at once."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import RewardSpec, TaskSpec
+from multitask_rl.executor.scorer import DealtRound
 from multitask_rl.records import Scored
-from multitask_rl.scoring.pending import Deferred
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import RewardBatch
 from multitask_rl.testing.builders import make_prompt, make_rollout
@@ -157,7 +158,32 @@ def test_open_groups_are_given_up_by_their_age():
     assert batch.num_open == {"t": 1}
 
 
-def test_a_call_that_takes_everything_is_made_in_the_order_of_the_batch():
+class OneActor:
+    """A group of one actor, in this process: it answers with ``answer``."""
+
+    def __init__(self, answer):
+        self.answer, self.given = answer, {}
+
+    def __len__(self):
+        return 1
+
+    def submit(self, pool, call, number, kind, rollouts, places):
+        self.given.update(zip(places, rollouts, strict=True))
+        return number, tuple(places)
+
+    def first(self, sent, call):
+        sent.popitem()
+
+    def call(self, call, work):
+        _, order = work[0]
+        return {0: self.answer([self.given[place] for place in order])}, []
+
+
+def dealt(answer):
+    return DealtRound(OneActor(answer), "scoring", answer, ThreadPoolExecutor(1))
+
+
+def test_actors_get_the_rollouts_in_the_order_of_the_batch():
     seen = []
 
     def score(rollouts):
@@ -165,7 +191,7 @@ def test_a_call_that_takes_everything_is_made_in_the_order_of_the_batch():
         return [Scored(rollout=r, reward=float(len(r.response))) for r in rollouts]
 
     rollouts = batch_of("t", 3, group_size=1)
-    batch = RewardBatch(Deferred(score), lambda scored: scored)
+    batch = RewardBatch(dealt(score), lambda scored: scored)
     for rollout in reversed(rollouts):
         batch.add([rollout])
     batch.seal()
@@ -174,11 +200,11 @@ def test_a_call_that_takes_everything_is_made_in_the_order_of_the_batch():
     assert seen == rollouts
 
 
-def test_an_error_of_the_call_is_raised_where_its_results_are_wanted():
+def test_an_error_of_the_actors_is_raised_where_its_results_are_wanted():
     def score(rollouts):
         raise ZeroDivisionError
 
-    pending = Deferred(score)
+    pending = dealt(score)
     pending.add(batch_of("t", 1))
     pending.seal()
     pending.wait()
