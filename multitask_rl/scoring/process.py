@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from multitask_rl import records
+import multitask_rl.records as records
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.boundary.printable import printable
 from multitask_rl.errors import MultitaskRLError, PluginError
