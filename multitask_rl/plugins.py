@@ -39,7 +39,19 @@ GUARDS = "multitask_rl.guards"
 ROLLOUT_ENGINES = "multitask_rl.rollout_engines"
 SANDBOXES = "multitask_rl.sandboxes"
 TRACKERS = "multitask_rl.trackers"
-GROUPS = (TASKS, REWARDS, CONSTRAINTS, ALGORITHMS, SCHEDULERS, GUARDS, ROLLOUT_ENGINES, SANDBOXES, TRACKERS)
+ENVIRONMENTS = "multitask_rl.environments"
+GROUPS = (
+    TASKS,
+    REWARDS,
+    CONSTRAINTS,
+    ALGORITHMS,
+    SCHEDULERS,
+    GUARDS,
+    ROLLOUT_ENGINES,
+    SANDBOXES,
+    TRACKERS,
+    ENVIRONMENTS,
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,6 +12,7 @@ SAME_NAME = {
 """Class names that may stand twice, and why."""
 
 FOREIGN = {
+    "environments": (6, "methods of an author's environment, arguments of a tool by name"),
     "api": (1, "a tokenizer"),
     "attention": (4, "transformers configurations; a mark on a torch tensor"),
     "cli": (

@@ -166,6 +166,8 @@ class RolloutConfig(SamplingSettings):
     max_staleness: Natural = 0
     """Most updates between sampling and learning. 0 = stages run one after another; 1 = the next rollout runs
     beside rewards and update; more = as many rollouts ahead, for slow rewards."""
+    environment_workers: Count = 2
+    """Processes that hold the worlds of tasks with an environment; each holds many episodes."""
     engine_config: dict[str, Any] = field(default_factory=dict)
     """Keys of the engine's own ``Config`` (vLLM: ``max_num_seqs``, ``tensor_parallel_size``...)."""
 

@@ -189,6 +189,21 @@ class TaskSpec(Settings):
     """Reward plugins with weights and configuration; a name is enough."""
     constraints: list[ConstraintSpec] = field(default_factory=list)
     """Constraint plugins, and what follows a violation."""
+    environment: str = ""
+    """World or tools that the actor talks to over several turns: entry-point name, ``module:Class``,
+    ``file.py:Class`` or a foreign prefix; empty = one prompt, one response. A task with an environment and
+    without rewards gets the reward ``environment``: what the environment gives."""
+    environment_config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the environment's ``Config``, or its keyword arguments."""
+    max_turns: Count = 8
+    """Most answers of the actor in an episode; the world replies to the last one, too."""
+    max_tool_calls: Natural = 0
+    """An episode ends with the turn in which its tool calls reach this number; 0 = no limit."""
+    turn_timeout_s: Positive = 30.0
+    """Longest call of an environment, in seconds; afterwards its process is killed, and the episode begins
+    again."""
+    max_response_tokens: Natural = 0
+    """Most sampled tokens of an episode; 0 = ``max_turns`` times ``max_new_tokens``."""
     algorithm_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the algorithm's ``Config``."""
     device: str = ""

@@ -44,6 +44,13 @@ _TASK_KEYS = {
     *(field.name for field in setting_fields(TaskSpec, skip=["name"])),
     *(key for short, (config, _) in SHORT_FORMS.items() for key in (short, config)),
 }
+_ENVIRONMENT_KEYS = (
+    "environment_config",
+    "max_turns",
+    "max_tool_calls",
+    "turn_timeout_s",
+    "max_response_tokens",
+)
 _DEFINING = {"type", "dataset", "rewards", "reward_model", "constraints", "constraint_model"}
 
 
@@ -204,6 +211,12 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
     spec = build_dataclass(TaskSpec, {**values, "name": name}, where)
     spec.rewards = _plugins(RewardSpec, plugin_lists["rewards"], where.at("rewards"), spec)
     spec.constraints = _plugins(ConstraintSpec, plugin_lists["constraints"], where.at("constraints"), spec)
+    spec.environment = _resolve_plugin(spec.environment, where)
+    if spec.environment and not spec.rewards and not spec.constraints:
+        spec.rewards = [RewardSpec(plugin="environment", name="environment")]
+    given = [key for key in _ENVIRONMENT_KEYS if key in values]
+    if given and not spec.environment:
+        raise ConfigError(f"{where.at(given[0])}: {given[0]!r} needs 'environment' beside it")
     spec.sampling_keys = tuple(values.get("sampling") or ())
     spec.source = where.source
     spec.dataset = _beside(spec.dataset, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,45 +35,142 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
         DataError: a column is missing, null or no text, or the prompt is empty; names the row.
         ConfigError: ``chat: true`` with a tokenizer that has no chat template.
     """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if spec.chat and not has_template:
-        raise ConfigError(
-            f"{spec.source or 'tasks'}: tasks.{spec.name}.chat is true, but the tokenizer has no chat "
-            f"template; set chat: false or use a model with one"
+    conversation = Conversation(spec, row, tokenizer)
+    return conversation.text, conversation.prompt_ids
+
+
+class Conversation:
+    """Text and tokens of an episode: the prompt, then answers of the actor and messages of the world.
+
+    Tokens are never decoded and encoded again: ``reply`` encodes what stands between two answers. World
+    messages are text, as a row is: a special token written out in them opens no turn.
+
+    Args:
+        spec: of the task; raises as ``render_prompt``, with ``row``.
+        row: of the data.
+        tokenizer: of the actor.
+        messages: of the world, behind those of the prompt.
+        suffix: of the world, at the end of the last user message.
+        tools: JSON schemas for the chat template.
+        is_whole: ``messages`` are all; the row's prompt is not shown.
+    """
+
+    def __init__(
+        self,
+        spec: TaskSpec,
+        row: Row,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        messages: Sequence[Mapping[str, Any]] = (),
+        suffix: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        is_whole: bool = False,
+    ) -> None:
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if spec.chat and not has_template:
+            raise ConfigError(
+                f"{spec.source or 'tasks'}: tasks.{spec.name}.chat is true, but the tokenizer has no chat "
+                f"template; set chat: false or use a model with one"
+            )
+        self._tokenizer = tokenizer
+        self._options: dict[str, Any] = {"tools": [*tools]} if tools else {}
+        self._is_chat = has_template and spec.chat is not False
+        self._hidden = _Hidden(row, tokenizer, means_tokens=row.get("special_tokens") is True)
+        content = [] if is_whole else render_content(spec, self._hidden.row)
+        self._own = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        """Messages of the row."""
+        system = []
+        if spec.system and self._is_chat and not is_whole:
+            system = [{"role": "system", "content": spec.system}]
+            if self._own[0].get("role") == "system":  # models are trained with one
+                del self._own[0]
+        self._system = system
+        self._said: list[Mapping[str, Any]] = [dict(m) for m in messages]
+        """Messages of the world and answers behind the prompt."""
+        if suffix and self._said:
+            self._said[-1] = {**self._said[-1], "content": f"{self._said[-1]['content']}{suffix}"}
+        elif suffix:
+            self._hidden = _Hidden([suffix], tokenizer, taken=self._hidden)
+            own = self._own[-1]
+            self._own[-1] = {**own, "content": f"{own['content']}{self._hidden.row[0]}"}
+        self.text, self.prompt_ids = self._render()
+        """``text`` is the whole conversation so far, ``prompt_ids`` [P] the prompt alone."""
+        if not self.prompt_ids:
+            raise DataError(f"task {spec.name!r}: row {row_id(row)!r} renders to an empty prompt")
+
+    def reply(
+        self, response: str, response_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], list[int] | None]:
+        """Add an answer of the actor and the world's reply.
+
+        Returns:
+            The tokens between this answer and the next; and the whole next context [C] if the chat template
+            has rewritten what was said before, else None.
+        """
+        before = [*self._said, {"role": "assistant", "content": response}]
+        hidden = _Hidden({"messages": messages}, self._tokenizer)
+        if not self._is_chat:
+            between = "\n" + "".join(f"{m['content']}\n" for m in hidden.row["messages"])
+            self._said = [*before, *messages]
+            self.text += response + hidden.shown(between)
+            return hidden.encode(between, self._tokenizer, begun=True), None
+        mark = "\U000ffffe"
+        marked = [*self._said, {"role": "assistant", "content": mark}, *hidden.row["messages"]]
+        between = self._template(marked).partition(mark)[2]
+        given = hidden.encode(between, self._tokenizer, begun=True)
+        if given[:1] == list(response_ids[-1:]):
+            del given[0]  # the actor sampled the end of its turn itself
+        expected = self.text + response + hidden.shown(between)
+        self._said = [*before, *messages]
+        self.text, context = self._render()
+        # templates also strip spaces: that is no rewriting
+        is_kept = "".join(self.text.split()) == "".join(expected.split())
+        if is_kept:
+            self.text = expected
+        return (given, None) if is_kept else ([], context)
+
+    def _render(self) -> tuple[str, list[int]]:
+        said = _Hidden(self._said, self._tokenizer, taken=self._hidden)
+        if self._is_chat:
+            # the template's text holds the begin-of-sequence token; the tokenizer must not add a second one
+            text, begun = self._template(said.row), True
+        else:
+            text = "\n\n".join(str(m["content"]) for m in (*self._own, *said.row))
+            bos = self._tokenizer.bos_token
+            begun = bool(bos) and text.startswith(str(bos))
+        return said.shown(text), said.encode(text, self._tokenizer, begun=begun)
+
+    def _template(self, said: Sequence[Mapping[str, Any]]) -> str:
+        messages = [*self._system, *self._own, *said]
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._options
+            )
         )
-    hidden = _Hidden(row, tokenizer)
-    content = render_content(spec, hidden.row)
-    if has_template and spec.chat is not False:
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        if spec.system:
-            if messages[0].get("role") == "system":  # models are trained with one
-                del messages[0]
-            messages.insert(0, {"role": "system", "content": spec.system})
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        # the template's text holds the begin-of-sequence token; the tokenizer must not add a second one
-        ids = hidden.encode(text, tokenizer, begun=True)
-    else:
-        text = content if isinstance(content, str) else "\n\n".join(str(m["content"]) for m in content)
-        bos = tokenizer.bos_token
-        ids = hidden.encode(text, tokenizer, begun=bool(bos) and text.startswith(str(bos)))
-    if not ids:
-        raise DataError(f"task {spec.name!r}: row {row_id(row)!r} renders to an empty prompt")
-    return hidden.shown(text), ids
 
 
 class _Hidden:
-    """A row whose texts hold stand-ins for special tokens, and what gives the tokens' text back.
+    """A value whose texts hold stand-ins for special tokens, and what gives the tokens' text back.
 
-    A stand-in is a private character that the row does not hold. It goes through templates as any other.
+    A stand-in is a private character that the value does not hold. It goes through templates as any other.
+    ``taken`` is another one whose stand-ins this one knows, too.
     """
 
-    def __init__(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._texts: dict[str, str] = {}
+    def __init__(
+        self,
+        row: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        means_tokens: bool = False,
+        taken: _Hidden | None = None,
+    ) -> None:
+        self._texts: dict[str, str] = dict(taken._texts) if taken else {}
         self.row = row
         pattern = _special_tokens(tokenizer, len(tokenizer))
-        whole = str(dict(row)) if pattern is not None and row.get("special_tokens") is not True else ""
+        whole = str(row) if pattern is not None and not means_tokens else ""
         if pattern is None or not pattern.search(whole):
             return
+        whole += "".join(self._texts)
         free = (c for c in map(chr, range(0xF0000, 0xFFFFD)) if c not in whole)
         stand_ins: dict[str, str] = {}
 

@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import read_calls
 from multitask_rl.errors import PluginError
-from multitask_rl.plugins import REWARDS as ENVIRONMENTS
-from multitask_rl.plugins import locate
+from multitask_rl.plugins import ENVIRONMENTS, locate
 
 MODEL = "actor"
 """Name of the model at the address; any other name in a request means the same."""

@@ -13,6 +13,8 @@ import torch
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.pool import WorldPool
 from multitask_rl.executor.engine import RayEngine
 from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
@@ -144,7 +146,12 @@ def build_parts(
         learner = Learner(backend, learner_tasks, config)
         many_updates = config.batch.num_minibatches * config.batch.num_epochs > 1
         credit = CreditAssigner(backend, learner_tasks, many_updates=many_updates)
-        stages = sampling_stages(actor, engine, scorer, tasks, seed=config.seed, quorum=config.batch.quorum)
+        worlds = build_worlds(plan)
+        if worlds is not None:
+            closing.callback(worlds.close)
+        stages = sampling_stages(
+            actor, engine, scorer, tasks, seed=config.seed, quorum=config.batch.quorum, worlds=worlds
+        )
         advantages, update = AdvantageStage(credit, tasks), UpdateStage(learner)
         flow = DataFlow([*stages, advantages, update])
         for stage, after in inserted:
@@ -161,7 +168,9 @@ def build_parts(
         )
         closing.callback(experience.close)
         closing.callback(scorer.close)  # closed before the source, which may wait for it
-        evaluator = Evaluator(actor, engine, scorer, tasks, config.seed, config.eval.temperature)
+        evaluator = Evaluator(
+            actor, engine, scorer, tasks, config.seed, config.eval.temperature, worlds=worlds
+        )
         state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
         run_id = store.resume(state, progress, config, guard)
         push_weights(engine, actor)
@@ -226,6 +235,34 @@ def bind_controllers(
         guard.bind(list(specs), {n: metric_names(spec) for n, spec in specs.items()})
         if tasks and (warning := reach_warning(plan.config.eval.every, guard.rollback_steps)):
             logger.warning("%s", warning)
+
+
+def build_worlds(plan: RunPlan) -> WorldPool | None:
+    """Return the pool of the tasks' environments, each tried once; None if no task has one.
+
+    Raises:
+        ConfigError, PluginError, MissingExtraError: an environment cannot be built.
+    """
+    specs = {
+        name: WorldSpec(
+            reference=spec.environment,
+            config=spec.environment_config,
+            where=f"{spec.source or 'tasks'}: tasks.{name}.environment",
+            timeout_s=spec.turn_timeout_s,
+        )
+        for name, spec in plan.specs.items()
+        if spec.environment
+    }
+    if not specs:
+        return None
+    pool = WorldPool(specs, num_workers=plan.config.rollout.environment_workers)
+    try:
+        for name in specs:
+            pool.check(name)
+    except BaseException:
+        pool.close()
+        raise
+    return pool
 
 
 def build_scorer(plan: RunPlan) -> RunScorer:

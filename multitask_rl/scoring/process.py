@@ -32,8 +32,6 @@ OUT_OF_MEMORY = 77
 
 BURST_BYTES, BYTES_PER_S = 256 << 10, 1 << 10
 """Most output of a plugin that reaches standard error: in a burst, and over time."""
-_BOOT = """import sys, json; sys.path[:] = json.loads(sys.argv[4])
-from multitask_rl.scoring.worker import main; main()"""
 _PROGRESS = struct.Struct("=II")
 
 
@@ -142,6 +140,28 @@ class WorkerDiedError(Exception):
         return f"ended with code {self.returncode}"
 
 
+def start_interpreter(module: str, fds: Sequence[int], output: PluginOutput) -> subprocess.Popen[bytes]:
+    """Start a clean interpreter that calls ``main`` of ``module``, with the descriptors ``fds``.
+
+    Its arguments are the descriptors and the process id of this process. The kernel kills it when the
+    calling thread ends (``worker.enter``), so the thread must outlive it.
+    """
+    boot = f"import sys, json; sys.path[:] = json.loads(sys.argv[-1]); from {module} import main; main()"
+    printed = output.open()
+    try:
+        return subprocess.Popen(
+            # -P: a file of the working directory named like a standard module must not take its place
+            [sys.executable, "-P", "-c", boot, *map(str, [*fds, os.getpid()]), json.dumps(sys.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,  # a plugin's print must not end up in the program's output
+            stderr=printed,
+            pass_fds=fds,
+            start_new_session=True,  # its own group: killed with its children, spared by Ctrl-C
+        )
+    finally:
+        os.close(printed)
+
+
 class WorkerProcess:
     """A clean interpreter with one plugin. Not thread-safe: one thread starts and uses it.
 
@@ -151,24 +171,11 @@ class WorkerProcess:
 
     def __init__(self, plan: PluginPlan, output: PluginOutput) -> None:
         ours, theirs = socket.socketpair()
-        # -P: a file of the working directory named like a standard module must not be imported in its place.
-        command = [sys.executable, "-P", "-c", _BOOT]
         with theirs, tempfile.TemporaryFile() as memory:
             memory.truncate(mmap.PAGESIZE)
             fds = [theirs.fileno(), memory.fileno()]
             self._progress = Progress(memory.fileno())
-            printed = output.open()
-            try:
-                self._process = subprocess.Popen(
-                    [*command, *map(str, [*fds, os.getpid()]), json.dumps(sys.path)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=printed,  # a plugin's print must not end up in the program's output
-                    stderr=printed,
-                    pass_fds=fds,
-                    start_new_session=True,  # its own group: killed with its children, spared by Ctrl-C
-                )
-            finally:
-                os.close(printed)
+            self._process = start_interpreter("multitask_rl.scoring.worker", fds, output)
         self._channel = Channel(ours)
         self._plan = plan
         self._calls = 0

@@ -29,7 +29,19 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve the trainer. Arguments: descriptors of socket and progress, process id of the trainer."""
     socket_fd, progress_fd, parent = map(int, sys.argv[1:4])
-    if sys.platform == "linux":  # the kernel kills this process, even in a hang, with its trainer's thread
+    enter(parent)
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
+        _serve(Channel(socket.socket(fileno=socket_fd)), Progress(progress_fd))
+    # Threads and exit handlers of a plugin must not keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def enter(parent: int) -> None:
+    """Make this process a worker of the process ``parent``: it ends with its parent, and not by Ctrl-C."""
+    if sys.platform == "linux":
+        # the kernel kills this process, even in a hang, when the thread that started it ends
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the trainer died before the request took hold
         os._exit(1)
@@ -37,12 +49,6 @@ def main() -> None:
     # When the machine runs out of memory, the kernel ends this process and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")
-    with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
-        _serve(Channel(socket.socket(fileno=socket_fd)), Progress(progress_fd))
-    # Threads and exit handlers of a plugin must not keep the process.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _serve(channel: Channel, progress: Progress) -> None:

@@ -22,6 +22,7 @@ from multitask_rl.records import (
     Score,
     Scored,
     Statistic,
+    Turn,
     Verdict,
     concerned_cost,
 )
@@ -138,6 +139,13 @@ class TaskMetrics:
         numbers["length"] = _PLAIN, ends, [len(s.rollout.response_ids) for s in ends]
         numbers["truncated_rate"] = _BAD_RATE, ends, [s.rollout.is_truncated for s in ends]
         numbers["failure_rate"] = _BAD_RATE, final, [_has_failed(s) for s in final]
+        if episodes := [s for s in ends if s.rollout.turns]:
+            numbers["turns"] = _PLAIN, episodes, [len(s.rollout.turns) for s in episodes]
+            numbers["given_tokens"] = _PLAIN, episodes, [s.rollout.num_given for s in episodes]
+            facts = [_facts(s.rollout.turns) for s in episodes]
+            for name in sorted({name for own in facts for name in own}):
+                zero = 0.0 if "/" in name else math.nan
+                numbers[f"environment/{name}"] = _PLAIN, episodes, [own.get(name, zero) for own in facts]
         bound = [s for s in ends if s.rollout.sampling.grammar]
         # the grammar allows the end token only after a complete sentence
         sentences = [s.rollout.finish_reason == "stop" for s in bound]
@@ -267,6 +275,19 @@ def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) ->
     population = final if of_served else [s for s in scored if s.rollout.attempt == 0]
     own = [s for s in population if not _has_failed(s)]
     return _summary(_BAD_RATE, own, [_violates(s, constraint) for s in own], _groups(final))
+
+
+def _facts(turns: Sequence[Turn]) -> dict[str, float]:
+    """Return the numbers of an episode's ``info``: counts by name as sums, others as the world said last."""
+    facts: dict[str, float] = {}
+    for key, value in ((k, v) for turn in turns for k, v in turn.info.items()):
+        if isinstance(value, Mapping):
+            for name, count in value.items():
+                if isinstance(count, int | float):
+                    facts[f"{key}/{name}"] = facts.get(f"{key}/{name}", 0.0) + count
+        elif isinstance(value, int | float) and math.isfinite(value):
+            facts[key] = float(value)
+    return facts
 
 
 def _has_failed(scored: Scored) -> bool:

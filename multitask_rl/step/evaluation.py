@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.constraints.satisfaction import constraint_metrics
+from multitask_rl.environments.pool import WorldPool
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Statistic, TaskEvaluation
@@ -34,6 +35,7 @@ class Evaluator:
     tasks: Mapping[str, TaskState]
     seed: int
     temperature: float
+    worlds: WorldPool | None = None
     tally: ScoreTally = field(init=False, default_factory=ScoreTally)
     """Counts of scored records by task; the trainer adds those of its steps."""
 
@@ -62,6 +64,7 @@ class Evaluator:
             purpose=purpose,
             group_size=1,
             temperature=self.temperature,
+            worlds=self.worlds,
         )
         prompts = [p for n in names for p in render_rows(self.tasks[n], self.tasks[n].eval_rows, self.actor)]
         scored = DataFlow(stages)(prompts)

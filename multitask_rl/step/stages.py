@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multitask_rl.constraints.streaming import StreamJudge
+from multitask_rl.environments.pool import WorldPool
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
-from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
+from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
 from multitask_rl.scoring.round import Pending
 from multitask_rl.seeding import derive_seed
+from multitask_rl.step.episodes import Episode, Episodes
 from multitask_rl.step.flow import Stage, StreamingStage
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.tracking.timeline import Span
@@ -28,10 +30,12 @@ class _Call:
     """The requests of one call to the engine; positions are those of ``slots``."""
 
     judge: StreamJudge | None
-    slots: list[Rollout] = field(default_factory=list)
+    episodes: Episodes | None
+    slots: list[Rollout | Episode] = field(default_factory=list)
+    """A rollout is filled by one response, an episode goes on with it."""
     seeds: list[int] = field(default_factory=list)
     owners: list[list[int]] = field(default_factory=list)
-    """By request: the position of each of its samples."""
+    """By request: the position of each of its samples. Emptied when the engine ends a stream."""
 
 
 class RolloutStage(StreamingStage):
@@ -52,12 +56,15 @@ class RolloutStage(StreamingStage):
         purpose: str = "rollout",
         group_size: int | None = None,
         temperature: float | None = None,
+        episodes: Callable[[], Episodes] | None = None,
     ) -> None:
         """Set up the stage.
 
         Without ``scorer`` no partial response is judged; ``purpose`` names the random streams. Without
-        ``group_size`` and ``temperature`` each task has its own.
+        ``group_size`` and ``temperature`` each task has its own. ``episodes`` makes the driver of the tasks
+        with an environment.
         """
+        self._episodes = episodes
         self.engine = engine
         self._tasks = tasks
         self._decode = decode
@@ -87,13 +94,12 @@ class RolloutStage(StreamingStage):
             for sample in range(self._group_size or task.group_size):
                 slots.append(Rollout(prompt=prompt, sample=sample, sampling=sampling))
         for ended in self._run(slots):
-            self._joined += [rollout for k, rollout in ended if k >= len(slots)]
-            yield [rollout for k, rollout in ended if k < len(slots)]
+            self._joined += [rollout for rollout in ended if rollout.attempt]
+            yield [rollout for rollout in ended if not rollout.attempt]
 
     def sample(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
         """Fill empty rollouts (prompt, sample, attempt, sampling), and those that join, as they end."""
-        for ended in self._run(slots):
-            yield [rollout for _, rollout in ended]
+        yield from self._run(slots)
 
     @property
     def can_join(self) -> bool:
@@ -102,61 +108,128 @@ class RolloutStage(StreamingStage):
 
     def join(self, slots: Sequence[Rollout]) -> None:
         """Let the engine fill further empty rollouts; only while ``can_join``."""
-        assert self._call is not None, "the engine is not at work"
-        self.engine.admit(self._requests(self._call, slots))
+        call = self._call
+        assert call is not None, "the engine is not at work"
+        self._begin_episodes(call, slots)
+        if plain := [slot for slot in slots if not self._has_world(slot)]:
+            self.engine.admit(self._requests(call, plain))
 
     def take_joined(self) -> list[Rollout]:
         """Return the joined rollouts that ended since the last call."""
         joined, self._joined = self._joined, []
         return joined
 
-    def _run(self, slots: Sequence[Rollout]) -> Iterator[list[tuple[int, Rollout]]]:
-        """Yield index of the slot and filled rollout as they end."""
-        call = _Call(StreamJudge(self._scorer.judge, self._text) if self._scorer is not None else None)
-        requests = self._requests(call, slots)
+    def _run(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
+        """Yield filled rollouts as they end, those that join too.
+
+        The engine samples the turns of episodes beside other responses. If it admits no request while it
+        works, a turn waits for the end of the stream; the engine waits only if all turns wait for worlds.
+        """
+        judge = StreamJudge(self._scorer.judge, self._text) if self._scorer is not None else None
+        call = _Call(judge, self._episodes() if self._episodes is not None else None)
         self._call = call
-        began = time.monotonic()
+        episodes = call.episodes
         try:
-            for ended in self.engine.generate_stream(requests):
-                filled = []
-                for request, sample, generation in ended:
-                    position = call.owners[request][sample]
-                    slot, ids = call.slots[position], generation.response_ids
-                    verdicts = call.judge.verdicts.get(call.seeds[position], {}) if call.judge else {}
-                    rollout = replace(
-                        slot,
-                        response_ids=ids,
-                        rollout_logprobs=generation.rollout_logprobs,
-                        finish_reason=generation.finish_reason,
-                        response=self._text(slot, ids),
-                        policy_version=self.engine.policy_version,
-                        verdicts=dict(verdicts),
-                    )
-                    filled.append((position, rollout))
-                yield filled
+            self._begin_episodes(call, slots)
+            requests = self._requests(call, [slot for slot in slots if not self._has_world(slot)])
+            ready: list[Episode] = []
+            took = 0.0
+            while requests or ready or (episodes is not None and episodes.num_waiting):
+                if not requests and episodes is not None:
+                    # worlds that answer soon share a batch: waiting costs less than another pass
+                    until = time.monotonic() + max(0.02, took / 2)
+                    while episodes.num_waiting and not (ready and time.monotonic() > until):
+                        left = until - time.monotonic() if ready else 60.0
+                        now_ready, done = episodes.poll(max(0.0, left))
+                        ready += now_ready
+                        if done:
+                            yield done
+                    ready.sort(key=lambda episode: episode.slot.order)
+                    requests, ready = self._requests(call, ready), []
+                    if not requests:
+                        continue
+                began = time.monotonic()
+                for ended in self.engine.generate_stream(requests):
+                    done = self._take(call, ended)
+                    if episodes is not None:
+                        now_ready, now_done = episodes.poll(0.0)
+                        ready += now_ready
+                        done += now_done
+                        if ready and self.engine.can_admit:
+                            self.engine.admit(self._requests(call, ready))
+                            ready = []
+                    yield done
+                self.spans.append((began, time.monotonic()))
+                took = time.monotonic() - began
+                call.owners.clear()
+                requests = []
         finally:
             self._call = None
-            self.spans.append((began, time.monotonic()))
+            if episodes is not None:
+                episodes.close()
 
-    def _requests(self, call: _Call, slots: Sequence[Rollout]) -> list[GenerationRequest]:
+    def _has_world(self, slot: Rollout) -> bool:
+        return self._episodes is not None and bool(self._tasks[slot.task].spec.environment)
+
+    def _begin_episodes(self, call: _Call, slots: Sequence[Rollout]) -> None:
+        if call.episodes is not None:
+            call.episodes.begin([slot for slot in slots if self._has_world(slot)])
+
+    def _take(self, call: _Call, ended: Sequence[Ended]) -> list[Rollout]:
+        """Fill the rollouts whose response ended, and go on with the episodes whose turn did."""
+        filled = []
+        for request, sample, generation in ended:
+            position = call.owners[request][sample]
+            slot, ids = call.slots[position], generation.response_ids
+            verdicts = call.judge.verdicts.get(call.seeds[position], {}) if call.judge else {}
+            if isinstance(slot, Episode):
+                assert call.episodes is not None
+                slot.rollout.verdicts.update(verdicts)
+                slot.rollout.policy_version = self.engine.policy_version
+                call.episodes.answer(slot, generation, self._text(slot.rollout, ids))
+                continue
+            filled.append(
+                replace(
+                    slot,
+                    response_ids=ids,
+                    rollout_logprobs=generation.rollout_logprobs,
+                    finish_reason=generation.finish_reason,
+                    response=self._text(slot, ids),
+                    policy_version=self.engine.policy_version,
+                    verdicts=dict(verdicts),
+                )
+            )
+        return filled
+
+    def _requests(self, call: _Call, slots: Sequence[Rollout | Episode]) -> list[GenerationRequest]:
         """Add the slots to ``call``; return one request per group."""
         requests: list[GenerationRequest] = []
         for slot in slots:
+            rollout = slot.rollout if isinstance(slot, Episode) else slot
+            turn = (slot.number,) if isinstance(slot, Episode) and slot.number else ()
             seed = derive_seed(
-                self._seed, self._purpose, slot.task, slot.prompt.draw, slot.sample, slot.attempt
+                self._seed,
+                self._purpose,
+                rollout.task,
+                rollout.prompt.draw,
+                rollout.sample,
+                rollout.attempt,
+                *turn,
             )
             watch = None
             if call.judge is not None:
-                watch = call.judge.watch(seed, slot, self._tasks[slot.task].spec)
+                watch = call.judge.watch(seed, rollout, self._tasks[rollout.task].spec)
+            prompt_ids, sampling = rollout.prompt.prompt_ids, rollout.sampling
+            if isinstance(slot, Episode) and call.episodes is not None:
+                prompt_ids = slot.context_ids
+                sampling = replace(sampling, max_new_tokens=max(1, call.episodes.room(slot)))
             previous = requests[-1] if requests else None
-            if previous is not None and previous.prompt_ids is slot.prompt.prompt_ids:
+            if previous is not None and previous.prompt_ids is prompt_ids:
                 requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
                 call.owners[-1].append(len(call.slots))
             else:
                 requests.append(
-                    GenerationRequest(
-                        prompt_ids=slot.prompt.prompt_ids, sampling=slot.sampling, seeds=[seed], watch=watch
-                    )
+                    GenerationRequest(prompt_ids=prompt_ids, sampling=sampling, seeds=[seed], watch=watch)
                 )
                 call.owners.append([len(call.slots)])
             call.slots.append(slot)
@@ -607,6 +680,7 @@ def sampling_stages(
     group_size: int | None = None,
     temperature: float | None = None,
     quorum: float = 1.0,
+    worlds: WorldPool | None = None,
 ) -> SamplingStages:
     """Return ``rollout -> constraints -> rewards`` for a step or, with another ``purpose``, an evaluation.
 
@@ -622,6 +696,9 @@ def sampling_stages(
         purpose=purpose,
         group_size=group_size,
         temperature=temperature,
+        episodes=None
+        if worlds is None
+        else lambda: Episodes(worlds, tasks, actor, evaluation=purpose != "rollout"),
     )
     later = {
         name

@@ -1,0 +1,129 @@
+"""From a reference of the tasks file to a ``World``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
+from multitask_rl.environments.foreign import FOREIGN, build_foreign
+from multitask_rl.environments.tools import AuthorWorld, ToolWorld
+from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.plugins import ENVIRONMENTS, build_plugin, locate
+
+_LOADING = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldSpec:
+    """The environment of a task, as the tasks file names it."""
+
+    reference: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "environment"
+    """Its place, for messages."""
+    timeout_s: float = 30.0
+    """Longest call."""
+
+    def build(self, run: Callable[..., Any]) -> World:
+        """Return a new world; ``run`` calls a function, also an async one, and returns its result.
+
+        Raises:
+            PluginError: unknown, of no known shape, or it cannot be built.
+            ConfigError: ``config`` does not fit.
+            MissingExtraError: it needs an optional dependency that is not installed.
+        """
+        prefix, separator, rest = self.reference.partition(":")
+        with _LOADING:  # two threads must not load one file
+            if separator and prefix in FOREIGN:
+                found = build_foreign(prefix, rest, self.where).value
+            else:
+                # an environment of TRL has the shape of tools
+                reference = rest if prefix == "trl" else self.reference
+                found = locate(reference, ENVIRONMENTS, self.where).value
+        if not callable(found):
+            raise PluginError(
+                f"{self.where}: {self.reference!r} is {found!r}; expected a class or a function"
+            )
+        return as_world(_instance(found, self.config, self.where), self.where, run)
+
+
+def _instance(found: Any, config: Mapping[str, Any], where: str) -> Any:
+    if dataclasses.is_dataclass(getattr(found, "Config", None)):
+        return build_plugin(found, config, where=f"{where}_config")
+    try:
+        inspect.signature(found).bind(**config)
+    except TypeError as error:
+        raise PluginError(f"{where}_config: {found.__name__}{inspect.signature(found)}: {error}") from error
+    try:
+        return found(**config)
+    except MultitaskRLError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{where}: {found.__name__} could not be built: {type(error).__name__}: {error}"
+        ) from error
+
+
+def as_world(environment: Any, where: str, run: Callable[..., Any]) -> World:
+    """Return an instance of an author's class as a ``World``.
+
+    Raises:
+        PluginError: it has no ``reset``, or neither ``step`` nor a tool.
+    """
+    if isinstance(environment, World):
+        return environment
+    if not callable(getattr(environment, "reset", None)):
+        raise PluginError(
+            f"{where}: {type(environment).__name__} has no method reset; an environment has reset(row) and "
+            "step(message), or reset(**row) and methods that are tools"
+        )
+    if callable(getattr(environment, "step", None)):
+        return _MessageWorld(environment, run)
+    return ToolWorld(environment, where, run)
+
+
+class _MessageWorld(AuthorWorld):
+    """An environment that answers messages as a ``World``."""
+
+    def reset(self, row: Mapping[str, Any]) -> Opening:
+        return Opening(messages=_messages(self._run(self._environment.reset, row)))
+
+    def step(self, message: Message) -> StepResult:
+        result = self._run(self._environment.step, message)
+        if not isinstance(result, StepResult):
+            raise TypeError(f"step(message) returned {result!r}; expected a StepResult")
+        result = replace(result, messages=_messages(result.messages))
+        if not (result.done or result.messages):
+            raise ValueError("step(message) returned no message; an episode that is over has done=True")
+        check_earned(result.reward)
+        return result
+
+
+def _messages(given: Any) -> list[Message]:
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages = list(given)
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise TypeError(f"{message!r} is no message; expected a mapping with 'role' and 'content'")
+    return messages
+
+
+def check_earned(earned: Earned) -> Earned:
+    """Return ``earned`` if every number in it is finite.
+
+    Raises:
+        ValueError, TypeError: it is not.
+    """
+    values = earned.values() if isinstance(earned, Mapping) else () if earned is None else (earned,)
+    if not all(math.isfinite(value) for value in values):
+        raise ValueError(f"the reward {earned!r} is not finite")
+    return earned

@@ -1,0 +1,161 @@
+"""Tools of an environment: their schemas, and a ``World`` that makes the calls of an answer."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
+from multitask_rl.environments.calls import CallCounts, read_calls
+from multitask_rl.errors import PluginError
+
+NO_TOOLS = ("reset", "get_reward", "close")
+"""Public methods of an environment that are no tools."""
+
+
+class Tool:
+    """A method that the actor may call, with its JSON schema.
+
+    Raises:
+        PluginError: no docstring, an argument without a type, or a type that has no JSON schema.
+    """
+
+    def __init__(self, method: Callable[..., Any], where: str) -> None:
+        from pydantic import ConfigDict, create_model
+        from pydantic.errors import PydanticUserError
+
+        self.method = method
+        self.name = method.__name__
+        here = f"{where}: the tool {self.name!r}"
+        text = inspect.getdoc(method)
+        if not text:
+            raise PluginError(f"{here} has no docstring; the actor is told what a tool does by its docstring")
+        hints = typing.get_type_hints(method)
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(method).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
+                raise PluginError(
+                    f"{here}: the argument {name!r} needs a name and a type, e.g. '{name}: str'"
+                )
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (hints[name], default)
+        try:
+            self._model = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
+            schema = self._model.model_json_schema()
+        except (PydanticUserError, TypeError) as error:
+            raise PluginError(f"{here}: its arguments have no JSON schema: {error}") from error
+        summary, *rest = re.split(r"\n\s*(?:Args|Arguments|Parameters):\s*\n", text, maxsplit=1)
+        described = dict(re.findall(r"^\s*(\w+)[^:\n]*:\s*(.+)$", rest[0], re.MULTILINE)) if rest else {}
+        for name, field in schema.get("properties", {}).items():
+            field.pop("title", None)
+            if name in described:
+                field["description"] = described[name].strip()
+        parameters = {k: v for k, v in schema.items() if k not in ("title", "additionalProperties")}
+        parameters.setdefault("properties", {})
+        self.schema = {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": summary.partition("\nReturns:")[0].strip(),
+                "parameters": parameters,
+            },
+        }
+
+    def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, of the declared types.
+
+        Raises:
+            ValueError: one is missing, unknown or of another type.
+        """
+        from pydantic import ValidationError
+
+        try:
+            read = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise ValueError("; ".join(problems)) from error
+        return {name: getattr(read, name) for name in type(read).model_fields}
+
+
+def tools_of(environment: Any, where: str) -> dict[str, Tool]:
+    """Return the tools of an environment by name; raises as ``Tool``, and if there is none."""
+    names = [
+        name
+        for name, value in inspect.getmembers(type(environment), callable)
+        if not name.startswith("_") and name not in NO_TOOLS and not isinstance(value, type)
+    ]
+    if not names:
+        raise PluginError(
+            f"{where}: {type(environment).__name__} has no tool: every public method but reset, get_reward "
+            "and close is one; an environment that answers messages has a method step(message)"
+        )
+    return {name: Tool(getattr(environment, name), where) for name in names}
+
+
+class AuthorWorld(World):
+    """An author's environment as a ``World``; ``run`` calls a method, also an async one."""
+
+    def __init__(self, environment: Any, run: Callable[..., Any]) -> None:
+        self._environment = environment
+        self._run = run
+
+    def earned(self) -> Earned:
+        """Return ``get_reward()`` of the environment; None if it has no such method."""
+        earned: Earned = self._optional("get_reward")
+        return earned
+
+    def close(self) -> None:
+        """Close the environment, if it has that method."""
+        self._optional("close")
+
+    def _optional(self, name: str) -> Any:
+        method = getattr(self._environment, name, None)
+        return None if method is None else self._run(method)
+
+
+class ToolWorld(AuthorWorld):
+    """An environment of tools as a ``World``."""
+
+    def __init__(self, environment: Any, where: str, run: Callable[..., Any]) -> None:
+        super().__init__(environment, run)
+        self._tools = tools_of(environment, where)
+
+    def reset(self, row: Mapping[str, Any]) -> Opening:
+        """Begin the episode; a ``reset`` without ``**row`` gets the columns that it names."""
+        reset = self._environment.reset
+        parameters = inspect.signature(reset).parameters.values()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = {p.name for p in parameters}
+        text = self._run(reset, **{str(k): v for k, v in row.items() if takes_all or k in names})
+        return Opening(suffix=text or "", tools=[tool.schema for tool in self._tools.values()])
+
+    def step(self, message: Message) -> StepResult:
+        """Make the calls of the answer, in order; an answer without one ends the episode."""
+        _, calls = read_calls(message["content"])
+        if not calls:
+            return StepResult(done=True)
+        counts = CallCounts()
+        messages: list[Message] = []
+        for call in calls:
+            content = counts.check(call, self._tools)
+            if not content:
+                tool = self._tools[call.name]
+                try:
+                    arguments = tool.bind(call.arguments)
+                except ValueError as error:
+                    counts.called[call.name] -= 1
+                    counts.wrong["bad_arguments"] += 1
+                    content = f"Error: wrong arguments of {call.name}: {error}"
+                else:
+                    try:
+                        result = self._run(tool.method, **arguments)
+                        content = result if isinstance(result, str) else json.dumps(result, default=str)
+                    except Exception as error:  # noqa: BLE001 - the actor is told
+                        counts.failed[call.name] += 1
+                        content = f"Error: {type(error).__name__}: {error}"
+            messages.append({"role": "tool", "name": call.name, "content": content})
+        return StepResult(messages=messages, info=counts.info)

@@ -1,0 +1,255 @@
+"""Episodes: the actor's answers and the world's replies, turn by turn, many episodes at once.
+
+An episode is sampled as any response is, a request per turn, whose prompt is everything before. While the
+world of one episode works, the engine samples the turns of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from multitask_rl.data.render import Conversation
+from multitask_rl.environments.base import Earned, Opening, StepResult
+from multitask_rl.environments.pool import Ended, WorldPool
+from multitask_rl.errors import DataError
+from multitask_rl.models.actor import Actor
+from multitask_rl.records import FLAGGED, Failure, FailureKind, Prompt, Rollout, Turn
+from multitask_rl.rollout.base import Generation
+from multitask_rl.step.task_state import TaskState
+
+MOST_TRIES = 3
+"""An episode whose world fails begins again so often; then it is a failure."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """One episode under way; ``rollout`` grows turn by turn."""
+
+    slot: Rollout
+    rollout: Rollout
+    conversation: Conversation | None = None
+    context_ids: list[int] = field(default_factory=list)
+    """[C] everything before the next answer."""
+    following: Turn = field(default_factory=lambda: Turn(num_tokens=0))
+    """The turn to come: what the world said."""
+    tries: int = 1
+    num_calls: int = 0
+
+    @property
+    def number(self) -> int:
+        """Number of turns so far."""
+        return len(self.rollout.turns)
+
+
+class Episodes:
+    """The episodes of one call to the engine.
+
+    Args:
+        pool: of the worlds.
+        tasks: of the run; those with an environment have episodes.
+        actor: its tokenizer renders what the worlds say.
+        evaluation: the prompts are conditioned for an evaluation.
+    """
+
+    def __init__(
+        self, pool: WorldPool, tasks: Mapping[str, TaskState], actor: Actor, *, evaluation: bool
+    ) -> None:
+        self._pool = pool
+        self._tasks = tasks
+        self._actor = actor
+        self._evaluation = evaluation
+        self._open: dict[int, Episode] = {}
+        """Ticket of the world -> episode that waits for it or that the engine samples."""
+        self._tickets: dict[int, int] = {}
+        """id of an episode -> ticket."""
+        self._prompts: dict[tuple[str, str], Prompt] = {}
+        """Prompts by group and rendered text: siblings share one, so that the engine reads it once."""
+        self.num_waiting = 0
+        """Episodes that wait for their worlds."""
+
+    def begin(self, slots: Iterable[Rollout]) -> None:
+        """Open a world for every empty rollout."""
+        for slot in slots:
+            self._begin(Episode(slot, slot))
+
+    def _begin(self, episode: Episode) -> None:
+        spec = self._tasks[episode.slot.task].spec
+        sampling = episode.slot.sampling
+        limit = spec.max_response_tokens or spec.max_turns * sampling.max_new_tokens
+        episode.rollout = replace(
+            episode.slot, turns=[], response_ids=[], rollout_logprobs=[], token_limit=limit
+        )
+        episode.following = Turn(num_tokens=0)
+        episode.num_calls = 0
+        ticket = self._pool.open(episode.slot.task, episode.slot.row)
+        self._open[ticket], self._tickets[id(episode)] = episode, ticket
+        self.num_waiting += 1
+
+    def poll(self, timeout_s: float) -> tuple[list[Episode], list[Rollout]]:
+        """Return the episodes whose next turn may be sampled, and the rollouts that are complete.
+
+        Waits until the world of one episode answers, at most ``timeout_s``.
+        """
+        ready: list[Episode] = []
+        done: list[Rollout] = []
+        for ticket, answer in self._pool.poll(timeout_s):
+            episode = self._open.get(ticket)
+            if episode is None:  # cancelled
+                continue
+            self.num_waiting -= 1
+            if isinstance(answer, Failure):
+                self._forget(episode)
+                if episode.tries < MOST_TRIES and answer.kind is not FailureKind.data:
+                    episode.tries += 1
+                    self._begin(episode)
+                else:
+                    done.append(replace(episode.rollout, failure=answer, finish_reason="error"))
+            elif isinstance(answer, Ended):
+                self._forget(episode)
+                earned = added([turn.reward for turn in episode.rollout.turns] + [answer.earned])
+                done.append(replace(episode.rollout, earned=earned))
+            elif isinstance(answer, Opening):
+                if problem := self._open_prompt(episode, answer):
+                    self._forget(episode, cancel=True)
+                    failure = Failure(kind=FailureKind.data, message=problem, source="environment")
+                    done.append(replace(episode.rollout, failure=failure, finish_reason="error"))
+                else:
+                    ready.append(episode)
+            elif self._hear(episode, answer):
+                ready.append(episode)
+        return ready, done
+
+    def room(self, episode: Episode) -> int:
+        """Return how many tokens the next answer may have."""
+        rollout = episode.rollout
+        rooms = [rollout.sampling.max_new_tokens, rollout.token_limit - len(rollout.response_ids)]
+        if self._actor.max_length:
+            rooms.append(self._actor.max_length - len(episode.context_ids))
+        return min(rooms)
+
+    def answer(self, episode: Episode, generation: Generation, text: str) -> None:
+        """Take the actor's answer and pass it to the world; a streaming constraint's end is the episode's."""
+        rollout, ids = episode.rollout, generation.response_ids
+        following = episode.following
+        following.num_tokens, following.response = len(ids), text
+        following.finish_reason = generation.finish_reason
+        rollout.turns.append(following)
+        rollout.response_ids += ids
+        rollout.rollout_logprobs += generation.rollout_logprobs
+        rollout.response, rollout.finish_reason = text, generation.finish_reason
+        episode.context_ids = [*episode.context_ids, *ids]
+        ticket = self._tickets[id(episode)]
+        if generation.finish_reason == FLAGGED:
+            self._pool.finish(ticket)
+        else:
+            self._pool.step(ticket, {"role": "assistant", "content": text})
+        self.num_waiting += 1
+
+    def close(self) -> None:
+        """Cancel what is under way. Idempotent."""
+        for ticket in list(self._open):
+            self._pool.cancel(ticket)
+        self._open.clear()
+        self._tickets.clear()
+        self.num_waiting = 0
+
+    def _open_prompt(self, episode: Episode, opening: Opening) -> str:
+        """Render the prompt with what the world says; return why that is impossible, or ''."""
+        slot = episode.slot
+        task = self._tasks[slot.task]
+        try:
+            conversation = Conversation(
+                task.spec,
+                slot.row,
+                self._actor.tokenizer,
+                messages=opening.messages,
+                suffix=opening.suffix,
+                tools=opening.tools,
+                is_whole=opening.is_whole,
+            )
+        except DataError as error:
+            return str(error)
+        key = slot.group_id, conversation.text
+        if key not in self._prompts:
+            ids = task.algorithm.condition(conversation.prompt_ids, evaluation=self._evaluation)
+            if task.max_prompt_tokens and len(ids) > task.max_prompt_tokens:
+                return (
+                    f"task {slot.task!r}: the prompt with what the environment adds has {len(ids)} tokens, "
+                    f"more than {task.max_prompt_tokens}; raise rollout.max_prompt_tokens"
+                )
+            self._prompts[key] = replace(slot.prompt, text=conversation.text, prompt_ids=ids)
+        prompt = self._prompts[key]
+        prompt.position = slot.prompt.position
+        episode.conversation, episode.context_ids = conversation, prompt.prompt_ids
+        episode.rollout = replace(episode.rollout, prompt=prompt)
+        episode.following.messages = [dict(m) for m in opening.messages]
+        return ""
+
+    def _hear(self, episode: Episode, said: StepResult) -> bool:
+        """Take the world's reply; return whether the actor answers again, else end the episode."""
+        assert episode.conversation is not None
+        rollout, spec = episode.rollout, self._tasks[episode.slot.task].spec
+        turn = rollout.turns[-1]
+        turn.info, turn.reward = dict(said.info), said.reward
+        episode.num_calls += sum(said.info.get("tool_calls", {}).values())
+        is_cut = False
+        if not said.done:
+            task = self._tasks[episode.slot.task]
+            if said.anew is None:
+                answer = rollout.response_ids[len(rollout.response_ids) - turn.num_tokens :]
+                given, context = episode.conversation.reply(turn.response, answer, said.messages)
+            else:
+                episode.conversation = Conversation(
+                    spec,
+                    episode.slot.row,
+                    self._actor.tokenizer,
+                    messages=said.anew.messages,
+                    suffix=said.anew.suffix,
+                    tools=said.anew.tools,
+                    is_whole=said.anew.is_whole,
+                )
+                given, context = [], episode.conversation.prompt_ids
+            if context is not None:
+                context = task.algorithm.condition(context, evaluation=self._evaluation)
+            episode.following = Turn(
+                num_tokens=0,
+                given_ids=given,
+                context_ids=context,
+                messages=[dict(m) for m in (said.anew.messages if said.anew else said.messages)],
+            )
+            episode.context_ids = [*episode.context_ids, *given] if context is None else context
+            out_of_calls = 0 < spec.max_tool_calls <= episode.num_calls
+            is_cut = episode.number >= spec.max_turns or out_of_calls or self.room(episode) < 1
+        if said.done or is_cut:
+            if is_cut:
+                rollout.finish_reason = "length"
+            self._pool.finish(self._tickets[id(episode)])
+            self.num_waiting += 1
+            return False
+        return True
+
+    def _forget(self, episode: Episode, *, cancel: bool = False) -> None:
+        ticket = self._tickets.pop(id(episode))
+        del self._open[ticket]
+        if cancel:
+            self._pool.cancel(ticket)
+
+
+def added(parts: Sequence[Earned]) -> Earned:
+    """Return the sum of what the steps and the end of an episode gave; None = nothing was scored.
+
+    >>> added([None, 1.0, 0.5]), added([{"win": 1.0}, None, {"win": 1.0, "style": 0.5}])
+    (1.5, {'win': 2.0, 'style': 0.5})
+    """
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    if not any(isinstance(part, Mapping) for part in given):
+        return math.fsum(part for part in given if not isinstance(part, Mapping))
+    total: dict[str, float] = {}
+    for part in given:
+        for name, value in part.items() if isinstance(part, Mapping) else [("reward", part)]:
+            total[name] = total.get(name, 0.0) + value
+    return total

@@ -1,0 +1,187 @@
+"""Runs with tasks of many turns beside tasks of one."""
+
+import json
+
+import pytest
+import torch
+
+from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
+from multitask_rl.tracking.lines import rollout_from_dict
+from run_builders import TASKS, lines, run_config, train, weights_hash, write_run
+
+WORLD = """
+import os
+from multitask_rl.environments.base import StepResult
+
+
+class Echo:
+    '''Says the actor's letter back three times, then gives 1 for a letter that it has said before.'''
+
+    def __init__(self, dies_at="", log=""):
+        self.dies_at, self.log = dies_at, log
+
+    def reset(self, row):
+        self.note("reset")
+        self.heard = []
+        return []
+
+    def step(self, message):
+        text = message["content"]
+        if self.dies_at and not os.path.exists(self.dies_at):
+            open(self.dies_at, "w").close()
+            os._exit(9)
+        repeats = float(bool(text) and text[:1] in self.heard)
+        self.heard.append(text[:1])
+        if len(self.heard) == 3:
+            return StepResult(done=True, reward=repeats, info={"heard": len(self.heard)})
+        reply = {"role": "user", "content": text[:1] * 3}
+        return StepResult(messages=[reply], reward=repeats, info={"heard": len(self.heard)})
+
+    def close(self):
+        self.note("close")
+
+    def note(self, what):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(what + "\\n")
+
+
+class Counter:
+    '''Tools beside a text game's.'''
+
+    def reset(self, prompt, **row):
+        self.calls = 0
+        return " (count)"
+
+    def add(self, number: int) -> str:
+        '''Add a number.'''
+        self.calls += 1
+        return str(number + 1)
+
+    def get_reward(self):
+        return {"calls": float(self.calls), "always": 0.5}
+"""
+
+ECHO = """
+  echo:
+    type: grpo
+    dataset: digit.jsonl
+    environment: worlds.py:Echo
+    max_turns: 4
+"""
+
+
+def write(directory, tasks=TASKS + ECHO):
+    (directory / "worlds.py").write_text(WORLD)
+    return write_run(directory, tasks)
+
+
+def stored(directory, task="echo"):
+    rows = (json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines())
+    return [row for row in rows if row["task"] == task]
+
+
+def all_metrics(directory):
+    """Return the last value of every metric of a run."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return {name: value for line in lines for name, value in json.loads(line).items()}
+
+
+def test_a_run_mixes_tasks_of_many_turns_with_tasks_of_one(tmp_path):
+    write(tmp_path)
+    trainer = train(run_config(tmp_path, "out", 2))
+    rows = stored(tmp_path / "out")
+    assert rows
+    tokenizer = trainer.actor.tokenizer
+    for row in rows:
+        rollout = rollout_from_dict(row)
+        assert 1 <= len(rollout.turns) <= 3
+        assert sum(turn.num_tokens for turn in rollout.turns) == len(rollout.response_ids)
+        assert rollout.turns[0].given_ids == []
+        for turn in rollout.turns[1:]:
+            # the vocabulary has no line break
+            assert tokenizer.decode(turn.given_ids) == turn.messages[0]["content"]
+        assert row["reward"] == rollout.earned or rollout.turns[-1].finish_reason == "length"
+    assert any(len(row["turns"]) == 3 for row in rows)
+    metrics = all_metrics(tmp_path / "out")
+    assert metrics["task/echo/turns"] > 1.0
+    assert metrics["task/echo/environment/heard"] > 1.0
+    assert metrics["task/echo/given_tokens"] > 0.0
+    assert "task/copy/turns" not in metrics
+    assert metrics["task/echo/eval_turns"] > 1.0
+
+
+def test_the_same_seed_gives_the_same_episodes_and_weights(tmp_path):
+    write(tmp_path)
+    first, second = (train(run_config(tmp_path, name, 2)) for name in ("one", "two"))
+    assert weights_hash(first) == weights_hash(second)
+    without = ("time", "_s", "per_s", "memory", "share", "tokens/s")
+    assert lines(tmp_path / "one", "rollouts.jsonl", without=without) == lines(
+        tmp_path / "two", "rollouts.jsonl", without=without
+    )
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
+    write(tmp_path)
+    whole = train(run_config(tmp_path, "whole", 4))
+    train(run_config(tmp_path, "cut", 2))
+    resumed = train(run_config(tmp_path, "cut", 4))
+    assert weights_hash(resumed) == weights_hash(whole)
+
+
+def test_an_overlapped_run_samples_episodes_ahead(tmp_path):
+    write(tmp_path)
+    rollout = RolloutConfig(max_new_tokens=4, max_staleness=1)
+    first, second = (train(run_config(tmp_path, name, 3, rollout=rollout)) for name in ("one", "two"))
+    assert weights_hash(first) == weights_hash(second)
+
+
+def test_a_world_that_dies_begins_again_and_changes_nothing(tmp_path):
+    write(tmp_path)
+    calm = train(run_config(tmp_path, "calm", 1, eval=EvalConfig(every=0)))
+    died = tmp_path / "died"
+    dying = ECHO.replace(
+        "max_turns", f"environment_config: {{dies_at: {died}, log: {tmp_path / 'log'}}}\n    max_turns"
+    )
+    (tmp_path / "tasks.yaml").write_text(TASKS + dying)
+    shaken = train(run_config(tmp_path, "shaken", 1, eval=EvalConfig(every=0)))
+    assert died.exists()
+    assert weights_hash(shaken) == weights_hash(calm)
+    notes = (tmp_path / "log").read_text().split()
+    assert 0 < notes.count("close") <= notes.count("reset")
+
+
+def test_the_sampled_log_probabilities_are_those_of_the_whole_context(tmp_path):
+    write(tmp_path)
+    trainer = train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
+    metrics = all_metrics(tmp_path / "out")
+    assert metrics["task/echo/mismatch_max"] < 1e-3
+    assert torch.isfinite(next(trainer.actor.model.parameters())).all()
+
+
+def test_a_wrong_environment_is_refused_before_the_run(tmp_path):
+    from multitask_rl.errors import ConfigError, PluginError
+
+    write(tmp_path, TASKS + ECHO.replace("worlds.py:Echo", "worlds.py:Ecco"))
+    with pytest.raises(PluginError, match=r"tasks\.echo.*has no 'Ecco'.*did you mean 'Echo'"):
+        train(run_config(tmp_path, "out", 1))
+    write(tmp_path, TASKS + ECHO.replace("    environment: worlds.py:Echo\n", ""))
+    with pytest.raises(ConfigError, match="'max_turns' needs 'environment' beside it"):
+        train(run_config(tmp_path, "out", 1))
+
+
+def test_tools_are_called_and_the_reward_has_components(tmp_path):
+    tasks = """
+tasks:
+  tool:
+    type: grpo
+    dataset: digit.jsonl
+    environment: worlds.py:Counter
+    max_turns: 2
+"""
+    write(tmp_path, tasks)
+    train(run_config(tmp_path, "out", 1, batch=BatchConfig(prompts_per_step=2, group_size=2)))
+    rows = stored(tmp_path / "out", "tool")
+    assert {row["reward"] for row in rows} == {0.5}
+    assert rows[0]["breakdown"]["environment"]["components"] == {"calls": 0.0, "always": 0.5}
+    assert rows[0]["prompt"].endswith(" (count)")

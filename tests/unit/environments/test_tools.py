@@ -1,0 +1,137 @@
+"""Tool calls in answers, schemas of methods, and the world that makes the calls."""
+
+import json
+
+import pytest
+
+from multitask_rl.environments.calls import read_calls
+from multitask_rl.environments.tools import Tool, ToolWorld
+from multitask_rl.errors import PluginError
+
+
+class Box:
+    def __init__(self):
+        self.items = []
+
+    def reset(self, question, **row):
+        return f" ({question})"
+
+    def put(self, item: str, times: int = 1) -> str:
+        """Put an item into the box.
+
+        Args:
+            item: What to put.
+            times: How often.
+        """
+        if item == "bomb":
+            raise RuntimeError("it exploded")
+        self.items += [item] * times
+        return f"{len(self.items)} items"
+
+    def get_reward(self):
+        return float(len(self.items))
+
+
+def world():
+    return ToolWorld(Box(), "tasks.a.environment", lambda function, *a, **k: function(*a, **k))
+
+
+CALL = {"name": "put", "arguments": {"item": "key", "times": 2}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"I put it.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>",
+        f"<tool_call>{json.dumps(CALL)}",
+        "<tool_call>\n<function=put>\n<parameter=item>\nkey\n</parameter>\n<parameter=times>\n2\n</parameter>\n</function>",
+        f"[TOOL_CALLS] {json.dumps([CALL])}",
+        json.dumps({"name": "put", "parameters": {"item": "key", "times": 2}}),
+        "<|python_tag|>" + json.dumps(CALL),
+    ],
+)
+def test_every_known_form_of_a_call_is_made(text):
+    box = world()
+    box.reset({"question": "?"})
+    result = box.step({"role": "assistant", "content": text})
+    assert [m["content"] for m in result.messages] == ["2 items"]
+    assert result.info == {"tool_calls": {"put": 1}}
+    assert not result.done
+    assert box.earned() == 2.0
+
+
+@pytest.mark.parametrize("text", ["The answer is 4.", "", '{"a": 1}', "a < b <tool> c"])
+def test_an_answer_without_a_call_ends_the_episode(text):
+    assert read_calls(text)[1] == []
+    assert world().step({"role": "assistant", "content": text}).done
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "says"),
+    [
+        ("{not json}", "bad_json", "has to be a JSON object"),
+        ('{"name": 3}', "bad_json", '{"name": text, "arguments": object}'),
+        ('{"name": "put", "arguments": [1]}', "bad_json", "object"),
+        ('{"name": "take", "arguments": {}}', "unknown_tool", "there are: put"),
+        ('{"name": "put", "arguments": {}}', "bad_arguments", "item: Field required"),
+        ('{"name": "put", "arguments": {"item": "a", "to": 1}}', "bad_arguments", "to: Extra inputs"),
+        ('{"name": "put", "arguments": {"item": "a", "times": "x"}}', "bad_arguments", "valid integer"),
+    ],
+)
+def test_a_wrong_call_is_told_to_the_actor_and_counted(body, kind, says):
+    result = world().step({"role": "assistant", "content": f"<tool_call>{body}</tool_call>"})
+    assert says in result.messages[0]["content"]
+    assert result.info == {"wrong_calls": {kind: 1}}
+    assert not result.done
+
+
+def test_a_tool_that_raises_tells_the_actor_its_error():
+    text = '<tool_call>{"name": "put", "arguments": {"item": "bomb"}}</tool_call>'
+    result = world().step({"role": "assistant", "content": text})
+    assert result.messages[0]["content"] == "Error: RuntimeError: it exploded"
+    assert result.info == {"tool_calls": {"put": 1}, "tool_errors": {"put": 1}}
+
+
+def test_calls_of_one_answer_are_made_in_order():
+    text = "".join(
+        f'<tool_call>{{"name": "put", "arguments": {{"item": "{item}"}}}}</tool_call>' for item in "ab"
+    )
+    box = world()
+    assert [m["content"] for m in box.step({"content": text}).messages] == ["1 items", "2 items"]
+
+
+def test_the_schema_is_that_of_chat_templates():
+    opening = world().reset({"question": "why", "unused": 1})
+    assert opening.suffix == " (why)"
+    assert opening.tools == [
+        {
+            "type": "function",
+            "function": {
+                "name": "put",
+                "description": "Put an item into the box.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "item": {"type": "string", "description": "What to put."},
+                        "times": {"type": "integer", "default": 1, "description": "How often."},
+                    },
+                    "required": ["item"],
+                },
+            },
+        }
+    ]
+
+
+def test_a_tool_without_docstring_or_types_is_refused():
+    def bare(x: int):
+        return x
+
+    def untyped(x):
+        """Do it."""
+
+    with pytest.raises(PluginError, match="'bare' has no docstring"):
+        Tool(bare, "tasks.a.environment")
+    with pytest.raises(PluginError, match="the argument 'x' needs a name and a type"):
+        Tool(untyped, "tasks.a.environment")
+    with pytest.raises(PluginError, match="has no tool"):
+        ToolWorld(object(), "here", print)
