@@ -72,7 +72,7 @@ class PythonTool:
 
         timeout: Positive = 5.0
         """CPU seconds of a call; the wall-clock limit is 2 x + 1."""
-        total_timeout: Positive = 20.0
+        total_timeout: Positive = 10.0
         """CPU seconds that all calls of an episode may need together (each runs the earlier ones again)."""
         memory_mb: Count = 512
         """Address space of the interpreter, MiB."""
@@ -103,11 +103,11 @@ class PythonTool:
         cpu_s = min(config.timeout, config.total_timeout - self._spent_s)
         if cpu_s <= 0:
             return f"Not run: the calls have used their {config.total_timeout:g} s of computing time."
-        calls, budget_s = [*self._calls, code], cpu_s + 2 * self._spent_s
+        calls, again_s = [*self._calls, code], 1.5 * self._spent_s
         outcome = shared_sandbox(tuple(config.packages)).run(
             Program(
                 source=f"{_HARNESS}\nmain({calls!r}, {config.seed!r})\n",
-                limits=Limits(cpu_s=budget_s, wall_s=2 * budget_s + 1, mem_mb=config.memory_mb),
+                limits=Limits(cpu_s=cpu_s + again_s, wall_s=2 * cpu_s + 1 + again_s, mem_mb=config.memory_mb),
             )
         )
         if outcome.verdict is Verdict.infrastructure_error:

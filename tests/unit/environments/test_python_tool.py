@@ -133,7 +133,7 @@ def test_the_time_of_earlier_calls_is_not_counted_against_a_later_one_until_the_
     monkeypatch.setattr(python_tool, "shared_sandbox", lambda packages: fake)
     tool = build(timeout=1.0, total_timeout=3.0)
     assert [tool.python("1") for _ in range(2)] == ["(no output)"] * 2
-    assert fake.cpu_s == [1.0, 0.5 + 2 * 2.5]
+    assert fake.cpu_s == [1.0, 0.5 + 1.5 * 2.5]
     fake.outcome = Outcome(verdict=Verdict.runtime_error, exit_code=42, cpu_s=3.1)
     tool.python("1")
     assert tool.python("1") == "Not run: the calls have used their 3 s of computing time."
