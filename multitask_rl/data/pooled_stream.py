@@ -87,8 +87,16 @@ class PooledStream(PromptStream):
         """Return the next ``n`` rows, each with its draw number; no row twice while there are others."""
         rank = {name: i for i, name in enumerate(self._pools)}
         counts, self._carry = apportion(self._shares(), n, self._carry, rank)
+        counts = dict(counts)
+        if n <= len(self._rows):  # draws beyond a pool's size move to the pools with most room
+            room = {name: len(self._pools[name]) - count for name, count in counts.items()}
+            for name in [name for name, left in room.items() if left < 0]:
+                for _ in range(-room[name]):
+                    other = max(room, key=lambda o: room[o])
+                    counts[name], counts[other] = counts[name] - 1, counts[other] + 1
+                    room[name], room[other] = room[name] + 1, room[other] - 1
         rows: list[tuple[int, Row]] = []
-        for name, count in self._within_sizes(counts, n).items():
+        for name, count in counts.items():
             pool = self._pools[name]
             for _ in range(count):
                 index = next(iter(pool))
@@ -100,14 +108,9 @@ class PooledStream(PromptStream):
         return rows
 
     def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:
-        """Learn what the groups of a step earned.
+        """Learn what the groups of ``step`` earned; return an event when the shares have moved.
 
-        Args:
-            groups: draw number -> rewards of its rollouts; empty = none could be judged: teaches nothing.
-            step: the step they are of.
-
-        Returns:
-            An event when the shares have moved.
+        ``groups``: draw number -> rewards of its rollouts; empty = none could be judged: teaches nothing.
         """
         self._step_draws = Counter()
         self._scale.observe(rewards for rewards in groups.values() if rewards)
@@ -119,27 +122,21 @@ class PooledStream(PromptStream):
             if rewards:
                 usual = self._scale.clip(rewards)
                 self._estimates[pool].observe(usual)
-                self._move(index, math.fsum(usual) / len(usual))
-        self._give_up(max(groups, default=-1), step)
-        return self._report(step)
-
-    def _give_up(self, last: int, step: int) -> None:
-        """Forget the draws up to ``last`` that cannot come any more: too late, or too long for the model."""
+                if self._spec.by == PASS_RATE:
+                    mean = math.fsum(usual) / len(usual)
+                    old = self._rates.get(index, mean)
+                    self._rates[index] = rate = old + _ROW_GAIN * (mean - old)
+                    number = int(place(rate, *self._scale.scale) * self._spec.pools)
+                    for rows in self._pools.values():
+                        rows.pop(index, None)
+                    self._pools[str(min(number, self._spec.pools - 1))][index] = None
+        # forget earlier draws that cannot come any more: too late, or too long for the model
+        last = max(groups, default=-1)
         for draw in [d for d in self._pending if d <= last]:
             if step - self._missed.setdefault(draw, step) >= self._late_steps:
                 del self._pending[draw]
         self._missed = {draw: since for draw, since in self._missed.items() if draw in self._pending}
-
-    def _move(self, index: int, mean: float) -> None:
-        if self._spec.by != PASS_RATE:
-            return
-        old = self._rates.get(index)
-        rate = mean if old is None else old + _ROW_GAIN * (mean - old)
-        self._rates[index] = rate
-        number = min(self._spec.pools - 1, int(place(rate, *self._scale.scale) * self._spec.pools))
-        for pool in self._pools.values():
-            pool.pop(index, None)
-        self._pools[str(number)][index] = None
+        return self._report(step)
 
     def shift(self) -> float:
         """Return the mean reward of uniformly drawn prompts minus that of the last observed step.
@@ -172,19 +169,6 @@ class PooledStream(PromptStream):
         learnability = {name: e.learnability(self._scale) for name, e in self._estimates.items()}
         return pool_shares(sizes, learnability, self._spec.floor)
 
-    def _within_sizes(self, counts: Mapping[str, int], n: int) -> dict[str, int]:
-        """Return ``counts`` with draws beyond a pool's size moved to the pools with most room."""
-        fitted = dict(counts)
-        if n > len(self._rows):
-            return fitted
-        room = {name: len(self._pools[name]) - count for name, count in fitted.items()}
-        for name in [name for name, left in room.items() if left < 0]:
-            for _ in range(-room[name]):
-                other = max(room, key=lambda o: room[o])
-                fitted[name], fitted[other] = fitted[name] - 1, fitted[other] + 1
-                room[name], room[other] = room[name] + 1, room[other] - 1
-        return fitted
-
     def _report(self, step: int) -> list[Event]:
         shares, before = self._shares(), self._reported
         if 0.5 * math.fsum(abs(shares[name] - before[name]) for name in shares) < _REPORTED_MOVE:
@@ -192,8 +176,9 @@ class PooledStream(PromptStream):
         self._reported = shares
         name = max(shares, key=lambda o: shares[o] - before[o])
         estimate = self._estimates[name]
+        label = "never asked" if name == UNSEEN else self._labels[int(name)]
         reason = (
-            f"share of pool {name} ({self._label(name)}) {before[name]:.2f} -> {shares[name]:.2f}: "
+            f"share of pool {name} ({label}) {before[name]:.2f} -> {shares[name]:.2f}: "
             f"{len(self._pools[name])} prompts, pass rate {estimate.pass_rate(self._scale):.2f}, "
             f"learnability {estimate.learnability(self._scale):.3f}"
         )
@@ -203,12 +188,8 @@ class PooledStream(PromptStream):
             "learnability": {o: e.learnability(self._scale) for o, e in self._estimates.items()},
             "sizes": {o: len(pool) for o, pool in self._pools.items()},
         }
-        return [
-            Event(step=step, source="curriculum", kind="pools", reason=reason, task=self._task, data=data)
-        ]
-
-    def _label(self, name: str) -> str:
-        return "never asked" if name == UNSEEN else self._labels[int(name)]
+        event = Event(step=step, source="curriculum", kind="pools", reason=reason, task=self._task, data=data)
+        return [event]
 
     def state_dict(self) -> dict[str, Any]:
         """Return cursor, pools and estimates, JSON-able."""
@@ -237,9 +218,8 @@ class PooledStream(PromptStream):
         """
         before = self._draw
         super().load_state_dict(later)
-        given = {
-            int(index): draw for index, draw in later["curriculum"]["last_draw"].items() if draw >= before
-        }
+        drawn = later["curriculum"]["last_draw"]
+        given = {int(index): draw for index, draw in drawn.items() if draw >= before}
         for index in sorted(given, key=given.__getitem__):
             for pool in self._pools.values():
                 if index in pool:
@@ -248,11 +228,7 @@ class PooledStream(PromptStream):
         self._pending, self._missed = {}, {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; pools of other rows or of another curriculum start anew.
-
-        Raises:
-            CheckpointError: ``state`` is not one of a stream.
-        """
+        """Continue from ``state``; pools of other rows or of another curriculum start anew."""
         super().load_state_dict(state)
         saved = state.get("curriculum")
         same_rows = (state["length"], state["fingerprint"]) == (len(self._rows), self._fingerprint)
@@ -276,10 +252,9 @@ class PooledStream(PromptStream):
 
 
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:
-    """Sort rows into pools by a column: a pool per value, or for many numbers pools of about equal size.
+    """Return the labels of pools by a column, ascending, and the pool of every row.
 
-    Returns:
-        The pools' labels in ascending order, and the pool of every row.
+    There is a pool per value; many numbers make pools of about equal size.
 
     Raises:
         DataError: a row lacks the column, or it holds more texts than there are pools.

@@ -16,7 +16,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from multitask_rl.config.checks import DATA_SUFFIXES
 from multitask_rl.errors import DataError, path_errors
@@ -41,11 +41,7 @@ class LazyRows(Sequence[Row]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._get(i) for i in range(*index.indices(self._length))]
         if not -self._length <= index < self._length:
@@ -105,11 +101,7 @@ def read_file(path: str | Path) -> Rows:
 
 
 def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]:
-    """Return the rows of every split of a Hugging Face data set.
-
-    Raises:
-        DataError: it is neither in the cache nor on the hub, or ``datasets`` cannot read it.
-    """
+    """Return the rows of every split of a Hugging Face data set; a ``DataError`` if it cannot be loaded."""
     import datasets  # heavy: 0.6 s, only for data sets of the hub
 
     try:
@@ -155,11 +147,7 @@ class _OpenFile:
             yield from file
 
     def read(self, start: int, end: int) -> bytes:
-        """Return a part of the file.
-
-        Raises:
-            DataError: it was changed since it was opened.
-        """
+        """Return a part of the file; a ``DataError`` if it was changed since it was opened."""
         data, now = os.pread(self._descriptor, end - start, start), os.fstat(self._descriptor)
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise DataError(
@@ -189,8 +177,9 @@ def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path:
             except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
                 raise DataError(f"{path}:{number}: not a line of JSON: {error}") from error
             if not isinstance(value, dict):
-                name = type(value).__name__
-                raise DataError(f"{path}:{number}: expected a JSON object (a row), got {name}")
+                raise DataError(
+                    f"{path}:{number}: expected a JSON object (a row), got {type(value).__name__}"
+                )
             starts.append(start)
             ends.append(end)
         start = end
@@ -198,11 +187,7 @@ def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path:
 
 
 def _parse_json(data: bytes) -> Any:
-    """Return the value of JSON ``data`` in UTF-8.
-
-    Raises:
-        ValueError: no JSON, nested too deep, or with a lone surrogate, which no tokenizer and no file takes.
-    """
+    """Return the value of JSON in UTF-8; refuse a lone surrogate, which no tokenizer and no file takes."""
     try:
         value = json.loads(data.decode("utf-8-sig"))
     except RecursionError as error:

@@ -11,7 +11,6 @@ import ast
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from multitask_rl.boundary.python_source import parse_python
@@ -27,19 +26,12 @@ _SIZE = 1000
 _LITERAL = "metadata_literal"
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Makes row ``index`` of one split."""
-
-    name: str
-    split: str
-    generator: Any
-
-    def __call__(self, index: int) -> Row:
-        entry = self.generator[index]
+def _rows(label: str, generator: Any, count: int) -> GeneratedRows:
+    def row(index: int) -> Row:
+        entry = generator[index]
         question, metadata = str(entry["question"]), _plain(entry["metadata"])
         return {
-            "id": f"{self.name}-{self.split}-{index}",
+            "id": f"{label}-{index}",
             "prompt": question,
             "question": question,
             # Some puzzles have no answer of their own: whatever solves them is right.
@@ -49,23 +41,16 @@ class _Rows:
             _LITERAL: repr(metadata),
         }
 
+    return GeneratedRows(count, row)
+
 
 def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
     """Return the rows of generator ``name`` by split: ``train`` and ``validation``.
 
-    Args:
-        spec: its ``dataset_config`` holds the generator's own keys, ``size`` (training rows, default 1000; a
-            tenth as many are held out; all are evaluated on if the task is evaluation_only) and ``seed``.
-        name: what follows the prefix.
-
-    Returns:
-        Rows made when asked for, with the columns ``id``, ``prompt``, ``question``, ``answer``, ``metadata``
-        and ``metadata_literal`` (see ``entry_of``); all of them JSON.
-
-    Raises:
-        MissingExtraError: reasoning-gym is not installed.
-        PluginError: there is no such generator.
-        ConfigError: keys or values the generator does not know.
+    ``spec.dataset_config`` holds the generator's own keys, ``size`` (training rows, default 1000; a tenth as
+    many are held out; all are evaluated on if the task is evaluation_only) and ``seed``. Rows are made when
+    asked for, with the columns ``id``, ``prompt``, ``question``, ``answer``, ``metadata`` and
+    ``metadata_literal`` (see ``entry_of``); all of them JSON. Raises as ``create_generator``.
     """
     where = f"{spec.source or 'tasks'}: tasks.{spec.name}.dataset_config"
     given = dict(spec.dataset_config)
@@ -79,7 +64,7 @@ def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
         # numpy's generators take 32 bits, and generators add the row's number to their seed.
         start = derive_seed(seed, "reasoning_gym", name, split) % 2**31
         generator = create_generator(name, {**given, "size": count, "seed": start}, where)
-        splits[split] = GeneratedRows(count, _Rows(name, split, generator))
+        splits[split] = _rows(f"{name}-{split}", generator, count)
     return splits
 
 
@@ -115,11 +100,7 @@ def create_generator(name: str, config: Mapping[str, Any], where: str) -> Any:
 
 
 def entry_of(row: Row) -> dict[str, Any]:
-    """Return the generator's own entry of a row: ``metadata`` with its tuples and numbers as keys again.
-
-    Raises:
-        ValueError: ``metadata_literal`` is no Python literal.
-    """
+    """Return the generator's own entry of a row: ``metadata`` with its tuples and numbers as keys again."""
     entry = dict(row)
     literal = entry.pop(_LITERAL, None)
     if isinstance(literal, str):

@@ -196,10 +196,7 @@ class _Hidden:
     def encode(self, text: str, tokenizer: PreTrainedTokenizerBase, *, begun: bool) -> list[int]:
         """Return the ids of ``text``: special tokens are parsed in it, not in what a stand-in stands for.
 
-        Args:
-            text: rendered from ``row``.
-            tokenizer: its tokenizer.
-            begun: the text holds the tokens it begins with; the tokenizer adds none.
+        ``begun``: the text holds the tokens it begins with; the tokenizer adds none.
         """
         pieces = re.split(f"([{''.join(self._texts)}])", text) if self._texts else [text]
         ids: list[int] = []
@@ -287,9 +284,8 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     if len(pieces) != 1 or pieces[0][0] or pieces[0][1] is None:
         return []
     value = row.get(pieces[0][1])
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
-        return value
-    return []
+    is_chat = isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value)
+    return value if is_chat else []  # type: ignore[return-value]
 
 
 def check_rows(

@@ -24,15 +24,7 @@ class PromptStream:
     rollouts.
 
     If the data set changed between two runs, ``load_state_dict`` starts the next epoch on the new rows, keeps
-    counting draws, and logs a warning.
-
-    Args:
-        rows: at least one row.
-        task: name of the task.
-        seed: the run's seed.
-
-    Raises:
-        DataError: ``rows`` is empty.
+    counting draws, and logs a warning. Empty ``rows`` are a ``DataError``. ``seed`` is the run's.
     """
 
     def __init__(self, rows: Rows, *, task: str, seed: int) -> None:
@@ -105,11 +97,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; see the class for a data set that changed.
-
-        Raises:
-            CheckpointError: ``state`` is not one of this class.
-        """
+        """Continue from ``state``; raises ``CheckpointError`` if it is not one of this class."""
         try:
             draw, first_draw = int(state["draw"]), int(state["first_draw"])
             first_epoch, length = int(state["first_epoch"]), int(state["length"])
@@ -128,7 +116,5 @@ class PromptStream:
         self._first_draw = draw
         logger.warning(
             "data set of task %r changed since the checkpoint (%d rows then, %d now): a new epoch starts",
-            self._task,
-            length,
-            len(self._rows),
+            *(self._task, length, len(self._rows)),
         )

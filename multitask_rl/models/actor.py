@@ -38,11 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Actor:
-    """The policy that every task trains; its model is in evaluation mode outside of ``learning``.
-
-    Raises:
-        ConfigError: the tokenizer has no end-of-sequence token.
-    """
+    """The policy that every task trains; its model is in evaluation mode outside of ``learning``."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
@@ -108,11 +104,7 @@ class Actor:
 
     @property
     def grammars(self) -> Grammars:
-        """Compiled grammars, for sampling and training; made again when the vocabulary has grown.
-
-        Raises:
-            MissingExtraError, ConfigError: see ``Grammars``.
-        """
+        """Compiled grammars, for sampling and training; made again when the vocabulary has grown."""
         vocab_size = int(self.model.config.get_text_config().vocab_size)
         known = self._grammars
         if known is None or (known.tokenizer_size, known.logits_size) != (len(self.tokenizer), vocab_size):
@@ -131,8 +123,7 @@ class Actor:
     def add_control_tokens(self, number: int) -> list[int]:
         """Return the ids of ``<|reward_0|>`` .. ``<|reward_{number-1}|>``; add those that are missing.
 
-        Their embedding rows start as the mean of the known rows, which keeps the scale of the logits. This
-        also holds for spare rows of the model, which were never trained.
+        Their embedding rows start as the mean of the known rows, which keeps the scale of the logits.
         """
         names = _control_names(number)
         known = self.tokenizer.get_vocab()
@@ -159,15 +150,12 @@ class Actor:
         return tuple(sorted(control_ids(self.tokenizer).values()))
 
     def keep_control_tokens(self, directory: Path) -> None:
-        """Add the control tokens of a saved actor, even if no task uses them any more.
-
-        A run's vocabulary never shrinks: weights, moments and engines keep a row for each token. With
-        adapters there are no control tokens.
+        """Add the control tokens of a saved actor: a run's vocabulary never shrinks.
 
         Raises:
             CheckpointError: a token has another id than here.
         """
-        if self.config.lora.rank > 0:
+        if self.config.lora.rank > 0:  # without control tokens
             return
         from transformers import AutoTokenizer
 
@@ -187,11 +175,8 @@ class Actor:
     @contextlib.contextmanager
     def reference_policy(self, reference: PreTrainedModel | None) -> Iterator[PreTrainedModel]:
         """Yield the model of the reference policy: ``reference``, or this model without its adapters."""
-        if reference is not None:
-            yield reference
-        else:
-            with self.model.disable_adapter():
-                yield self.model
+        with contextlib.nullcontext() if reference is not None else self.model.disable_adapter():
+            yield self.model if reference is None else reference
 
     def clone_for_reference(self) -> PreTrainedModel | None:
         """Return a frozen copy of the present weights; None with adapters, which need no copy."""
@@ -296,11 +281,7 @@ def learning(model: nn.Module) -> Iterator[None]:
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy ``weights`` into ``model`` in place.
-
-    Raises:
-        CheckpointError: a weight of the model is missing or has another shape.
-    """
+    """Copy ``weights`` into ``model`` in place; raise ``CheckpointError`` if they do not fit."""
     if any("lora_" in name for name in weights):
         raise CheckpointError(
             "the checkpoint holds adapters and no whole model: set model.lora.* as it was, or begin a new "
@@ -328,18 +309,11 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of the safetensors files of a model directory."""
     from safetensors.torch import load_file
 
-    state: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        state.update(load_file(file))
-    return state
+    return {k: v for file in sorted(directory.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def check_attention(config: ModelConfig, device: str = "") -> None:
-    """Refuse an attention that is unknown, not installed, or that cannot train on ``device`` in its dtype.
-
-    Raises:
-        ConfigError: as said.
-    """
+    """Refuse an attention that is unknown, not installed, or that cannot train on ``device`` in its dtype."""
     from transformers import utils
 
     name, device = config.attn_implementation, device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -393,8 +367,7 @@ def load_actor(
         tokenizer: instead of the model's own.
 
     Raises:
-        ConfigError: no name is given, it names no causal language model with a tokenizer, or the model
-            cannot have the attention.
+        ConfigError: it is no causal language model with a tokenizer, or cannot have the attention.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -478,21 +451,19 @@ def make_actor(
 
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        got = type(model).__name__
         raise ConfigError(
-            f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got "
-            f"{type(model).__name__}"
+            f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got {got}"
         )
     check_positions(model)
     config = replace(config or ModelConfig(), name_or_path=model.name_or_path)
     if tokenizer is None:
+        trust = config.trust_remote_code
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                config.name_or_path, trust_remote_code=config.trust_remote_code
-            )
+            tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, trust_remote_code=trust)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no tokenizer comes with the model ({config.name_or_path!r}); give tokenizer=..."
-            ) from error
+            problem = f"no tokenizer comes with the model ({config.name_or_path!r}); give tokenizer=..."
+            raise ConfigError(problem) from error
     if config.attn_implementation != "auto":
         check_attention(config, str(model.device))
         model.set_attn_implementation(config.attn_implementation)
@@ -539,9 +510,6 @@ def compile_blocks(model: nn.Module) -> int:
 
     Whole layers would be compiled again for each layer and for every kind of cache and mask. These blocks
     take one tensor, so one compilation holds for sampling and training.
-
-    Raises:
-        ConfigError: the model has no such block, or there is no compiler for its device.
     """
     blocks = [
         module
@@ -567,11 +535,7 @@ def compile_blocks(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode, then restore the mode of every module.
-
-    ``model.train(was_training)`` would also switch on modules that were off inside a model that trains, such
-    as dropout.
-    """
+    """Put ``model`` into evaluation mode, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -30,16 +30,12 @@ _Key = tuple[str, tuple[int, ...]]
 
 
 class Grammars:
-    """Grammars compiled for one tokenizer.
+    """Grammars compiled for one tokenizer of ``transformers``.
 
     Args:
-        tokenizer: of ``transformers``.
+        tokenizer: its tokens can be read as text, else a ``ConfigError`` is raised.
         vocab_size: width of the logits; ids that the tokenizer does not know are never allowed.
         eos_token_id: ends a response; allowed where the text so far is a sentence.
-
-    Raises:
-        MissingExtraError: llguidance is not installed.
-        ConfigError: the tokenizer's tokens cannot be read as text.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_id: int) -> None:
@@ -69,11 +65,7 @@ class Grammars:
         self._cached_bytes = 0
 
     def source(self, grammar: str) -> str:
-        """Return ``grammar`` in llguidance's syntax, limited to characters that the tokenizer can write.
-
-        Raises:
-            ConfigError: the vocabulary lacks bytes that a JSON schema may ask for.
-        """
+        """Return ``grammar`` in llguidance's syntax, limited to characters that the tokenizer can write."""
         if self._alphabet is not None and grammar.startswith('{"json_schema"'):
             raise ConfigError(
                 "a grammar with a json_schema needs a tokenizer with a token for every byte (byte-level or "
@@ -83,11 +75,7 @@ class Grammars:
         return lark_source(grammar, self._alphabet)
 
     def check(self, grammar: str, max_new_tokens: int) -> None:
-        """Check that the tokenizer can write the grammar, and its choices in ``max_new_tokens`` tokens.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Raise ``ConfigError`` unless the tokenizer can write the grammar, choices in ``max_new_tokens``."""
         self._start(grammar)
         for choice in json.loads(grammar).get("choices", ()):
             need = len(self._hf_tokenizer.encode(choice, add_special_tokens=False)) + 1
@@ -124,12 +112,8 @@ class Grammars:
                 forced.append(replay.forced[replay.which])
                 packed.append(replay.packed)
                 rows += len(replay.packed)
-        return TokenMask(
-            tokens=torch.from_numpy(np.concatenate(tokens)),
-            packed=torch.from_numpy(np.concatenate(packed)),
-            which=torch.from_numpy(np.concatenate(which)),
-            forced=torch.from_numpy(np.concatenate(forced)),
-        )
+        parts = (tokens, packed, which, forced)
+        return TokenMask(*(torch.from_numpy(np.concatenate(part)) for part in parts))
 
     def choices(self, grammars: Sequence[str], responses: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return where more than one token was allowed: [T] bool for each of ``responses``.
@@ -207,12 +191,7 @@ class GrammarRows:
         self._width = -(-vocab_size // 32)
 
     def mask(self, logits: Tensor, active: Tensor) -> Tensor:
-        """Set the logits of tokens that are not allowed to -inf, in place.
-
-        Args:
-            logits: [A, V] of the rows that are still sampled.
-            active: [A] their numbers in the batch.
-        """
+        """Set ``logits`` [A, V] of the rows ``active`` [A] to -inf, in place, for refused tokens."""
         from llguidance.numpy import fill_next_token_bitmask_par
 
         rows = active.tolist()
@@ -228,11 +207,7 @@ class GrammarRows:
         return logits
 
     def advance(self, active: Tensor, tokens: Tensor) -> None:
-        """Append the sampled tokens [A] of the rows ``active`` [A].
-
-        Raises:
-            EngineError: a grammar passes a limit of the library.
-        """
+        """Append the sampled tokens [A] of the rows ``active`` [A]."""
         for row, token in zip(active.tolist(), tokens.tolist(), strict=True):
             matcher = self._matchers.get(row)
             if matcher is not None and not matcher.consume_token(token):

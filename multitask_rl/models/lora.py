@@ -14,11 +14,7 @@ from multitask_rl.seeding import derive_seed
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
-    """Wrap ``model`` so that only adapters of rank ``config.rank`` train; ``seed`` is the run's.
-
-    Raises:
-        MissingExtraError: ``peft`` is not installed.
-    """
+    """Wrap ``model`` so that only adapters of rank ``config.rank`` train; ``seed`` is the run's."""
     try:
         import peft
     except ImportError as error:
@@ -62,11 +58,7 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Restore the adapters that ``save_pretrained`` wrote, in place.
-
-    Raises:
-        CheckpointError: the checkpoint has no adapters, or others than the model.
-    """
+    """Restore the adapters that ``save_pretrained`` wrote, in place; a ``CheckpointError`` if they differ."""
     import peft
 
     own = peft.get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -73,9 +73,6 @@ def check_positions(model: Any) -> None:
     """Refuse a model that was built before its configuration was scaled.
 
     It computes with its first positions, and its checkpoints would be loaded with others.
-
-    Raises:
-        ConfigError: as said.
     """
     for module in model.modules():
         own = dict(module.named_buffers(recurse=False)).get("original_inv_freq")

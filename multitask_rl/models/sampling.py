@@ -1,7 +1,4 @@
-"""The sampled distribution, which engine and trainer share.
-
-Axes: ``B`` rows, ``V`` vocabulary.
-"""
+"""The sampled distribution, which engine and trainer share. Axes: ``B`` rows, ``V`` vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ def draw_uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=seed)).random(count, dtype=np.float32)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class TokenMask:
     """The tokens that grammars allow at some positions of a batch, one bit per token of the vocabulary."""
 
@@ -32,12 +29,7 @@ class TokenMask:
 
     def to(self, device: torch.device) -> TokenMask:
         """Move the tensors."""
-        return TokenMask(
-            tokens=self.tokens.to(device),
-            packed=self.packed.to(device),
-            which=self.which.to(device),
-            forced=self.forced.to(device),
-        )
+        return TokenMask(*(t.to(device) for t in (self.tokens, self.packed, self.which, self.forced)))
 
     def slice(self, start: int, stop: int) -> TokenMask | None:
         """Return the masks of the positions from ``start`` up to ``stop``, numbered from there."""
@@ -52,9 +44,7 @@ class TokenMask:
     def _renumbered(self, tokens: Tensor, kept: Tensor) -> TokenMask | None:
         if not bool(kept.any()):
             return None
-        return TokenMask(
-            tokens=tokens[kept], packed=self.packed, which=self.which[kept], forced=self.forced[kept]
-        )
+        return TokenMask(tokens[kept], self.packed, self.which[kept], self.forced[kept])
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return ``logits`` [N, V] with -inf for tokens that are not allowed."""
