@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 import multitask_rl
-from multitask_rl.boundary.printable import one_line
-from multitask_rl.boundary.redaction import redact_text
+from multitask_rl.boundary.printable import one_line, redact_text
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
 

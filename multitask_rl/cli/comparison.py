@@ -24,7 +24,7 @@ from multitask_rl.config.run import dotted
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
 from multitask_rl.statistics.intervals import Difference, compare_means, holm
-from multitask_rl.tracking.lines import dump_line
+from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
 
 _IGNORED = ("output_dir", "tracking.", "num_threads", "checkpoint.resume")

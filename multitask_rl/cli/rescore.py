@@ -18,8 +18,7 @@ from typing import Any
 
 from scipy.stats import rankdata
 
-from multitask_rl.boundary.printable import one_line, printable
-from multitask_rl.boundary.redaction import redacted_keys
+from multitask_rl.boundary.printable import one_line, printable, redacted_keys
 from multitask_rl.cli import aligned
 from multitask_rl.config.run import RECORD, ScoringConfig, as_given
 from multitask_rl.config.schema.build import build_dataclass, suggest
@@ -30,7 +29,7 @@ from multitask_rl.config.trust import TRUST, refuse_code
 from multitask_rl.errors import ConfigError, DataError, check_output_file
 from multitask_rl.records import Failure, Score, Scored
 from multitask_rl.scoring.pool import RewardPool
-from multitask_rl.tracking.lines import dump_line, rollout_from_dict, scored_to_dict
+from multitask_rl.tracking.jsonl import dump_line, rollout_from_dict, scored_to_dict
 from multitask_rl.tracking.reading import read_lines
 
 _CHUNK = 256

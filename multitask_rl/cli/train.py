@@ -24,8 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multitask_rl.boundary.printable import EscapingFilter, printable
-from multitask_rl.boundary.redaction import redacted_keys
+from multitask_rl.boundary.printable import EscapingFilter, printable, redacted_keys
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
 from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where

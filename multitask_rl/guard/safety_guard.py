@@ -16,13 +16,19 @@ from multitask_rl.config.run import GuardConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.guard.base import Confirm, Guard
-from multitask_rl.guard.confirmation import compare_paired
-from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, RollbackAdjustments
+from multitask_rl.guard.decision import (
+    CheckpointInfo,
+    GuardAction,
+    GuardDecision,
+    Response,
+    RollbackAdjustments,
+    choose_target,
+)
 from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory
-from multitask_rl.guard.response import Response, choose_target
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.watched_metric import DetectorSettings, WatchedMetric, build_watched
 from multitask_rl.records import Event, TaskEvaluation, TaskStats, rename_task, rename_tasks
+from multitask_rl.statistics.intervals import compare_paired
 
 _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64

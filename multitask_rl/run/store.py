@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from multitask_rl.boundary.redaction import redact
+from multitask_rl.boundary.printable import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.guard.base import Guard

@@ -16,7 +16,7 @@ from multitask_rl.boundary.posting import open_request
 from multitask_rl.records import Event
 from multitask_rl.tracking.background import BackgroundWriter
 from multitask_rl.tracking.base import Tracker
-from multitask_rl.tracking.lines import dump_line
+from multitask_rl.tracking.jsonl import dump_line
 
 TOKEN_VARIABLE = "MULTITASK_RL_WEBHOOK_TOKEN"
 """Environment variable with the token sent as ``Authorization: Bearer ...``."""

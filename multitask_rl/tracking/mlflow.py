@@ -30,13 +30,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multitask_rl.boundary.redaction import redact_text
+from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Event
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.base import Tracker
-from multitask_rl.tracking.lines import dump_line
+from multitask_rl.tracking.jsonl import dump_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

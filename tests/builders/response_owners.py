@@ -87,7 +87,7 @@ OWNERS = (
     ),
     Owner(
         name="records and trackers",
-        modules=("multitask_rl.tracking.lines",),
+        modules=("multitask_rl.tracking.jsonl",),
         process="trainer",
         size="whole, `tracking.store_rollouts` per task and step",
         limits="linear",

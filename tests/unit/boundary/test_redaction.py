@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multitask_rl.boundary.printable import EscapingFilter
-from multitask_rl.boundary.redaction import REDACTED, redact
+from multitask_rl.boundary.printable import REDACTED, EscapingFilter, redact
 from multitask_rl.cli import error_line
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import CheckpointConfig, RunConfig

@@ -20,7 +20,7 @@ from multitask_rl.records import Prompt, Rollout, Score, Scored
 from multitask_rl.run.plan import load_specs
 from multitask_rl.run.store import RunStore
 from multitask_rl.testing.scaffold import KINDS
-from multitask_rl.tracking.lines import dump_line, scored_to_dict
+from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = str(ROOT / "configs" / "reference_tasks.yaml")

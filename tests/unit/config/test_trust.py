@@ -15,7 +15,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score, Scored
 from multitask_rl.testing import make_rollout
 from multitask_rl.testing.listing import Description
-from multitask_rl.tracking.lines import dump_line, scored_to_dict
+from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
 
 CODE = """
 from pathlib import Path

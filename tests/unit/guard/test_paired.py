@@ -6,8 +6,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from multitask_rl.guard.confirmation import compare_paired
 from multitask_rl.records import Direction
+from multitask_rl.statistics.intervals import compare_paired
 
 
 def test_mcnemar_equals_the_hand_computed_binomial_tail() -> None:

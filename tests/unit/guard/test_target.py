@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from multitask_rl.guard.decision import CheckpointInfo
-from multitask_rl.guard.response import choose_target
+from multitask_rl.guard.decision import CheckpointInfo, choose_target
 
 
 def _good(*steps: int) -> list[CheckpointInfo]:

@@ -28,8 +28,7 @@ from multitask_rl.records import (
 )
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ConsoleTracker
-from multitask_rl.tracking.jsonl import JsonlTracker
-from multitask_rl.tracking.lines import rollout_from_dict
+from multitask_rl.tracking.jsonl import JsonlTracker, rollout_from_dict
 
 METRICS = {
     "task/math/reward_mean": 0.5,
