@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from multitask_rl.records import TrainSample
@@ -62,19 +61,6 @@ class StepStartOutputs:
     """None: not requested."""
     values: list[Tensor] | None
     """None: not requested."""
-
-    def join(self, counts: Sequence[int]) -> StepStartOutputs:
-        """Return the outputs of rollouts, given how many samples each one is in this record."""
-        if all(count == 1 for count in counts):
-            return self
-
-        def joined(tensors: list[Tensor] | None) -> list[Tensor] | None:
-            following = iter(tensors or ())
-            return tensors and [torch.cat([next(following) for _ in range(count)]) for count in counts]
-
-        return StepStartOutputs(
-            joined(self.old_logprobs) or [], joined(self.ref_logprobs), joined(self.values)
-        )
 
     @classmethod
     def merge(cls, shares: Sequence[Sequence[int]], parts: Sequence[StepStartOutputs]) -> StepStartOutputs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -73,24 +72,19 @@ class CreditAssigner:
     ) -> tuple[list[CreditedSample], dict[str, float]]:
         """Credit episodes as a whole; return a sample per context that they were sampled in."""
         needs_critic = task.algorithm.needs_critic
-        parts = [sample.split() for sample in samples]
+        whole_and_parts = [(sample, part) for sample in samples for part in sample.split()]
+        parts = [part for _, part in whole_and_parts]
         want_ref = task.spec.kl.coefficient > 0 and not task.algorithm.wants_exact_kl
         before = None
         if want_ref or needs_critic or self._many_updates:
             before = self._backend.step_start_outputs(
-                task.spec.name,
-                [part for own in parts for part in own],
-                want_values=needs_critic,
-                want_ref=want_ref,
-            ).join([len(own) for own in parts])
+                task.spec.name, parts, want_values=needs_critic, want_ref=want_ref
+            )
         known = None
         answers = [(s.scored.rollout.sampling.grammar, answer) for s in samples for answer in s.answers]
         if any(grammar for grammar, _ in answers):
             restricted = self._backend.runner.actor.grammars
-            by_answer = iter(restricted.choices([g for g, _ in answers], [answer for _, answer in answers]))
-            known = [torch.cat([next(by_answer) for _ in s.answers]) for s in samples]
-        # a critic learns a value at every token
-        choices = None if needs_critic else known
+            known = torch.cat(restricted.choices([g for g, _ in answers], [answer for _, answer in answers]))
         costs = None
         if task.multipliers:
             rows = [[concerned_cost(s.scored, name) for name in task.multipliers] for s in samples]
@@ -110,7 +104,8 @@ class CreditAssigner:
             rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
             groups=torch.tensor([groups.setdefault(s.scored.rollout.group_id, len(groups)) for s in samples]),
             lengths=torch.tensor([len(s.response_ids) for s in samples]),
-            choices=None if choices is None else torch.cat(choices),
+            # a critic learns a value at every token
+            choices=None if needs_critic else known,
             old_logprobs=torch.cat(before.old_logprobs) if before else None,
             ref_logprobs=torch.cat(before.ref_logprobs) if before and before.ref_logprobs else None,
             values=torch.cat(before.values) if before and before.values else None,
@@ -120,11 +115,13 @@ class CreditAssigner:
             **components,
         )
         credit = task.algorithm.credit(batch)
-        sizes = [len(s.response_ids) for s in samples]
-        advantages = [own.clone() for own in torch.split(credit.advantages, sizes)]
-        returns = None
-        if credit.returns is not None:
-            returns = [own.clone() for own in torch.split(credit.returns, sizes)]
+
+        def by_part(tokens: Tensor) -> list[Tensor]:
+            return [own.clone() for own in torch.split(tokens, [len(part.response_ids) for part in parts])]
+
+        advantages = by_part(credit.advantages)
+        returns = None if credit.returns is None else by_part(credit.returns)
+        choices = None if batch.choices is None else by_part(batch.choices)
         old = before.old_logprobs if before and self._many_updates else None
         ref = before.ref_logprobs if before else None
         values = before.values if before else None
@@ -134,36 +131,25 @@ class CreditAssigner:
             values = [scale * v + shift for v in values]
         metrics = dict(credit.metrics)
         if known is not None:
-            metrics["grammar/forced_share"] = 1.0 - float(torch.cat(known).float().mean())
-        if before and before.ref_logprobs:
-            gaps = [(o - r).sum() for o, r in zip(before.old_logprobs, before.ref_logprobs, strict=True)]
-            metrics["kl"] = float(torch.stack(gaps).mean())
+            metrics["grammar/forced_share"] = 1.0 - float(known.float().mean())
+        if batch.old_logprobs is not None and batch.ref_logprobs is not None:
+            gaps = torch.split(batch.old_logprobs - batch.ref_logprobs, batch.lengths.tolist())
+            metrics["kl"] = float(torch.stack([gap.sum() for gap in gaps]).mean())
         may_skip = task.zero_advantage_is_zero_gradient
         has_gradient = [not may_skip or bool(own.any()) for own in advantages]
         if choices is not None:
             has_gradient = [h and bool(own.any()) for h, own in zip(has_gradient, choices, strict=True)]
-        credited = []
-        for i, sample in enumerate(samples):
-            start = 0
-            for part in parts[i]:
-                own = slice(start, start := start + len(part.response_ids))
-
-                def take(tensors: Sequence[Tensor] | None, i: int = i, own: slice = own) -> Tensor | None:
-                    if not tensors or len(parts[i]) == 1:
-                        return tensors[i] if tensors else None
-                    return tensors[i][own].clone()
-
-                credited.append(
-                    CreditedSample(
-                        sample=part,
-                        advantages=cast(Tensor, take(advantages)),
-                        old_logprobs=take(old),
-                        ref_logprobs=take(ref),
-                        old_values=take(values),
-                        returns=take(returns),
-                        choices=take(choices),
-                        has_gradient=has_gradient[i],
-                        fraction=len(part.response_ids) / len(sample.response_ids),
-                    )
-                )
-        return credited, metrics
+        return [
+            CreditedSample(
+                sample=part,
+                advantages=advantages[i],
+                old_logprobs=old[i] if old else None,
+                ref_logprobs=ref[i] if ref else None,
+                old_values=values[i] if values else None,
+                returns=returns[i] if returns else None,
+                choices=choices[i] if choices else None,
+                has_gradient=has_gradient[i],
+                fraction=len(part.response_ids) / len(sample.response_ids),
+            )
+            for i, (sample, part) in enumerate(whole_and_parts)
+        ], metrics
