@@ -98,11 +98,6 @@ class Critic(nn.Module):
             return contextlib.nullcontext()
         return learning(self.trunk)
 
-    @property
-    def is_used(self) -> bool:
-        """At least one task needs the critic."""
-        return len(self.heads) > 0
-
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the trunk's last hidden states [N, H] before each response token (``separate`` only)."""
         assert self.trunk is not None, "the actor is the trunk"

@@ -165,8 +165,7 @@ class ModelRunner:
 
     def cut(self, samples: Sequence[TrainSample], *, for_reference: bool = False) -> list[MicroBatch]:
         """Cut samples into micro-batches by the configured token budget and layout."""
-        prompts = [_reference_prompt(s) if for_reference else s.prompt_ids for s in samples]
-        batches = self._cut(prompts, *_behind(samples))
+        batches = self._cut(*_rows(samples, for_reference=for_reference))
         missing = self.passes.most(len(batches)) - len(batches)
         return batches + [self._idle() for _ in range(missing)]
 
@@ -239,8 +238,7 @@ class ModelRunner:
         """
         batch = make_microbatch(
             list(range(len(samples))),
-            [_reference_prompt(s) for s in samples],
-            *_behind(samples),
+            *_rows(samples, for_reference=True),
             layout="packed" if self._config.batch.layout == "packed" else "bucketed",
             pad_token_id=self.actor.pad_token_id,
         ).to(logits.device)
@@ -293,13 +291,11 @@ def scatter(target: list[Tensor], batch: MicroBatch, flat: Tensor) -> None:
         target[index] = part.clone()
 
 
-def _behind(
-    samples: Sequence[TrainSample],
-) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
-    """Return the tokens behind each prompt, and the positions of the sampled ones (None = all)."""
+def _rows(
+    samples: Sequence[TrainSample], *, for_reference: bool = False
+) -> tuple[list[Sequence[int]], list[Sequence[int]], list[Sequence[int] | None]]:
+    """Return prompts, the tokens behind them, and the positions of the sampled ones (None = all)."""
+    ref = [s.ref_prompt_ids if for_reference else None for s in samples]
+    prompts = [s.prompt_ids if own is None else own for s, own in zip(samples, ref, strict=True)]
     found = [s.behind_prompt() for s in samples]
-    return [tokens for tokens, _ in found], [sampled for _, sampled in found]
-
-
-def _reference_prompt(sample: TrainSample) -> Sequence[int]:
-    return sample.ref_prompt_ids if sample.ref_prompt_ids is not None else sample.prompt_ids
+    return prompts, [tokens for tokens, _ in found], [sampled for _, sampled in found]

@@ -43,7 +43,7 @@ class InProcess(TrainingBackend):
         self.runner = runner
         self.tasks = tasks
         actor = runner.actor.trainable_parameters() if parameters is None else list(parameters)
-        critic = list(runner.critic.parameters()) if runner.critic.is_used else []
+        critic = list(runner.critic.parameters())
         models = (runner.actor.model, runner.critic)
         self.optimizer = ActorCriticOptimizer(
             actor,
@@ -124,13 +124,9 @@ class InProcess(TrainingBackend):
             positions = [i for i, n in enumerate(names) if n == name]
             members, own = torch.tensor(positions, device=device), [chosen[i][0] for i in positions]
             samples = [c.sample for c in own]
-            in_loss: slice | Tensor = slice(None)
-            if any(c.choices is not None for c in own):
-                masks = [
-                    torch.ones(len(c.advantages), dtype=torch.bool) if c.choices is None else c.choices
-                    for c in own
-                ]
-                in_loss = torch.cat(masks).to(device)
+            # either all samples of a task have choices, or none
+            choices = [c.choices for c in own if c.choices is not None]
+            in_loss = torch.cat(choices).to(device) if choices else slice(None)
 
             def stack(tensors: Sequence[Tensor | None], in_loss: slice | Tensor = in_loss) -> Tensor | None:
                 found = [tensor for tensor in tensors if tensor is not None]

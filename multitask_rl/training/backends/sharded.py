@@ -359,6 +359,6 @@ def shard_learner(
         is_whole=False,
     )
     own = InProcess(runner, tasks, config, [p for p in shards.local if p.requires_grad and p.numel()])
-    state = ShardedState(ranks, shards, list(critic.parameters()) if critic.is_used else [])
+    state = ShardedState(ranks, shards, list(critic.parameters()))
     own.optimizer.share_out(state)
     return own, state
