@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from multitask_rl.tracking.lines import rollout_from_dict
 
 from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
+from multitask_rl.tracking.jsonl import rollout_from_dict
 from run_builders import TASKS, lines, run_config, train, weights_hash, write_run
 
 WORLD = """
