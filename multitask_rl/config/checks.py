@@ -47,12 +47,7 @@ def is_file(path: Path) -> bool:
 
 
 def parse_template(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
-    """Return the pieces of a prompt template as ``string.Formatter.parse`` does.
-
-    Raises:
-        ConfigError: unbalanced braces, a field that is not a plain column name, a conversion other than
-            ``!r`` and ``!s``, or a format that Python does not know or that is wider than 999.
-    """
+    """Return the pieces of a prompt template as ``string.Formatter.parse`` does; refuse what is no column."""
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -73,12 +68,7 @@ def parse_template(template: str) -> list[tuple[str, str | None, str | None, str
 
 
 def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
-    """Check what concerns all tasks together.
-
-    Raises:
-        ConfigError: no task to train, all weights zero, floors that add up to more than 1, or a former name
-            that is in use.
-    """
+    """Check what concerns all tasks together: weights, floors and former names."""
     file = where.file or "tasks"
     trained = [s for s in specs.values() if not s.evaluation_only]
     if not trained:
@@ -103,11 +93,7 @@ def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
 
 
 def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
-    """Check one task.
-
-    Raises:
-        ConfigError: says where, what and what is allowed.
-    """
+    """Check one task; a ``ConfigError`` says where, what and what is allowed."""
     name, temperature = spec.name, spec.sampling.temperature if spec.sampling is not None else 1.0
     if name in RESERVED_NAMES:
         raise ConfigError(
@@ -165,9 +151,15 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
 def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
     mode, default = constraint.mode, ConstraintSpec()
     if mode == "grammar":
-        for key in ("plugin", "limit", "weight", "max_attempts", "stream_every", "multiplier"):
-            value = getattr(constraint, key)
-            if value != getattr(default, key):
+        for key, value, usual in (
+            ("plugin", constraint.plugin, default.plugin),
+            ("limit", constraint.limit, default.limit),
+            ("weight", constraint.weight, default.weight),
+            ("max_attempts", constraint.max_attempts, default.max_attempts),
+            ("stream_every", constraint.stream_every, default.stream_every),
+            ("multiplier", constraint.multiplier, default.multiplier),
+        ):
+            if value != usual:
                 raise ConfigError(
                     f"{where.at(key)}: a constraint of mode grammar has no {key}, got {value!r}: it judges "
                     "no response, it decides what can be sampled; give the grammar in config: one of "
@@ -190,11 +182,7 @@ def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
 
 
 def check_entry_point(where: Where, group: str, name: str) -> None:
-    """Refuse a name that no entry point of ``group`` has.
-
-    Raises:
-        ConfigError: names a close match and what is installed.
-    """
+    """Refuse a name that no entry point of ``group`` has."""
     names = sorted({plugin.name for plugin in list_plugins(group)})
     if name not in names and ":" not in name:  # loading checks module:object and file.py:object
         kind = group.rpartition(".")[2].removesuffix("s")

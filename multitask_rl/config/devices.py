@@ -55,10 +55,6 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
 
     >>> parse_devices("cuda:0-2,5").indices
     (0, 1, 2, 5)
-
-    Raises:
-        ConfigError: another form than ``cpu``, ``cuda``, ``cuda:0``, ``cuda:0-3``, ``cuda:4,5``, ``cpu:0-3``,
-            the last four with or without ``sharded`` and ``tensor=2``.
     """
     text = str(text).replace(" ", "")
     if text in ("cpu", "cuda"):

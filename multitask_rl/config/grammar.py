@@ -49,12 +49,7 @@ def require_llguidance() -> None:
 
 
 def check_grammar(config: Mapping[str, Any], where: Where) -> None:
-    """Refuse a grammar that is malformed, uses what the library lacks, or has no sentence.
-
-    Raises:
-        ConfigError: says where, what and what is allowed.
-        MissingExtraError: llguidance is not installed.
-    """
+    """Refuse a grammar that is malformed, uses what the library lacks, or has no sentence."""
     check_keys(config, GRAMMAR_KEYS, where)
     if len(config) != 1:
         got = ", ".join(config) or "none"
@@ -78,10 +73,8 @@ def check_grammar(config: Mapping[str, Any], where: Where) -> None:
             raise ConfigError(f"{place}: expected a list of at least two texts, got {value!r}")
         for index, choice in enumerate(value):
             if not isinstance(choice, str):
-                raise ConfigError(
-                    f"{place.at(index)}: expected text, got {choice!r} ({type(choice).__name__}); put it in "
-                    "quotes"
-                )
+                got = f"{choice!r} ({type(choice).__name__})"
+                raise ConfigError(f"{place.at(index)}: expected text, got {got}; put it in quotes")
             if not choice:
                 raise ConfigError(f"{place.at(index)}: a choice must not be empty")
             if choice in value[:index]:

@@ -144,14 +144,10 @@ class PPOConfig(Settings):
 
     @classmethod
     def of(cls, config: PPOConfig | Mapping[str, Any] | None) -> PPOConfig:
-        """Return ``config`` as a ``PPOConfig``.
-
-        Raises:
-            ConfigError: an unknown key, a value of the wrong type or out of range.
-        """
-        return (
-            config if isinstance(config, PPOConfig) else build_dataclass(cls, config or {}, Where("config"))
-        )
+        """Return ``config`` as a ``PPOConfig``; its keys, types and ranges are checked."""
+        if isinstance(config, PPOConfig):
+            return config
+        return build_dataclass(cls, config or {}, Where("config"))
 
     def run_config(self, *, num_prompts: int, num_epochs: int = 1, max_length: int = 0) -> RunConfig:
         """Return the run that these settings stand for.
@@ -160,9 +156,6 @@ class PPOConfig(Settings):
             num_prompts: training prompts of all tasks.
             num_epochs: passes over them, where ``max_steps`` is 0.
             max_length: longest sequence that the model covers; 0 = no limit known.
-
-        Raises:
-            ConfigError: settings that contradict each other, or an unknown key in ``run``.
         """
         devices = max(1, torchrun_size() or count_cuda_devices())
         responses = self.rollout.batch_size_per_gpu * devices or self.batch_size
@@ -184,9 +177,8 @@ class PPOConfig(Settings):
             length = max_length
         response = self.rollout.response_length or min(256, length // 2)
         if response >= length:
-            raise ConfigError(
-                f"rollout.response_length={response} leaves no room for a prompt in {length} tokens"
-            )
+            problem = f"rollout.response_length={response} leaves no room for a prompt in {length} tokens"
+            raise ConfigError(problem)
         own_critic = self.critic_train.model_name
         given: dict[str, Any] = {
             "output_dir": self.output_dir or new_run_directory(),

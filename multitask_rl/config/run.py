@@ -25,29 +25,9 @@ from multitask_rl.config.schema.ranges import (
     Range,
     Settings,
 )
-from multitask_rl.curriculum.scheduler import SchedulerConfig
+from multitask_rl.curriculum.scheduler import SchedulerConfig as SchedulerConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingSettings
-
-__all__ = [
-    "RECORD",
-    "BatchConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "EvalConfig",
-    "GuardConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RayConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SchedulerConfig",
-    "ScoringConfig",
-    "TrackingConfig",
-    "as_given",
-    "recorded_config",
-]
 
 RECORD = "config.yaml"
 """File of a run's output directory that holds its configuration."""
@@ -255,11 +235,8 @@ class GuardConfig(Settings):
         Settings.__post_init__(self)
         fall = abs(self.threshold_delta)
         if not 0.0 < fall < math.inf or (not self.absolute and fall >= 1.0):
-            allowed = (
-                "a number other than 0"
-                if self.absolute
-                else "a fraction between -1 and 0, e.g. -0.15 for 15 %"
-            )
+            fraction = "a fraction between -1 and 0, e.g. -0.15 for 15 %"
+            allowed = "a number other than 0" if self.absolute else fraction
             raise ConfigError(f"guard.threshold_delta must be {allowed}, got {self.threshold_delta!r}")
 
 
@@ -389,9 +366,6 @@ def recorded_config(run: Path) -> RunConfig:
     """Return the recorded configuration of the run in directory ``run``, to continue it.
 
     The tasks come from the record, not from the run's tasks file, which may have changed since.
-
-    Raises:
-        ConfigError: the record is unreadable, or holds keys that this version does not have.
     """
     document, where = load_yaml(run / RECORD)
     tasks = document.get("tasks") if isinstance(document, Mapping) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from multitask_rl.config.schema.ranges import (
@@ -238,5 +238,6 @@ class TaskSpec(Settings):
         elif not self.sampling_keys:
             result = self.sampling
         else:
-            result = replace(default, **{key: getattr(self.sampling, key) for key in self.sampling_keys})
+            own = {key: value for key, value in asdict(self.sampling).items() if key in self.sampling_keys}
+            result = replace(default, **own)
         return replace(result, grammar=self.grammar) if self.grammar else result

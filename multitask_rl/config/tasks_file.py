@@ -92,11 +92,7 @@ def parse_tasks(document: Any, where: Where | str = "tasks") -> dict[str, TaskSp
 
 
 def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
-    """Check tasks that were built in Python, or once more before a run.
-
-    Raises:
-        ConfigError: a task cannot be run; with ``need_data`` also a task without a data set.
-    """
+    """Check tasks that were built in Python, or once more before a run, which ``need_data``."""
     for spec in specs.values():
         check_task(spec, Where(spec.source, ("tasks", spec.name)), need_data=need_data)
     check_tasks(specs, Where(next((s.source.rsplit(":", 1)[0] for s in specs.values()), "")))
@@ -104,9 +100,6 @@ def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
 
 def fill_weights(names: Sequence[str], given: Mapping[str, float | None]) -> dict[str, float]:
     """Return weights that sum to 1; a missing one is the mean of those given.
-
-    Raises:
-        ConfigError: a weight that is negative, not finite or of an unknown task, or a sum of 0.
 
     >>> fill_weights(["a", "b"], {"a": 2.0})
     {'a': 0.5, 'b': 0.5}

@@ -22,11 +22,7 @@ _REMOTE_CODE = "trust_remote_code"
 
 
 def refuse_code_in(path: str | Path) -> None:
-    """Refuse a tasks file or a run's record from elsewhere that names code.
-
-    Raises:
-        ConfigError: it names code, or it is not YAML.
-    """
+    """Refuse a tasks file or a run's record from elsewhere that names code, or that is not YAML."""
     if not _is_own(Path(os.path.abspath(path))):
         refuse_code(path, _named(load_yaml(path)[0], ""))
 
@@ -35,9 +31,6 @@ def refuse_code(path: str | Path, named: Iterable[tuple[str, str]]) -> None:
     """Refuse code that the file ``path`` from elsewhere names.
 
     ``named`` holds key path and plugin reference (or ``trust_remote_code``) of each thing that it names.
-
-    Raises:
-        ConfigError: it names code.
     """
     file = Path(os.path.abspath(path))
     if _is_own(file):

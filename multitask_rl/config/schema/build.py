@@ -31,11 +31,7 @@ MOVED = {
 
 
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> None:
-    """Refuse the first key that is not allowed.
-
-    Raises:
-        ConfigError: names the place, the key, a close match and what is allowed.
-    """
+    """Refuse the first key that is not allowed; name a close match and what is allowed."""
     allowed = sorted(allowed)
     for key in given:
         if key not in allowed:
@@ -48,9 +44,8 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> No
 
 def setting_fields(cls: Any, skip: Iterable[str] = ()) -> list[dataclasses.Field[Any]]:
     """Return the fields of the dataclass ``cls`` that are keys, less those named in ``skip``."""
-    left_out = set(skip)
-    fields = (f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("derived"))
-    return [f for f in fields if f.name not in left_out]
+    keys = (f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("derived"))
+    return [f for f in keys if f.name not in skip]
 
 
 def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:

@@ -106,11 +106,7 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: names the class, the field, the value and what is allowed.
-        """
+        """Check the ranges."""
         for name, hint in field_hints(type(self)).items():  # type: ignore[arg-type]
             if rules := list(rules_of(hint)):
                 check_value(rules, getattr(self, name), f"{type(self).__qualname__}.{name}")
@@ -126,11 +122,7 @@ def rules_of(hint: Any) -> Iterator[Rule]:
 
 
 def check_value(rules: Iterable[Rule], value: Any, where: object) -> None:
-    """Refuse a value that breaks one of ``rules``. None is allowed; lists and mappings are checked by item.
-
-    Raises:
-        ConfigError: names the place, what is allowed, the value and a close choice.
-    """
+    """Refuse what breaks one of ``rules``; None is allowed, lists and mappings are checked by item."""
     if value is None:
         return
     if isinstance(value, Mapping):
