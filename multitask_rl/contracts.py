@@ -39,6 +39,8 @@ class PluginTraits:
     """Most rollouts in one call."""
     higher_is_better: bool = True
     """Direction of the value."""
+    whole_episodes: bool = False
+    """A constraint that judges an episode of many turns as a whole; others judge it answer by answer."""
     device: str = "cpu"
     """Device that it computes on: ``cpu``, ``cuda``, or ``any``."""
     counterpart: str = ""

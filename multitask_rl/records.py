@@ -203,6 +203,21 @@ class Rollout:
         answers = self.turns or [Turn(num_tokens=len(self.response_ids), response=self.response)]
         return [m for t in answers for m in (*t.messages, {"role": "assistant", "content": t.response})]
 
+    def answers(self) -> list[Rollout]:
+        """Return the answers of an episode as responses of one turn each, as constraints judge them."""
+        ends = itertools.accumulate((turn.num_tokens for turn in self.turns), initial=0)
+        return [
+            replace(
+                self,
+                response=turn.response,
+                finish_reason=turn.finish_reason,
+                response_ids=self.response_ids[a:b],
+                rollout_logprobs=self.rollout_logprobs[a:b],
+                turns=[turn],
+            )
+            for turn, (a, b) in zip(self.turns, itertools.pairwise(ends), strict=True)
+        ]
+
     @property
     def max_response_tokens(self) -> int:
         """Most tokens that ``response_ids`` may have."""

@@ -97,7 +97,17 @@ class Grader:
             self._optional["close"]()
 
     def grade(self, rollouts: Sequence[Rollout]) -> list[Result]:
-        """Return one result per rollout, in order; an error of the plugin becomes a failure."""
+        """Return one result per rollout, in order; an error of the plugin becomes a failure.
+
+        A constraint judges an episode answer by answer; the worst verdict is the episode's.
+        """
+        if self._is_reward or self.traits.whole_episodes or not any(len(r.turns) > 1 for r in rollouts):
+            return self._grade_all(rollouts)
+        answers = [r.answers() for r in rollouts]
+        graded = iter(self._grade_all([answer for own in answers for answer in own]))
+        return [_worst([next(graded) for _ in own]) for own in answers]
+
+    def _grade_all(self, rollouts: Sequence[Rollout]) -> list[Result]:
         needs = self.traits.needs
         if all(name in rollout.row for rollout in rollouts for name in needs):
             return self._grade(rollouts)
@@ -143,3 +153,16 @@ class Grader:
         if self._is_reward:
             return [to_result(value, self.traits, self.source) for value in raw]
         return [to_verdict(value, self.source) for value in raw]
+
+
+def _worst(results: Sequence[Result]) -> Result:
+    """Return the result of an episode, given those of its answers: a failure, else the largest cost."""
+    worst = results[0]
+    for number, result in enumerate(results, 1):
+        if isinstance(result, Failure):
+            return result
+        assert isinstance(result, Verdict)
+        assert isinstance(worst, Verdict)
+        if result.applicable and (not worst.applicable or result.cost > worst.cost or number == 1):
+            worst = replace(result, reason=f"turn {number}: {result.reason}" if result.reason else "")
+    return worst

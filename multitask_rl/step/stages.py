@@ -218,7 +218,8 @@ class RolloutStage(StreamingStage):
             )
             watch = None
             if call.judge is not None:
-                watch = call.judge.watch(seed, rollout, self._tasks[rollout.task].spec)
+                # a partial answer is judged alone, without the turns before it
+                watch = call.judge.watch(seed, replace(rollout, turns=[]), self._tasks[rollout.task].spec)
             prompt_ids, sampling = rollout.prompt.prompt_ids, rollout.sampling
             if isinstance(slot, Episode) and call.episodes is not None:
                 prompt_ids = slot.context_ids

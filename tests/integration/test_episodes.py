@@ -185,3 +185,66 @@ tasks:
     assert {row["reward"] for row in rows} == {0.5}
     assert rows[0]["breakdown"]["environment"]["components"] == {"calls": 0.0, "always": 0.5}
     assert rows[0]["prompt"].endswith(" (count)")
+
+
+CHECKED = """
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.records import Verdict
+
+
+class NoDigit:
+    traits = PluginTraits()
+
+    def judge(self, rollouts):
+        seen = [any(c.isdigit() for c in r.response) for r in rollouts]
+        return [Verdict(cost=float(s), violated=s, reason="a digit") if s else 0.0 for s in seen]
+"""
+
+
+@pytest.mark.parametrize("mode", ["reject", "penalty", "lagrangian"])
+def test_a_constraint_judges_every_answer_of_an_episode(tmp_path, mode):
+    (tmp_path / "checks.py").write_text(CHECKED)
+    settings = {"reject": "max_attempts: 3", "penalty": "weight: 1", "lagrangian": "limit: 0.2"}[mode]
+    constraint = f"    constraints: [{{plugin: checks.py:NoDigit, mode: {mode}, {settings}}}]\n"
+    reward = "    rewards: [environment]\n"
+    write(tmp_path, "tasks:" + ECHO + reward + constraint)
+    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
+    rows = stored(tmp_path / "out")
+    violated = 0
+    for row in rows:
+        answers = [turn["response"] for turn in row["turns"]]
+        has_digit = [any(c.isdigit() for c in answer) for answer in answers]
+        verdict = row["verdicts"]["NoDigit"]
+        assert verdict["violated"] == any(has_digit)
+        if any(has_digit):
+            violated += 1
+            assert verdict["reason"] == f"turn {has_digit.index(True) + 1}: a digit"
+        assert row["rejected"] == (mode == "reject" and any(has_digit))
+    assert 0 < violated < len(rows)
+    if mode == "reject":
+        assert max(row["attempt"] for row in rows) == 2
+
+
+def test_a_streaming_constraint_ends_the_answer_and_the_episode(tmp_path):
+    (tmp_path / "checks.py").write_text(CHECKED)
+    constraint = "{plugin: checks.py:NoDigit, mode: penalty, weight: 1, stream_every: 1}"
+    write(tmp_path, "tasks:" + ECHO + f"    rewards: [environment]\n    constraints: [{constraint}]\n")
+    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
+    flagged = [row for row in stored(tmp_path / "out") if row["finish_reason"] == "flagged"]
+    assert {len(row["turns"]) for row in flagged} > {1}
+    for row in flagged:
+        *before, last = (turn["response"] for turn in row["turns"])
+        # an answer that ends by itself is not shown again
+        assert not any(c.isdigit() for answer in before for c in answer[:-1])
+        assert any(c.isdigit() for c in last)
+        assert row["verdicts"]["NoDigit"]["violated"]
+
+
+def test_a_grammar_holds_in_every_turn(tmp_path):
+    grammar = "{mode: grammar, config: {choices: [aa, bb, cc]}}"
+    write(tmp_path, "tasks:" + ECHO + f"    rewards: [environment]\n    constraints: [{grammar}]\n")
+    train(run_config(tmp_path, "out", 2, eval=EvalConfig(every=0)))
+    answers = {turn["response"] for row in stored(tmp_path / "out") for turn in row["turns"]}
+    assert answers <= {"aa", "bb", "cc"}
+    assert len(answers) > 1
+    assert all_metrics(tmp_path / "out")["task/echo/mismatch_max"] < 1e-3

@@ -1,0 +1,82 @@
+"""``tool_use``: which tools an episode may call, with which arguments, and how often."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from multitask_rl.config.schema.ranges import Settings
+from multitask_rl.contracts import PluginTraits
+from multitask_rl.environments.calls import read_calls
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Rollout, Verdict
+
+
+class ToolUse:
+    """A limit on the tool calls of an episode; the cost is 1 where one breaks it.
+
+    It reads the calls as the environment does, and so also those that name no tool or have wrong arguments.
+    """
+
+    traits: ClassVar[PluginTraits] = PluginTraits(isolate=False, whole_episodes=True)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Settings):
+        """Keys of ``tool_use`` in a tasks file."""
+
+        allowed: list[str] = field(default_factory=list)
+        """The only tools that may be called; empty = all."""
+        forbidden: list[str] = field(default_factory=list)
+        """Tools that may not be called."""
+        most: Mapping[str, int] = field(default_factory=dict)
+        """Most calls of an episode by tool; the name ``*`` stands for all tools together."""
+        arguments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+        """Tool -> argument -> regular expression that the whole argument, as text, has to match."""
+
+    def __init__(self, config: Config) -> None:
+        """Compile the expressions.
+
+        Raises:
+            ConfigError: an expression is malformed, or the configuration limits nothing.
+        """
+        if not (config.allowed or config.forbidden or config.most or config.arguments):
+            raise ConfigError(
+                "tool_use: give `allowed`, `forbidden`, `most` or `arguments`; nothing is limited"
+            )
+        self.config = config
+        try:
+            self._patterns = {
+                (tool, name): re.compile(pattern)
+                for tool, patterns in config.arguments.items()
+                for name, pattern in patterns.items()
+            }
+        except re.error as error:
+            raise ConfigError(f"tool_use: `arguments` holds a malformed expression: {error}") from error
+
+    def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict]:
+        """Return one verdict per episode; its reason names the first call that breaks a limit."""
+        verdicts = []
+        for rollout in rollouts:
+            reason = self._problem([turn.response for turn in rollout.turns] or [rollout.response])
+            verdicts.append(Verdict(cost=float(bool(reason)), violated=bool(reason), reason=reason))
+        return verdicts
+
+    def _problem(self, answers: Sequence[str]) -> str:
+        config, counts = self.config, Counter[str]()
+        for number, answer in enumerate(answers, 1):
+            for call in read_calls(answer)[1]:
+                counts.update([call.name, "*"])
+                where = f"turn {number}: {call.name or 'an unreadable call'}"
+                if call.name in config.forbidden or (config.allowed and call.name not in config.allowed):
+                    return f"{where} is not allowed"
+                for name in (call.name, "*"):
+                    if counts[name] > config.most.get(name, counts[name]):
+                        return f"{where}: call {counts[name]} of {config.most[name]}"
+                for key, value in call.arguments.items():
+                    pattern = self._patterns.get((call.name, key))
+                    if pattern is not None and not pattern.fullmatch(str(value)):
+                        return f"{where}: {key} does not match {pattern.pattern!r}"
+        return ""

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Turn
+from multitask_rl.testing.builders import make_rollout
+from multitask_rl_rewards.tool_use import ToolUse
+
+
+def verdict(config, *answers):
+    rollout = make_rollout(answers[-1])
+    rollout.turns = [Turn(num_tokens=1, response=answer) for answer in answers]
+    return ToolUse(ToolUse.Config(**config)).judge([rollout])[0]
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"allowed": ["search"]}, "turn 2: delete is not allowed"),
+        ({"forbidden": ["delete"]}, "turn 2: delete is not allowed"),
+        ({"most": {"search": 1}}, "turn 3: search: call 2 of 1"),
+        ({"most": {"*": 2}}, "turn 3: search: call 3 of 2"),
+        ({"arguments": {"search": {"query": "[a-z]+"}}}, "turn 3: search: query does not match '[a-z]+'"),
+        ({"most": {"search": 2}, "arguments": {"search": {"query": ".*"}}}, ""),
+    ],
+)
+def test_the_first_call_that_breaks_a_limit_is_the_reason(config, reason):
+    found = verdict(
+        config, call("search", query="rain"), call("delete", path="/"), call("search", query="4"), "4"
+    )
+    assert found.reason == reason
+    assert (found.cost, found.violated) == (float(bool(reason)), bool(reason))
+
+
+def test_an_unreadable_call_counts_as_a_call_of_no_allowed_tool():
+    assert verdict({"allowed": ["search"]}, "<tool_call>{</tool_call>").violated
+    assert not verdict({"allowed": ["search"]}, "no call at all").violated
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [({}, "nothing is limited"), ({"arguments": {"a": {"b": "("}}}, "malformed expression")],
+)
+def test_a_configuration_that_limits_nothing_or_is_malformed_is_refused(config, says):
+    with pytest.raises(ConfigError, match=says):
+        ToolUse(ToolUse.Config(**config))
