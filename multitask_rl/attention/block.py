@@ -1,8 +1,7 @@
 """Attention over many samples packed into one sequence, where responses may share the prefix of a prompt.
 
-Only attention divides the sequence into blocks of rows of similar length; the rest of the model works on
-single tokens. A response reads the keys and values of its prompt from the same forward. The blocks travel
-with the attention mask through ``transformers``' attention interface.
+Only attention divides the sequence into blocks of rows of similar length. A response reads the keys and
+values of its prompt from the same forward. The blocks travel with the attention mask.
 
 Axes: ``M`` tokens of the sequence, padding counted; ``U`` prompts, ``P`` the longest prefix; ``R`` rows of a
 block, ``T`` its width; ``H`` heads, ``K`` key-value heads, ``D`` head width.

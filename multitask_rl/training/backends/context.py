@@ -1,8 +1,7 @@
 """Context parallelism: each rank of a context group holds a part of every sequence.
 
-``attention/context.py`` says how sequences are cut and how attention combines the parts; other layers work on
-single positions. Each rank scores its own response tokens. The scores are gathered: every rank of the group
-computes the same loss and takes the gradient of its own tokens.
+Attention combines the parts (``attention/context.py``); other layers work on single positions. Each rank
+scores its own response tokens. The scores are gathered: every rank of the group computes the same loss.
 
 Axes: ``B`` samples, ``N`` response tokens.
 """

@@ -44,13 +44,9 @@ class InProcess(TrainingBackend):
         self.tasks = tasks
         actor = runner.actor.trainable_parameters() if parameters is None else list(parameters)
         critic = list(runner.critic.parameters())
-        models = (runner.actor.model, runner.critic)
+        is_half = any(p.dtype == torch.float16 for p in (*runner.actor.model.parameters(), *critic))
         self.optimizer = ActorCriticOptimizer(
-            actor,
-            critic,
-            config.optimizer,
-            config.critic,
-            scales_loss=any(p.dtype == torch.float16 for model in models for p in model.parameters()),
+            actor, critic, config.optimizer, config.critic, scales_loss=is_half
         )
 
     @torch.no_grad()

@@ -357,12 +357,8 @@ class RankGroup(TrainingBackend):
         return metrics, spans
 
     def _deal(self, samples: Sequence[TrainSample]) -> list[list[int]]:
-        return deal(
-            [s.prompt_ids for s in samples],
-            [s.behind_prompt()[0] for s in samples],
-            self.num_ranks // self._peers,
-            self.runner.actor.hidden_size,
-        )
+        prompts, responses = [s.prompt_ids for s in samples], [s.behind_prompt()[0] for s in samples]
+        return deal(prompts, responses, self.num_ranks // self._peers, self.runner.actor.hidden_size)
 
     def _synchronise(self) -> None:
         """Send what changed here since the last call: tensors, and the state of the optimizer."""

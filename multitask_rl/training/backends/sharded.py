@@ -1,8 +1,7 @@
 """Models of which every learner rank holds a part: torch's FSDP2 over the ranks' own process group.
 
-A forward or backward pass gathers one block at a time and frees it; the block's gradient arrives summed and
-cut like the weights. All ranks make every pass together (``ModelRunner.cut`` adds idle passes). With tensor
-parallelism (``tensor.py``) FSDP2 cuts each rank's part of a layer further.
+A pass gathers one block at a time and frees it; the block's gradient arrives summed and cut like the weights.
+All ranks make every pass together (``ModelRunner.cut`` adds idle passes).
 
 Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
 """

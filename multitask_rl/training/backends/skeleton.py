@@ -37,14 +37,8 @@ class _Pickler(pickle.Pickler):
             self._numbers[key] = len(self.tensors)
             self.tensors.append(found)
         is_parameter = isinstance(found, nn.Parameter)
-        return (
-            self._numbers[key],
-            tuple(found.shape),
-            found.dtype,
-            str(found.device),
-            is_parameter,
-            found.requires_grad and is_parameter,
-        )
+        place = (self._numbers[key], tuple(found.shape), found.dtype, str(found.device))
+        return (*place, is_parameter, found.requires_grad and is_parameter)
 
 
 class _Unpickler(pickle.Unpickler):

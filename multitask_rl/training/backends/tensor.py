@@ -1,8 +1,7 @@
 """Tensor parallelism: ranks compute every layer together, each with some of its heads and columns.
 
-``transformers`` says for each architecture how layers are cut (``_tp_plan``). Embeddings, norms and the
-output head are whole on every peer. Between the cuts every peer has all hidden states, and all compute the
-same loss.
+``transformers`` says how layers are cut (``_tp_plan``). Embeddings, norms and the output head are whole on
+every peer. Between the cuts every peer has all hidden states, and all compute the same loss.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
