@@ -1,15 +1,13 @@
-"""The guard's answers: decision, adjustments, and the response to a confirmed fall."""
+"""The guard's answers: decision, adjustments, and the checkpoint to restore."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-from multitask_rl.guard.settings import SafetyGuardConfig
-from multitask_rl.records import Event, rename_task, rename_tasks
+from multitask_rl.records import Event
 
 
 class GuardAction(StrEnum):
@@ -91,99 +89,6 @@ class GuardDecision:
     adjustments: RollbackAdjustments = field(default_factory=RollbackAdjustments)
     """Changes from now on; the guard's ``lr_factor`` and ``weight_factors`` apply them."""
     events: list[Event] = field(default_factory=list)
-
-
-class Response:
-    """The ladder, the count of rollbacks and the adjustments in force."""
-
-    def __init__(self, config: SafetyGuardConfig, max_rollbacks: int) -> None:
-        self._config = config
-        self._max_rollbacks = max_rollbacks
-        self._rungs: dict[str, int] = {}
-        self.rollbacks: list[int] = []
-        """Steps of the rollbacks within the window."""
-        self.cooldown_until = -1
-        """First step at which evidence accumulates again."""
-        self.adjustments = RollbackAdjustments()
-        self.began = 0
-        """Step from which the adjustments count."""
-        self.is_restored = False
-        """They follow a completed rollback: the run goes on from good weights."""
-
-    def choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
-        """Return the action on a confirmed fall of the watched metric ``key``: the next rung of the ladder.
-
-        A fall of twice the threshold takes the last one. One rollback too many in the window becomes a stop.
-        """
-        last = len(self._config.ladder) - 1
-        is_large = statistics["drop"] >= 2.0 * statistics["relevant_drop"]
-        rung = last if is_large else self._rungs.get(key, 0)
-        self._rungs[key] = rung + 1
-        action = GuardAction(self._config.ladder[min(rung, last)])
-        if action is GuardAction.rollback:
-            self.rollbacks = [at for at in self.rollbacks if step - at < self._config.rollback_window]
-            if len(self.rollbacks) >= self._max_rollbacks:
-                return GuardAction.stop
-        return action
-
-    def adjust(self, action: GuardAction, *, victim: str, culprit: str, step: int) -> None:
-        """Set the adjustments from ``step`` on; a rollback also starts the cooldown."""
-        config = self._config
-        is_rollback = action is GuardAction.rollback
-        times = len(self.rollbacks) + 1 if is_rollback else 1
-        factors = {victim: config.victim_factor}
-        if culprit:
-            # a task that causes its own fall would fall again, more slowly, with half of its share
-            is_frozen = action is GuardAction.freeze or (is_rollback and culprit == victim)
-            factors[culprit] = 0.0 if is_frozen else config.culprit_factor**times
-        self.adjustments = RollbackAdjustments(weight_factors=factors, victim=victim, culprit=culprit)
-        self.began, self.is_restored = step, False
-        if is_rollback:
-            self.adjustments = replace(
-                self.adjustments,
-                skip_data=config.skip_data,
-                lr_factor=config.lr_factor**times,
-                lr_hold_steps=config.lr_hold_steps,
-                lr_rewarm_steps=config.lr_rewarm_steps,
-            )
-            self.cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
-
-    def resume_at(self, step: int) -> None:
-        """Count the completed rollback; adjustments and cooldown now start at ``step``."""
-        self.rollbacks.append(self.began)
-        self.cooldown_until += step - self.began
-        self.began = step
-        self.is_restored = True
-
-    def lift(self, step: int) -> str:
-        """When all metrics are good: end the adjustments after the cooldown; return the recovered victim."""
-        victim = self.adjustments.victim
-        if not victim or step <= self.began or step < self.cooldown_until:
-            return ""
-        self._rungs = {key: rung for key, rung in self._rungs.items() if key.partition("/")[0] != victim}
-        self.adjustments = RollbackAdjustments()
-        return victim
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able."""
-        return {
-            "rungs": self._rungs,
-            "adjustments": asdict(self.adjustments),
-            "rollbacks": self.rollbacks,
-            "cooldown_until": self.cooldown_until,
-            "began": self.began,
-            "is_restored": self.is_restored,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
-        """Restore ``state_dict``."""
-        self._rungs = rename_tasks(state["rungs"], renamed)
-        saved = dict(state["adjustments"])
-        saved["weight_factors"] = rename_tasks(saved["weight_factors"], renamed)
-        saved |= {role: rename_task(saved[role], renamed) for role in ("victim", "culprit")}
-        self.adjustments = RollbackAdjustments(**saved)
-        self.rollbacks, self.cooldown_until = state["rollbacks"], state["cooldown_until"]
-        self.began, self.is_restored = state["began"], state["is_restored"]
 
 
 def choose_target(

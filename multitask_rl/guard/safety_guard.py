@@ -20,7 +20,6 @@ from multitask_rl.guard.decision import (
     CheckpointInfo,
     GuardAction,
     GuardDecision,
-    Response,
     RollbackAdjustments,
     choose_target,
 )
@@ -93,7 +92,16 @@ class SafetyGuard(Guard):
         self._fresh: dict[str, list[list[float]]] = {}
         self._history = StepHistory(2 * self.rollback_steps)
         self._snapshots: list[tuple[int, dict[str, Any]]] = []
-        self._response = Response(self.config, section.max_rollbacks)
+        self._rungs: dict[str, int] = {}
+        self._rollbacks: list[int] = []
+        """Steps of the rollbacks within the window."""
+        self._cooldown_until = -1
+        """First step at which evidence accumulates again."""
+        self._adjustments = RollbackAdjustments()
+        self._began = 0
+        """Step from which the adjustments count."""
+        self._is_restored = False
+        """They follow a completed rollback: the run goes on from good weights."""
         self._hacking = HackingDetector(self.config)
         self._warned: set[str] = set()
         self._step = 0
@@ -112,7 +120,7 @@ class SafetyGuard(Guard):
         previous, self._step = self._step, step
         events = []
         # evidence does not add up during the cooldown; one evaluation alone may still exceed the limit
-        is_cooling = step < self._response.cooldown_until
+        is_cooling = step < self._cooldown_until
         for metric in self._watched:
             if is_cooling:
                 metric.detector.cusum = 0.0
@@ -123,27 +131,31 @@ class SafetyGuard(Guard):
             elif missing not in self._warned:
                 self._warned.add(missing)
                 events.append(metric.missing_event(step, evaluation))
-            if is_cooling and not self._response.is_restored:
+            if is_cooling and not self._is_restored:
                 metric.detector.cusum = 0.0
         decision = self._decide(step, evaluations, confirm)
         signs = self._signs_of_hacking(since=previous)
         hacked = next((event for event in signs if event.kind == "hacking"), None)
-        is_free = decision.action is GuardAction.keep and not self._response.adjustments.victim
+        is_free = decision.action is GuardAction.keep and not self._adjustments.victim
         if hacked is not None and is_free and self.config.act_on_hacking:
-            self._response.adjust(GuardAction.reweight, victim=hacked.task, culprit=hacked.task, step=step)
+            self._adjust(GuardAction.reweight, victim=hacked.task, culprit=hacked.task, step=step)
             decision = GuardDecision(
                 action=GuardAction.reweight,
                 task=hacked.task,
                 reason=hacked.reason,
                 statistics=hacked.data,
-                adjustments=self._response.adjustments,
+                adjustments=self._adjustments,
             )
         events += [*decision.events, *signs]
         if decision.judged_good:
             known = [metric for metric in self._watched if metric.task in evaluations]
             found = {metric.key: metric.find(evaluations[metric.task]) for metric in known}
             self._good = {key: list(value.values) for key, value in found.items() if value is not None}
-            if victim := self._response.lift(step):
+            victim = self._adjustments.victim
+            if victim and step > self._began and step >= self._cooldown_until:
+                rungs = self._rungs.items()
+                self._rungs = {key: rung for key, rung in rungs if key.partition("/")[0] != victim}
+                self._adjustments = RollbackAdjustments()
                 reason = f"{victim} has recovered: task shares follow the scheduler alone again"
                 events.append(Event(step=step, source="guard", kind="recovered", reason=reason, task=victim))
         self._judged_good = decision.judged_good
@@ -166,29 +178,30 @@ class SafetyGuard(Guard):
             metric.detector.cusum = 0.0
         self._history.rewind(target.step)
         self._hacking.forget()
-        self._response.resume_at(step)
-        change = self._response.adjustments
+        self._rollbacks.append(self._began)
+        self._cooldown_until += step - self._began
+        self._began, self._is_restored, change = step, True, self._adjustments
         reason = (
             f"rolled back from step {self._step} to {target.step}; learning rate x {change.lr_factor:g} for "
             f"{change.lr_hold_steps} steps, task shares x {dict(change.weight_factors)}, data of the window "
             f"{'skipped' if change.skip_data else 'seen again'}"
         )
-        data = {"from": self._step, "to": target.step, "rollbacks": len(self._response.rollbacks)}
+        data = {"from": self._step, "to": target.step, "rollbacks": len(self._rollbacks)}
         kind, self._step = "rolled_back", step
         return [Event(step=step, source="guard", kind=kind, reason=reason, data=data, task=change.victim)]
 
     def lr_factor(self, step: int) -> float:
         """Return the factor on the learning rate that is in force at ``step``."""
-        return self._response.adjustments.lr_factor_after(step - self._response.began)
+        return self._adjustments.lr_factor_after(step - self._began)
 
     def weight_factors(self) -> dict[str, float]:
         """Return the current factors on the scheduler's shares."""
-        return dict(self._response.adjustments.weight_factors)
+        return dict(self._adjustments.weight_factors)
 
     def metrics(self) -> dict[str, float]:
         """Return value, demonstrated value, CUSUM and its limit per watched metric: ``guard/<key>/...``."""
         values = {"guard/judged_good": float(self._judged_good)}
-        values["guard/rollbacks"] = float(len(self._response.rollbacks))
+        values["guard/rollbacks"] = float(len(self._rollbacks))
         for metric in self._watched:
             if metric.detector.count:
                 statistics = metric.statistics(self._settings)
@@ -203,7 +216,14 @@ class SafetyGuard(Guard):
             "confirmation": {"good": self._good, "fresh": self._fresh},
             "history": self._history.state_dict(),
             "snapshots": [list(snapshot) for snapshot in self._snapshots],
-            "response": self._response.state_dict(),
+            "response": {
+                "rungs": self._rungs,
+                "adjustments": asdict(self._adjustments),
+                "rollbacks": self._rollbacks,
+                "cooldown_until": self._cooldown_until,
+                "began": self._began,
+                "is_restored": self._is_restored,
+            },
             "hacking": self._hacking.state_dict(),
             "warned": sorted(self._warned),
             "step": self._step,
@@ -221,7 +241,13 @@ class SafetyGuard(Guard):
         self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
-        self._response.load_state_dict(state["response"], renamed)
+        own = state["response"]
+        saved = own["adjustments"]
+        saved["weight_factors"] = rename_tasks(saved["weight_factors"], renamed)
+        saved |= {role: rename_task(saved[role], renamed) for role in ("victim", "culprit")}
+        self._rungs, self._adjustments = rename_tasks(own["rungs"], renamed), RollbackAdjustments(**saved)
+        self._rollbacks, self._cooldown_until = own["rollbacks"], own["cooldown_until"]
+        self._began, self._is_restored = own["began"], own["is_restored"]
         self._hacking.load_state_dict(state["hacking"], renamed)
         self._warned = {rename_task(key, renamed) for key in state["warned"]}
         self._step, self._good_until = state["step"], state["good_until"]
@@ -268,13 +294,13 @@ class SafetyGuard(Guard):
             text = "looks lower, but a paired comparison does not confirm it"
             return self._build(GuardAction.warn, metric, step, text, statistics)
         self._good_until, self._fallen = metric.detector.good_step, metric.key
-        action = self._response.choose(metric.key, statistics, step)
+        action = self._choose(metric.key, statistics, step)
         if action is GuardAction.stop:
-            times = len(self._response.rollbacks)
+            times = len(self._rollbacks)
             text = f"has regressed again after {times} rollbacks" if times else "has regressed"
             return self._build(action, metric, step, text, statistics)
         culprit = self._history.find_culprit(metric.task, self._good_until)
-        self._response.adjust(action, victim=metric.task, culprit=culprit, step=step)
+        self._adjust(action, victim=metric.task, culprit=culprit, step=step)
         self._fresh = {}
         for fallen in self._watched if action is GuardAction.rollback else [metric]:
             fallen.detector.cusum = 0.0
@@ -314,6 +340,44 @@ class SafetyGuard(Guard):
         overwhelming = fresh is None and statistics["cusum"] > _OVERWHELMING * statistics["cusum_limit"]
         return test.z > limit or overwhelming
 
+    def _choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
+        """Return the action on a confirmed fall of the watched metric ``key``: the next rung of the ladder.
+
+        A fall of twice the threshold takes the last one. One rollback too many in the window becomes a stop.
+        """
+        last = len(self.config.ladder) - 1
+        is_large = statistics["drop"] >= 2.0 * statistics["relevant_drop"]
+        rung = last if is_large else self._rungs.get(key, 0)
+        self._rungs[key] = rung + 1
+        action = GuardAction(self.config.ladder[min(rung, last)])
+        if action is GuardAction.rollback:
+            self._rollbacks = [at for at in self._rollbacks if step - at < self.config.rollback_window]
+            if len(self._rollbacks) >= self._section.max_rollbacks:
+                return GuardAction.stop
+        return action
+
+    def _adjust(self, action: GuardAction, *, victim: str, culprit: str, step: int) -> None:
+        """Set the adjustments from ``step`` on; a rollback also starts the cooldown."""
+        config = self.config
+        is_rollback = action is GuardAction.rollback
+        times = len(self._rollbacks) + 1 if is_rollback else 1
+        factors = {victim: config.victim_factor}
+        if culprit:
+            # a task that causes its own fall would fall again, more slowly, with half of its share
+            is_frozen = action is GuardAction.freeze or (is_rollback and culprit == victim)
+            factors[culprit] = 0.0 if is_frozen else config.culprit_factor**times
+        self._adjustments = RollbackAdjustments(weight_factors=factors, victim=victim, culprit=culprit)
+        self._began, self._is_restored = step, False
+        if is_rollback:
+            self._adjustments = replace(
+                self._adjustments,
+                skip_data=config.skip_data,
+                lr_factor=config.lr_factor**times,
+                lr_hold_steps=config.lr_hold_steps,
+                lr_rewarm_steps=config.lr_rewarm_steps,
+            )
+            self._cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
+
     def _signs_of_hacking(self, since: int) -> list[Event]:
         """Return the new signs in the steps from ``since`` on, of tasks whose primary metric is watched."""
         events = []
@@ -344,7 +408,7 @@ class SafetyGuard(Guard):
             f"{numbers['cusum_limit']:.1f})"
         )
         acts = action not in (GuardAction.warn, GuardAction.stop)
-        changes = self._response.adjustments if acts else RollbackAdjustments()
+        changes = self._adjustments if acts else RollbackAdjustments()
         data = {**numbers, "metric": metric.key, "culprit": changes.culprit}
         event = Event(step=step, source="guard", kind=str(action), reason=reason, task=metric.task, data=data)
         return GuardDecision(
