@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from multitask_rl.config import run, task
-from multitask_rl.config.editor_schemas import run_schema, tasks_schema
+from multitask_rl.config.editor_schemas import meanings, run_schema, tasks_schema
 from multitask_rl.config.schema.build import setting_fields
-from multitask_rl.config.schema.json_schema import meanings
 from multitask_rl.config.schema.ranges import OneOf, field_hints
 from multitask_rl.records import SamplingParams
 

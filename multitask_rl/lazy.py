@@ -8,12 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: dict[str, Any], homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Any]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package.
-
-    Args:
-        package: its ``globals()``.
-        homes: public name -> the module that it lives in.
-    """
+    """Return ``__getattr__`` and ``__dir__`` for ``globals()``; ``homes``: public name -> its module."""
 
     def load(name: str) -> Any:
         if name not in homes:

@@ -12,8 +12,8 @@ import yaml
 
 import multitask_rl
 from multitask_rl.cli.train import compose_and_run
+from multitask_rl.config.editor_schemas import meanings
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.schema.json_schema import meanings
 from multitask_rl.config.tasks_file import load_tasks
 
 ROOT = Path(__file__).parents[1]

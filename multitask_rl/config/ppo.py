@@ -98,7 +98,6 @@ class PPOHybridEngine(Settings):
 
 
 def _part(kind: type[P], name: str, given: P | Mapping[str, Any]) -> P:
-    """Return a part of the settings, which Python may give as a mapping."""
     return build_dataclass(kind, given, Where("config", (name,))) if isinstance(given, Mapping) else given
 
 

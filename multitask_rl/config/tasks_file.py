@@ -163,14 +163,8 @@ def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where)
             result[key] = _deep_merge(old, value, here)
         else:
             result[key] = value
-            _mark(here, OVERRIDE)
+            here.lines[here.path] = OVERRIDE
     return result
-
-
-def _mark(where: Where, line: int) -> None:
-    """Record ``line`` for a key that the file does not have at this path."""
-    if isinstance(where.lines, dict):
-        where.lines[where.path] = line
 
 
 def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
@@ -198,8 +192,8 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
             )
         values[list_key] = [{"plugin": plugin, "config": {} if config is None else config}]
         item = where.at(list_key, 0)
-        _mark(item, where.at(short).line)
-        _mark(item.at("config"), where.at(config_key).line)
+        where.lines[item.path] = where.at(short).line
+        where.lines[item.at("config").path] = where.at(config_key).line
     plugin_lists = {key: values.pop(key, []) for key in ("rewards", "constraints")}
     spec = build_dataclass(TaskSpec, {**values, "name": name}, where)
     spec.rewards = _plugins(RewardSpec, plugin_lists["rewards"], where.at("rewards"), spec)

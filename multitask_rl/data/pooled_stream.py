@@ -38,17 +38,9 @@ class PooledStream(PromptStream):
     until measured. Within a pool the row drawn longest ago is next. Shares become whole draws by largest
     remainder with carry (``curriculum/quotas.py``).
 
-    Draws depend on the seed and on the observed rewards; ``state_dict`` holds both.
-
-    Args:
-        rows: at least one row.
-        task: name of the task.
-        seed: the run's seed.
-        spec: ``by`` must be given.
-        late_steps: how many steps after its batch a group may still come; what comes later teaches nothing.
-
-    Raises:
-        DataError: ``rows`` is empty, or the column does not sort them into pools.
+    Draws depend on the seed and on the observed rewards; ``state_dict`` holds both. ``spec.by`` is given.
+    ``late_steps``: how many steps after its batch a group may still come; what comes later teaches nothing.
+    Rows that the column does not sort into pools are a ``DataError``.
     """
 
     def __init__(

@@ -69,13 +69,7 @@ def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
 
 
 def create_generator(name: str, config: Mapping[str, Any], where: str) -> Any:
-    """Return the reasoning-gym data set ``name``.
-
-    Raises:
-        MissingExtraError: reasoning-gym is not installed.
-        PluginError: there is no such data set.
-        ConfigError: keys or values it does not know.
-    """
+    """Return the reasoning-gym data set ``name``; raise if it, the library or one of the keys is unknown."""
     try:
         library = importlib.import_module("reasoning_gym")
     except ImportError as error:

@@ -58,7 +58,7 @@ class Where:
 
     file: str = ""
     path: KeyPath = ()
-    lines: Mapping[KeyPath, int] = field(default_factory=dict, repr=False)
+    lines: dict[KeyPath, int] = field(default_factory=dict, repr=False)
 
     def at(self, *keys: str | int) -> Where:
         """Return the place below this one."""
