@@ -4,7 +4,7 @@
     python benchmarks/chaos.py --damage 1000 --seed 1 --json damage.json
 
 Kills: SIGKILL, SIGTERM or SIGINT for the trainer, SIGKILL for one of its children (reward workers, ranks) or
-for a monitor or cell of the sandbox in which a reward runs, at a random moment of a random part of a run (see
+for a keeper or cell of the sandbox in which a reward runs, at a random moment of a random part of a run (see
 ``PARTS``). The same command is started again until it ends with 0. Then weights, every record and the MLflow
 store must equal those of the undisturbed run, each point once, and no process or temporary file may be left.
 This process imports everything once and forks an attempt from itself: an attempt takes as long as its run.
@@ -200,15 +200,15 @@ def disturb(child: int, pipe: int, after_s: float, kind: str) -> str:
 
 
 def _victims(trainer: int, kind: str) -> list[int]:
-    """Return the monitors and cells of sandboxes below ``trainer``, or the processes outside of sandboxes."""
+    """Return the keepers and cells of sandboxes below ``trainer``, or the processes outside of sandboxes."""
     below = descendants(trainer)
-    monitors = {pid for pid in below if b"cell.monitor" in _read_proc(pid, "cmdline")}
-    inside = {pid: monitor for monitor in monitors for pid in descendants(monitor)}
+    keepers = {pid for pid in below if b"cell.keeper" in _read_proc(pid, "cmdline")}
+    inside = {pid: keeper for keeper in keepers for pid in descendants(keeper)}
     if kind == "child":
-        return sorted(below - monitors - inside.keys())
+        return sorted(below - keepers - inside.keys())
     # the program that a cell runs is no victim: SIGKILL is how a program that uses too much memory ends
-    cells = {pid for pid, monitor in inside.items() if _parent(pid) == monitor}
-    return sorted(monitors | cells)
+    cells = {pid for pid, keeper in inside.items() if _parent(pid) == keeper}
+    return sorted(keepers | cells)
 
 
 def _read_proc(pid: int, name: str) -> bytes:

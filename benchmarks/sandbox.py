@@ -129,24 +129,24 @@ def _bubblewrap() -> Callable[[], None]:
     return run
 
 
-def _unsafe_execute(source: str, verdicts: list[str]) -> None:
+def _unsafe_execute(source: str, endings: list[str]) -> None:
     with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         try:
             exec(source, {})
-            verdicts.append("passed")
+            endings.append("passed")
         except BaseException as error:  # noqa: BLE001 - the style of checker that is measured
-            verdicts.append(type(error).__name__)
+            endings.append(type(error).__name__)
 
 
 def _fork_checker() -> None:
     """Check a program the way the HumanEval family does: a manager, a forked process, exec."""
     context = multiprocessing.get_context("fork")
     with context.Manager() as manager:
-        verdicts = manager.list()
-        process = context.Process(target=_unsafe_execute, args=(_TRIVIAL, verdicts))
+        endings = manager.list()
+        process = context.Process(target=_unsafe_execute, args=(_TRIVIAL, endings))
         process.start()
         process.join(timeout=5)
-        if list(verdicts) != ["passed"]:
+        if list(endings) != ["passed"]:
             raise RuntimeError("the checker failed")
 
 
@@ -204,19 +204,19 @@ def _apart(helpers: list[_Helper]) -> Case:
 def _sandboxed(
     sandbox: NamespaceSandbox, name: str, program: Program, want: float, *, batch: bool = False
 ) -> Case:
-    def check(verdicts: set[str], fractions: set[float | None]) -> None:
-        if not verdicts <= {"passed", "completed"} or fractions != {want}:
-            raise RuntimeError(f"{name}: {verdicts} {fractions}")
+    def check(endings: set[str], fractions: set[float | None]) -> None:
+        if not endings <= {"passed", "completed"} or fractions != {want}:
+            raise RuntimeError(f"{name}: {endings} {fractions}")
 
     def run() -> None:
         outcome = sandbox.run(program)
-        check({outcome.verdict.value}, {outcome.pass_fraction})
+        check({outcome.ending.value}, {outcome.pass_fraction})
 
     def run_batch(count: int) -> None:
         outcomes = sandbox.map([program] * count)
-        check({o.verdict.value for o in outcomes}, {o.pass_fraction for o in outcomes})
+        check({o.ending.value for o in outcomes}, {o.pass_fraction for o in outcomes})
 
-    return Case(name, run, lambda: sandbox.monitor_pids, run_batch if batch else None)
+    return Case(name, run, lambda: sandbox.keeper_pids, run_batch if batch else None)
 
 
 @contextlib.contextmanager

@@ -277,7 +277,7 @@ def test_python_is_parsed_in_one_place() -> None:
         for module, path in modules(package)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if "= ast.parse(" in line or "return ast.parse(" in line or "(ast.parse(" in line
-        if module not in ("boundary.python_source", "sandbox.cell.judge")
+        if module not in ("boundary.python_source", "sandbox.cell.tester")
     ]
     assert wrong == []
 

@@ -14,7 +14,7 @@ class ConstrainedDecoding(GRPO):
     """GRPO on all attempts of reject-and-resample decoding, each under its own log-probability.
 
     Each attempt is one draw from the unconstrained policy pi and gives the term ``r_j grad log pi(y_j)``,
-    with ``r_j = rejected_reward`` for a refused one. Whether attempt j happens depends on earlier attempts
+    with ``r_j = rejected_reward`` for a rejected one. Whether attempt j happens depends on earlier attempts
     only; by Wald's identity the sum over a slot has the mean ``E[attempts] E_pi[r grad log pi]``: the true
     gradient, times a positive number.
 
@@ -36,5 +36,5 @@ class ConstrainedDecoding(GRPO):
     config: Config
 
     def outcome(self, scored: Scored) -> float:
-        """Return the scored reward, or ``rejected_reward`` of a refused attempt."""
+        """Return the scored reward, or ``rejected_reward`` of a rejected attempt."""
         return self.config.rejected_reward if scored.rollout.rejected else super().outcome(scored)

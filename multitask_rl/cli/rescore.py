@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
             f"{path} does not exist: the run stored no rollouts (tracking.trackers without jsonl, or "
             f"tracking.store_rollouts=0), or {str(path.parent)!r} is no output directory of a run"
         )
-    # attempts that a constraint refused have no scores
+    # attempts that a constraint rejected have no scores
     lines = [line for line in read_lines(path, _readable) if line["breakdown"]]
     specs = _selected(specs, lines, options)
     if not options.trust:

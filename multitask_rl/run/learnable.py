@@ -16,7 +16,7 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
     if spec.evaluation_only:
         return
     where = f"{spec.source or 'tasks'}: tasks.{spec.name}"
-    # Refused attempts stand beside the accepted one, so that a group of one may hold several.
+    # Rejected attempts stand beside the accepted one, so that a group of one may hold several.
     has_attempts = algorithm.trains_rejected and any(c.mode == "reject" for c in spec.judged)
     if group_size is not None and group_size < algorithm.min_group_size and not has_attempts:
         raise ConfigError(
@@ -25,7 +25,7 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
             "as batch.group_size), or take another type, e.g. ppo"
         )
     costs = [c for c in spec.judged if c.mode != "penalty" or c.weight]
-    # Beside rewards, a refused response is left out and costs nothing; without rewards it is 1 - cost.
+    # Beside rewards, a rejected response is left out and costs nothing; without rewards it is 1 - cost.
     pays = any(c.mode != "reject" for c in costs) if spec.rewards else bool(costs)
     pays = pays or any(reward.weight for reward in spec.rewards)
     if (spec.rewards or spec.judged) and not pays and not algorithm.adds_reward:

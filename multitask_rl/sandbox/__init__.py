@@ -2,6 +2,7 @@
 
 from multitask_rl.sandbox.base import (
     AssertsTask,
+    Ending,
     Limits,
     Outcome,
     Program,
@@ -12,12 +13,11 @@ from multitask_rl.sandbox.base import (
     Task,
     TestResult,
     UnittestTask,
-    Verdict,
     open_sandbox,
     shared_sandbox,
 )
 
 __all__ = [
-    "AssertsTask", "Limits", "Outcome", "Program", "Sandbox", "ScriptTask", "StdioTask", "StdioTest", "Task",
-    "TestResult", "UnittestTask", "Verdict", "open_sandbox", "shared_sandbox",
+    "AssertsTask", "Ending", "Limits", "Outcome", "Program", "Sandbox", "ScriptTask", "StdioTask",
+    "StdioTest", "Task", "TestResult", "UnittestTask", "open_sandbox", "shared_sandbox",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import SANDBOXES, load_plugin
 
 
-class Verdict(StrEnum):
+class Ending(StrEnum):
     """How a program, or one test of it, ended."""
 
     passed = "passed"
@@ -51,7 +51,7 @@ class Verdict(StrEnum):
     """A SIGKILL that the sandbox did not send ended it (its own, or the kernel's when memory runs out), or it
     ended the sandbox's worker twice while no other program ran there."""
     infrastructure_error = "infrastructure_error"
-    """The sandbox failed. This is the one verdict without a score (``pass_fraction`` is None)."""
+    """The sandbox failed. This is the one ending without a score (``pass_fraction`` is None)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +196,7 @@ class TestResult:
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
-    verdict: Verdict
+    ending: Ending
     message: str = ""
     """Why it did not pass, at most 500 characters. The program may have written it: never interpret it."""
     wall_s: float = 0.0
@@ -205,14 +205,14 @@ class TestResult:
     @property
     def is_passed(self) -> bool:
         """The test passed."""
-        return self.verdict is Verdict.passed
+        return self.ending is Ending.passed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """The record of one program after it ran; there is exactly one per program."""
 
-    verdict: Verdict
+    ending: Ending
     tests: tuple[TestResult, ...] = ()
     """One per test asked for, in order; empty for a script."""
     message: str = ""
@@ -242,7 +242,7 @@ class Outcome:
     @property
     def pass_fraction(self) -> float | None:
         """Passed tests over tests asked for; 0.0 for a script; None for ``infrastructure_error`` alone."""
-        if self.verdict is Verdict.infrastructure_error:
+        if self.ending is Ending.infrastructure_error:
             return None
         return sum(test.is_passed for test in self.tests) / len(self.tests) if self.tests else 0.0
 

@@ -21,7 +21,7 @@ _NEEDED = ("memory", "pids")
 _PREFIX = "multitask-rl-"
 _BASE_MB = 256
 """For the zygotes."""
-_JUDGE_MB = 512
+_TESTER_MB = 512
 _OWN_PROCESSES = 16
 _REMOVAL_S = 2.0
 
@@ -76,7 +76,7 @@ class CellCgroup:
 
     def allow(self, limits: Limits) -> None:
         """Make room for a program with these limits."""
-        memory_mb = _BASE_MB + _JUDGE_MB + limits.mem_mb + 2 * limits.disk_mb
+        memory_mb = _BASE_MB + _TESTER_MB + limits.mem_mb + 2 * limits.disk_mb
         processes = _OWN_PROCESSES + 2 * limits.nproc
         for name, limit in (("memory.max", memory_mb << 20), ("pids.max", processes)):
             if limit > self._limits.get(name, 0):

@@ -23,7 +23,7 @@ from typing import Any
 
 from multitask_rl.errors import DataError, check_output_file, path_errors
 from multitask_rl.sandbox import base
-from multitask_rl.sandbox.host_checks import HostWatch, WatchedProgram
+from multitask_rl.sandbox.host_checks import HostChecks, ProgramChecks
 from multitask_rl.sandbox.pool import NamespaceSandbox
 from multitask_rl.sandbox.worker import LEVELS
 
@@ -40,6 +40,7 @@ class CorpusFinding:
 
     name: str
     verdict: str = ""
+    """The program's ending, in the word of the manifest."""
     pass_fraction: float | None = None
     wall_s: float = 0.0
     problems: tuple[str, ...] = ()
@@ -128,10 +129,10 @@ def run_corpus(
     findings: dict[int, CorpusFinding] = {}
     waiting, lock = list(reversed(ordered)), threading.Lock()
 
-    def serve(watch: HostWatch) -> None:
+    def serve(host: HostChecks) -> None:
         with NamespaceSandbox(workers=1, level=level) as sandbox:
             _warm_up(sandbox)
-            watch.remember_processes(sandbox)
+            host.remember_processes(sandbox)
             while True:
                 with lock:
                     if not waiting:
@@ -144,11 +145,11 @@ def run_corpus(
                         skipped = f"needs {', '.join(missing)}"
                         findings[index] = CorpusFinding(name=raw["name"], skipped=skipped)
                     else:
-                        examine = functools.partial(_examine, raw, program, sandbox, watch)
+                        examine = functools.partial(_examine, raw, program, sandbox, host)
                         findings[index] = repeat_noise(examine)
 
-    with HostWatch() as watch, ThreadPoolExecutor(workers) as pool:
-        for served in [pool.submit(serve, watch) for _ in range(workers)]:
+    with HostChecks() as host, ThreadPoolExecutor(workers) as pool:
+        for served in [pool.submit(serve, host) for _ in range(workers)]:
             served.result()
     return [findings[index] for index in range(len(entries))]
 
@@ -175,17 +176,17 @@ def repeat_noise(examine: Callable[[], CorpusFinding]) -> CorpusFinding:
 
 
 def _examine(
-    raw: dict[str, Any], program: base.Program, sandbox: NamespaceSandbox, watch: HostWatch
+    raw: dict[str, Any], program: base.Program, sandbox: NamespaceSandbox, host: HostChecks
 ) -> CorpusFinding:
     """Run one program and compare the outcome with its entry in the manifest."""
     expect = raw["expect"]
-    watched = WatchedProgram(watch, sandbox, expect.get("host_checks", []))
+    checked = ProgramChecks(host, sandbox, expect.get("host_checks", []))
     started, restarts = time.monotonic(), sandbox.restarts
     outcome = sandbox.run(program)
     wall_s = time.monotonic() - started
     problems = []
-    if outcome.verdict.value not in expect["verdict_any_of"]:
-        problems.append(f"verdict {outcome.verdict} ({outcome.message!r}), want {expect['verdict_any_of']}")
+    if outcome.ending.value not in expect["verdict_any_of"]:
+        problems.append(f"verdict {outcome.ending} ({outcome.message!r}), want {expect['verdict_any_of']}")
     wanted = expect.get("pass_fraction")
     if wanted is not None and (outcome.pass_fraction is None or abs(outcome.pass_fraction - wanted) > 1e-9):
         problems.append(f"pass_fraction {outcome.pass_fraction}, want {wanted}")
@@ -202,16 +203,16 @@ def _examine(
         least = expect.get(f"min_reported_{key}", raw.get(f"min_reported_{key}"))
         if least is not None and value < least:
             problems.append(f"reported {key} {value:.2f}, want at least {least}")
-    problems += watched.problems()
+    problems += checked.problems()
     if sandbox.restarts != restarts:
         _warm_up(sandbox)  # the new worker's zygotes are no leftovers of a program
-        watch.remember_processes(sandbox)
+        host.remember_processes(sandbox)
     after = sandbox.run(_TRIVIAL)
-    if after.verdict is not base.Verdict.completed or after.stdout != b"42\n":
-        problems.append(f"next program: {after.verdict} {after.message!r}")
+    if after.ending is not base.Ending.completed or after.stdout != b"42\n":
+        problems.append(f"next program: {after.ending} {after.message!r}")
     return CorpusFinding(
         name=raw["name"],
-        verdict=outcome.verdict.value,
+        verdict=outcome.ending.value,
         pass_fraction=outcome.pass_fraction,
         wall_s=wall_s,
         problems=tuple(problems),

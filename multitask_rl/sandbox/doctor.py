@@ -79,7 +79,7 @@ def report() -> list[tuple[str, bool, str]]:
         except (SandboxError, WorkerLostError) as error:
             told = str(error)
         except ValueError:
-            told = f"the probe ended as {outcome.verdict}: {outcome.message}"
+            told = f"the probe ended as {outcome.ending}: {outcome.message}"
         finally:
             worker.stop()
         facts = facts or found

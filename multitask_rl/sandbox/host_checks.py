@@ -27,7 +27,7 @@ _TCP, _UDP, _ABSTRACT_STREAM, _ABSTRACT_DATAGRAM = 47831, 47832, "sbx_canary_478
 _OTHER_RUN_S = 600.0
 
 
-class HostWatch:
+class HostChecks:
     """Baits and gauges of one corpus run. It waits for another run to end; ``SandboxError`` after 10 min."""
 
     victim: subprocess.Popen[bytes]
@@ -116,7 +116,7 @@ class HostWatch:
 
     def remember_processes(self, sandbox: NamespaceSandbox) -> None:
         """Note the processes below a fresh sandbox: any other one is a leftover later."""
-        for pid in sandbox.monitor_pids:
+        for pid in sandbox.keeper_pids:
             self._known[pid] = descendants(pid)
 
     def leftovers(self, sandbox: NamespaceSandbox) -> set[int]:
@@ -124,19 +124,19 @@ class HostWatch:
         deadline = time.monotonic() + _ENDED_WITHIN_S
         while True:
             known = self._known
-            found = {p for pid in sandbox.monitor_pids for p in descendants(pid) - known.get(pid, set())}
+            found = {p for pid in sandbox.keeper_pids for p in descendants(pid) - known.get(pid, set())}
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)  # a killed process takes a moment to leave
 
 
-class WatchedProgram:
+class ProgramChecks:
     """The host before and during one program."""
 
-    def __init__(self, watch: HostWatch, sandbox: NamespaceSandbox, checks: Sequence[str]) -> None:
-        self._watch, self._sandbox, self._checks = watch, sandbox, checks
+    def __init__(self, host: HostChecks, sandbox: NamespaceSandbox, checks: Sequence[str]) -> None:
+        self._host, self._sandbox, self._checks = host, sandbox, checks
         self._canary = _snapshot()
-        self._touched = watch.touched.copy()
+        self._touched = host.touched.copy()
         self._restarts = sandbox.restarts
         self._disk = shutil.disk_usage("/tmp").free
         self._memory = self._least = _available_mb()
@@ -168,16 +168,16 @@ class WatchedProgram:
     def _check(self, kind: str, argument: str) -> str:
         match kind:
             case "victim_alive":
-                return "" if self._watch.victim.poll() is None else "the victim is dead"
+                return "" if self._host.victim.poll() is None else "the victim is dead"
             case "worker_alive":
                 return ""
             case "no_leftover_procs":
-                left = self._watch.leftovers(self._sandbox)
+                left = self._host.leftovers(self._sandbox)
                 return f"processes {sorted(left)}" if left else ""
             case "canary_dir_unchanged":
                 return "" if _snapshot() == self._canary else "the canary directory changed"
             case "no_connection":
-                reached = self._watch.touched[argument] - self._touched[argument]
+                reached = self._host.touched[argument] - self._touched[argument]
                 return f"{reached} connections" if reached else ""
             case "no_file":
                 return "the file exists" if os.path.lexists(argument) else ""

@@ -1,6 +1,6 @@
-"""The built-in sandbox: a pool of cells behind one bounded queue.
+"""The built-in sandbox: cells behind one bounded queue.
 
-Threads of the trainer carry messages only. Monitors compute the verdicts. They start by exec in a clean
+Threads of the trainer carry messages only. Keepers decide how programs ended. They start by exec in a clean
 interpreter, so the trainer is never forked.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.backlog import Backlog, QueuedProgram
-from multitask_rl.sandbox.base import Outcome, Program, Sandbox, Verdict
+from multitask_rl.sandbox.base import Ending, Outcome, Program, Sandbox
 from multitask_rl.sandbox.cgroups import delegated_cgroup
 from multitask_rl.sandbox.worker import LEVELS, Worker, WorkerLostError, cell_config
 
@@ -80,7 +80,7 @@ class NamespaceSandbox(Sandbox):
             self._workers = [Worker(index, config, self._cgroup, cpu) for index, cpu in enumerate(pins)]
             self._backlog = Backlog(queue_size or 64 * workers, [worker.cancel for worker in self._workers])
             started: queue.Queue[SandboxError | None] = queue.Queue()
-            # a monitor dies with the thread that started it: the thread that uses it starts it
+            # a keeper dies with the thread that started it: the thread that uses it starts it
             self._threads = []
             for worker in self._workers:
                 given = (worker, self._backlog, started)
@@ -102,13 +102,13 @@ class NamespaceSandbox(Sandbox):
         )
 
     @property
-    def monitor_pids(self) -> list[int]:
-        """Process ids of the monitors."""
+    def keeper_pids(self) -> list[int]:
+        """Process ids of the keepers."""
         return [worker.pid for worker in self._workers]
 
     @property
     def restarts(self) -> int:
-        """How many monitors were replaced since the start."""
+        """How many keepers were replaced since the start."""
         return sum(max(0, worker.restarts) for worker in self._workers)
 
     def submit(self, program: Program) -> Future[Outcome]:
@@ -176,7 +176,7 @@ def _recover(worker: Worker, backlog: Backlog, problem: str) -> None:
         lost[0].losses_alone += 1
         if lost[0].losses_alone >= _MAX_LOSSES:
             message = f"its worker was lost {_MAX_LOSSES} times while it ran alone: {problem}"
-            _fail(lost, worker, message, Verdict.killed)
+            _fail(lost, worker, message, Ending.killed)
             lost = []
     for item in lost[:1]:
         item.retries += 1
@@ -191,10 +191,10 @@ def _recover(worker: Worker, backlog: Backlog, problem: str) -> None:
 
 
 def _fail(
-    items: list[QueuedProgram], worker: Worker, problem: str, verdict: Verdict = Verdict.infrastructure_error
+    items: list[QueuedProgram], worker: Worker, problem: str, ending: Ending = Ending.infrastructure_error
 ) -> None:
     for item in items:
-        item.future.give(Outcome(verdict=verdict, message=problem, worker=worker.index, retries=item.retries))
+        item.future.give(Outcome(ending=ending, message=problem, worker=worker.index, retries=item.retries))
 
 
 class BubblewrapSandbox(NamespaceSandbox):

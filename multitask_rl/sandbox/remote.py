@@ -19,8 +19,8 @@ from typing import Any
 
 from multitask_rl.boundary.posting import open_request
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox.base import Outcome, Program, Sandbox, ScriptTask, StdioTask, TestResult, Verdict
-from multitask_rl.sandbox.cell.verdicts import same_text
+from multitask_rl.sandbox.base import Ending, Outcome, Program, Sandbox, ScriptTask, StdioTask, TestResult
+from multitask_rl.sandbox.cell.endings import same_text
 
 _log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -65,9 +65,9 @@ class HttpSandbox(Sandbox):
         self._is_closed = threading.Event()
         if check:
             outcome = self._run(Program(source="print(6 * 7)"))
-            if outcome.verdict is not Verdict.completed or outcome.stdout.strip() != b"42":
+            if outcome.ending is not Ending.completed or outcome.stdout.strip() != b"42":
                 self.close()
-                problem = outcome.message or f"a trivial program ended as {outcome.verdict}"
+                problem = outcome.message or f"a trivial program ended as {outcome.ending}"
                 raise SandboxError(f"no working sandbox server at {self._url}: {problem}")
 
     def submit(self, program: Program) -> Future[Outcome]:
@@ -98,18 +98,18 @@ class HttpSandbox(Sandbox):
         outcomes, tests = [], []
         for test in task.tests:
             outcome = self._execute(program, test.stdin)
-            if outcome.verdict is Verdict.infrastructure_error:
+            if outcome.ending is Ending.infrastructure_error:
                 return outcome
-            verdict = outcome.verdict
-            if verdict is Verdict.completed:
+            ending = outcome.ending
+            if ending is Ending.completed:
                 is_right = same_text(outcome.stdout, test.stdout.encode(), task.float_tolerance)
-                verdict = Verdict.passed if is_right else Verdict.failed
+                ending = Ending.passed if is_right else Ending.failed
             outcomes.append(outcome)
-            tests.append(TestResult(verdict=verdict, message=outcome.message, wall_s=outcome.wall_s))
+            tests.append(TestResult(ending=ending, message=outcome.message, wall_s=outcome.wall_s))
         shown = next((i for i, test in enumerate(tests) if not test.is_passed), len(tests) - 1)
         return replace(
             outcomes[shown],
-            verdict=tests[shown].verdict,
+            ending=tests[shown].ending,
             tests=tuple(tests),
             wall_s=sum(outcome.wall_s for outcome in outcomes),
         )
@@ -151,7 +151,7 @@ class HttpSandbox(Sandbox):
             except (OSError, ValueError, KeyError, RecursionError, http.client.HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
             _log.warning("sandbox server %s: %s (attempt %d)", self._url, problem, attempt + 1)
-        return Outcome(verdict=Verdict.infrastructure_error, message=problem, retries=attempt)
+        return Outcome(ending=Ending.infrastructure_error, message=problem, retries=attempt)
 
 
 def _text(data: str | bytes) -> str:
@@ -176,19 +176,19 @@ def _outcome(answer: dict[str, Any], program: Program) -> Outcome:
     last = stderr.decode("utf-8", "replace").rstrip().rpartition("\n")[2][:500]
     limits = program.limits
     if result.get("status") == "TimeLimitExceeded":
-        verdict, message = Verdict.timeout, f"wall-clock limit of {limits.wall_s:g} s"
+        ending, message = Ending.timeout, f"wall-clock limit of {limits.wall_s:g} s"
     elif len(stdout) > limits.stdout_bytes:
-        verdict, message = Verdict.output_limit, f"more than {limits.stdout_bytes} bytes of output"
+        ending, message = Ending.output_limit, f"more than {limits.stdout_bytes} bytes of output"
     elif code == 0 and answer.get("status") == "Success":
-        verdict, message = Verdict.completed, ""
+        ending, message = Ending.completed, ""
     elif last.startswith("MemoryError"):
-        verdict, message = Verdict.memory_limit, last
+        ending, message = Ending.memory_limit, last
     elif last.startswith(("SyntaxError", "IndentationError", "TabError")):
-        verdict, message = Verdict.compile_error, last
+        ending, message = Ending.compile_error, last
     else:
-        verdict, message = Verdict.runtime_error, last or f"exit status {code}"
+        ending, message = Ending.runtime_error, last or f"exit status {code}"
     return Outcome(
-        verdict=verdict,
+        ending=ending,
         message=message,
         wall_s=float(wall_s),
         exit_code=code if code is not None and code >= 0 else None,

@@ -1,4 +1,4 @@
-"""The trainer's side of one monitor process: start by exec, programs and outcomes as messages."""
+"""The trainer's side of one keeper process: start by exec, programs and outcomes as messages."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _START_TIMEOUT_S = 30.0
 _SEND_TIMEOUT_S = 60
 _GRACE_S = 20.0
 _SENT_AHEAD = 1 << 16
-"""Bytes that a monitor may have unread: less than a socket holds, so that sending does not wait."""
+"""Bytes that a keeper may have unread: less than a socket holds, so that sending does not wait."""
 _PROBE = base.Program(source="print(6 * 7)")
 _limits = functools.lru_cache(maxsize=64)(asdict)
 
 
 class WorkerLostError(RuntimeError):
-    """The monitor or its cell died, or the monitor is silent."""
+    """The keeper or its cell died, or the keeper is silent."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _Frame:
 
 
 def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
-    """Return what a monitor needs to know: installed ``packages``, interpreter, ``level`` of isolation."""
+    """Return what a keeper needs to know: installed ``packages``, interpreter, ``level`` of isolation."""
     found: dict[str, list[str]] = {}
     for name in packages:
         spec = importlib.util.find_spec(name)
@@ -71,10 +71,10 @@ def cell_config(packages: Sequence[str], level: str) -> dict[str, Any]:
 
 
 class Worker:
-    """A monitor process and the connection to it. One thread uses it; any may ``cancel`` and ``interrupt``.
+    """A keeper process and the connection to it. One thread uses it; any may ``cancel`` and ``interrupt``.
 
     ``config`` comes from ``cell_config``. The cell gets a cgroup below ``cgroup_parent``, if that is given.
-    It runs on the CPU ``cpu``; None = on any. Methods raise ``WorkerLostError`` when the monitor is gone, or
+    It runs on the CPU ``cpu``; None = on any. Methods raise ``WorkerLostError`` when the keeper is gone, or
     silent for longer than the program can take.
     """
 
@@ -97,11 +97,11 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process id of the monitor; 0 before the start."""
+        """Process id of the keeper; 0 before the start."""
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Start the monitor, wait for its cell and run a program of our own there; else ``SandboxError``."""
+        """Start the keeper, wait for its cell and run a program of our own there; else ``SandboxError``."""
         if not linux.is_supported():
             raise SandboxError("the sandbox needs Linux on x86_64: run the code rewards on such a machine")
         self.stop()
@@ -111,18 +111,18 @@ class Worker:
                 self._launch()
             except OSError as error:
                 raise SandboxError(
-                    f"the sandbox's monitor cannot be started: {error}. Where it is too many open files or "
+                    f"the sandbox's keeper cannot be started: {error}. Where it is too many open files or "
                     "processes, raise the limit before the start (ulimit -n, ulimit -u)"
                 ) from error
             if self._connection is None:  # another thread closed the sandbox
-                raise SandboxError("the sandbox's monitor was stopped")
+                raise SandboxError("the sandbox's keeper was stopped")
             self._inbox = Inbox(self._connection)
             try:
                 self._connection.sendall(pack_frame(self._config))
                 header, _ = self._inbox.receive(_START_TIMEOUT_S)
             except (OSError, EOFError) as error:
                 reason = error or type(error).__name__
-                raise SandboxError(f"the sandbox's monitor did not start: {reason}") from error
+                raise SandboxError(f"the sandbox's keeper did not start: {reason}") from error
             if "error" in header:
                 raise SandboxError(f"this machine cannot build a sandbox cell: {header['error']}")
             self.cell_pid = header["cell"]
@@ -133,8 +133,8 @@ class Worker:
                 outcome = self.run(_PROBE)
             except WorkerLostError as error:
                 raise SandboxError(f"the sandbox cell ended at once: {error}") from error
-            if outcome.verdict is not base.Verdict.completed or outcome.stdout != b"42\n":
-                found = f"{outcome.verdict}: {outcome.message} {outcome.stderr_text[:200]}"
+            if outcome.ending is not base.Ending.completed or outcome.stdout != b"42\n":
+                found = f"{outcome.ending}: {outcome.message} {outcome.stderr_text[:200]}"
                 raise SandboxError(f"the sandbox cell cannot run a program: {found}")
         except SandboxError:
             self.stop()
@@ -149,7 +149,7 @@ class Worker:
             self._cancel_fd = cancel
         os.set_blocking(cancel, False)
         starter = (
-            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from cell.monitor import main; "
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from cell.keeper import main; "
             f"main({theirs.fileno()}, {cancelled}, {os.getpid()})"
         )
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
@@ -194,7 +194,7 @@ class Worker:
         self._unsent.append(_Frame(frame, patience_s, program.limits))
 
     def send(self) -> None:
-        """Send what the monitor's socket surely takes: the monitor may be busy, or wait for us to read."""
+        """Send what the keeper's socket surely takes: the keeper may be busy, or wait for us to read."""
         ready: list[bytes] = []
         size = sum(len(frame.data) for frame in self._sent)
         while self._unsent and (not self._sent or size + len(self._unsent[0].data) <= _SENT_AHEAD):
@@ -240,7 +240,7 @@ class Worker:
                 os.write(self._cancel_fd, IDENTITY.pack(identity))
 
     def stop(self) -> None:
-        """End the monitor; its cell and every program in it die with it."""
+        """End the keeper; its cell and every program in it die with it."""
         connection, process = self._connection, self._process
         self._connection = self._process = self._inbox = None
         self._sent.clear()
@@ -261,7 +261,7 @@ class Worker:
             self._cgroup = None
 
     def interrupt(self) -> None:
-        """Kill the monitor from another thread; ``receive`` then raises ``WorkerLostError`` in its own."""
+        """Kill the keeper from another thread; ``receive`` then raises ``WorkerLostError`` in its own."""
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -283,32 +283,31 @@ def to_job(program: base.Program) -> tuple[dict[str, Any], list[bytes]]:
         case base.AssertsTask(entry_point=entry, exported=exported, allow_dunder=allow_dunder) as task:
             asserts = tuple(task.asserts)
             header.update(kind="asserts", num_tests=len(asserts))
-            texts.append(_judge_task("asserts", entry, exported, task.setup, asserts, allow_dunder))
+            texts.append(_tester_task("asserts", entry, exported, task.setup, asserts, allow_dunder))
             if not task.setup.strip() and not allow_dunder:
                 header["literals"] = _literal_tests(entry, asserts)
         case base.UnittestTask(entry_point=entry, exported=exported, allow_dunder=allow_dunder) as task:
             header.update(kind="unittest", num_tests=base.count_test_methods(task.test_code))
-            texts.append(_judge_task("unittest", entry, exported, "", (task.test_code,), allow_dunder))
+            texts.append(_tester_task("unittest", entry, exported, "", (task.test_code,), allow_dunder))
     return header, [t if isinstance(t, bytes) else t.encode("utf-8", "surrogatepass") for t in texts]
 
 
 def outcome_of(header: dict[str, Any], blobs: list[bytes], worker: int) -> base.Outcome:
-    """Return the outcome in a monitor's answer, whose header is a record of ``cell.verdicts.result``."""
+    """Return the outcome in a keeper's answer, whose header is a record of ``cell.endings.result``."""
     stdout, stderr = blobs
     tests = tuple(
-        base.TestResult(verdict=base.Verdict(v), message=m, wall_s=w, cpu_s=c)
-        for v, m, w, c in header["tests"]
+        base.TestResult(ending=base.Ending(v), message=m, wall_s=w, cpu_s=c) for v, m, w, c in header["tests"]
     )
-    fields = {**header, "verdict": base.Verdict(header["verdict"]), "tests": tests}
+    fields = {**header, "ending": base.Ending(header["ending"]), "tests": tests}
     del fields["id"]
     return base.Outcome(**fields, stdout=stdout, stderr=stderr, worker=worker)
 
 
 @functools.lru_cache(maxsize=1024)
-def _judge_task(
+def _tester_task(
     kind: str, entry: str, exported: tuple[str, ...], setup: str, tests: tuple[str, ...], allow_dunder: bool
 ) -> bytes:
-    """Return what the judge reads; cached, because all answers to one prompt have the same tests."""
+    """Return what the tester reads; cached, because all answers to one prompt have the same tests."""
     task = {
         "kind": kind,
         "entry_point": entry,

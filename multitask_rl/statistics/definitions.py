@@ -1,7 +1,7 @@
 """Definitions of a task's metrics: population, value, direction and range, in training and evaluation.
 
 docs/definitions.md has them as a table. A *slot* is one place for a response. Its record is the last attempt,
-which a user would see; if that was rejected, the slot has the *refused value*.
+which a user would see; if that was rejected, the slot has the *rejected value*.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TaskMetrics:
         self._spec = spec
         self._algorithm = algorithm
         self._traits: Mapping[str, PluginTraits] = {}
-        self._refused: dict[str, float] = {}
+        self._rejected: dict[str, float] = {}
         self._num_earned, self._best = 0, -math.inf
         self._told: set[str] = set()
 
@@ -213,10 +213,10 @@ class TaskMetrics:
             elif isinstance(result, Score):
                 values[index] = parts.get(component, math.nan) if component else result.value
         finite = [sign * value for value in values if math.isfinite(value)]
-        if finite and sign and key not in self._refused:
-            self._refused[key] = sign * min(finite)
+        if finite and sign and key not in self._rejected:
+            self._rejected[key] = sign * min(finite)
         worst = {1: kind.low, -1: kind.high}.get(sign, math.nan)
-        fallback = worst if math.isfinite(worst) else self._refused.get(key, math.nan)
+        fallback = worst if math.isfinite(worst) else self._rejected.get(key, math.nan)
         is_trained = name == "reward" and self._algorithm.trains_rejected
         for index in lost:
             values[index] = self._algorithm.outcome(final[index]) if is_trained else fallback
@@ -250,12 +250,12 @@ class TaskMetrics:
         ]
 
     def state_dict(self) -> dict[str, float]:
-        """Return the refused values fixed so far, by metric."""
-        return dict(self._refused)
+        """Return the rejected values fixed so far, by metric."""
+        return dict(self._rejected)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self._refused = {name: float(value) for name, value in state.items()}
+        self._rejected = {name: float(value) for name, value in state.items()}
 
 
 def served(scored: Sequence[Scored]) -> list[Scored]:

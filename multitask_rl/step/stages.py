@@ -260,7 +260,7 @@ class _Round:
 class ConstraintStage(StreamingStage):
     """Asks each task's constraints; if one of mode ``reject`` refuses, the slot is sampled again.
 
-    Refused responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
+    Rejected responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
     them out would bias the estimate (see ``algorithms/constrained_decoding.py``).
     """
 
@@ -290,7 +290,7 @@ class ConstraintStage(StreamingStage):
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
         """Yield rollouts without constraints as they come, the others when their task's are all judged.
 
-        If the engine admits requests while it works (``RolloutStage.join``), a refused slot is sampled again
+        If the engine admits requests while it works (``RolloutStage.join``), a rejected slot is sampled again
         at once; else after the batch. Seeds make both ways give the same rollouts and the same batches.
         """
         rounds: list[_Round] = []
@@ -314,7 +314,7 @@ class ConstraintStage(StreamingStage):
             number += 1
 
     def _take(self, rounds: list[_Round], rollouts: Sequence[Rollout]) -> None:
-        """Have rollouts judged; if the engine admits more, sample those known to be refused again."""
+        """Have rollouts judged; if the engine admits more, sample those known to be rejected again."""
         for rollout in rollouts:
             if rollout.attempt == len(rounds):
                 rounds.append(_Round(self._scorer.begin_judging()))
@@ -366,13 +366,13 @@ class ConstraintStage(StreamingStage):
     def _judged(self, rollout: Rollout, verdicts: Mapping[str, Verdict | Failure]) -> Rollout:
         rollout = _with_verdicts(rollout, verdicts)
         rejecting = {c.name or c.plugin for c in self._tasks[rollout.task].spec.judged if c.mode == "reject"}
-        refused = any(
+        rejected = any(
             isinstance(v, Verdict) and v.violated for name, v in rollout.verdicts.items() if name in rejecting
         )
-        return replace(rollout, rejected=refused)
+        return replace(rollout, rejected=rejected)
 
     def _next_attempt(self, rollout: Rollout) -> Rollout | None:
-        """Return the empty slot after a refused attempt; None if no attempt is left, or it would be equal.
+        """Return the empty slot after a rejected attempt; None if no attempt is left, or it would be equal.
 
         The attempts after a greedy response are sampled as in training.
         """
@@ -422,14 +422,14 @@ class RewardBatch:
         self._num_judged = 0
         self._rollouts: list[Rollout] = []
         self._asked: list[int] = []
-        """Per rollout its index in ``pending``; -1: refused by a constraint, not scored."""
+        """Per rollout its index in ``pending``; -1: rejected by a constraint, not scored."""
         self._num_asked = 0
         self._num_parts = 0
         self._groups: dict[str, list[int]] = {}
         """Group id -> rollouts not yet taken, in the order of the batch."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Begin to score rollouts, except refused ones: the algorithm decides what they earn."""
+        """Begin to score rollouts, except rejected ones: the algorithm decides what they earn."""
         self._num_parts += 1
         for rollout in rollouts:
             self._rollouts.append(rollout)
@@ -710,7 +710,7 @@ def sampling_stages(
 
 
 def is_trainable(task: TaskState, scored: Scored) -> bool:
-    """Whether the algorithm may learn from the record: not failed, and not refused unless it trains those."""
+    """Whether the algorithm may learn from the record: not failed, nor rejected unless it trains those."""
     if scored.failure is not None or scored.rollout.failure is not None:
         return False
     return task.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import (
     AssertsTask,
+    Ending,
     Limits,
     Outcome,
     Program,
@@ -17,7 +18,6 @@ from multitask_rl.sandbox.base import (
     StdioTask,
     StdioTest,
     UnittestTask,
-    Verdict,
 )
 
 _LIMITS = Limits(cpu_s=1, wall_s=2, mem_mb=128, stdout_bytes=1 << 16, stderr_bytes=1 << 12)
@@ -60,8 +60,8 @@ def assert_sandbox_contract(open_sandbox: Callable[[], Sandbox], *, function_tas
     ) -> Outcome:
         return sandbox.run(Program(source=source, task=task or ScriptTask(), limits=_LIMITS))
 
-    def expect(outcome: Outcome, verdict: Verdict, claim: str) -> None:
-        assert outcome.verdict is verdict, f"{claim}: {outcome.verdict} ({outcome.message!r}), want {verdict}"
+    def expect(outcome: Outcome, ending: Ending, claim: str) -> None:
+        assert outcome.ending is ending, f"{claim}: {outcome.ending} ({outcome.message!r}), want {ending}"
 
     def twice(source: str, *asserts: str) -> Outcome:
         return run(source, AssertsTask(entry_point="twice", asserts=asserts))
@@ -72,27 +72,27 @@ def assert_sandbox_contract(open_sandbox: Callable[[], Sandbox], *, function_tas
         )
 
         done = run("print(input())", ScriptTask(stdin="text\n"))
-        expect(done, Verdict.completed, "a script that exits with 0")
+        expect(done, Ending.completed, "a script that exits with 0")
         assert done.stdout == b"text\n", f"standard output arrives whole, got {done.stdout!r}"
         assert done.pass_fraction == 0.0, "a script without tests earns nothing"
         assert done.wall_s > 0, "time is reported"
-        expect(run("raise ValueError('x')"), Verdict.runtime_error, "an uncaught exception")
-        expect(run("import sys; sys.exit(3)"), Verdict.runtime_error, "a non-zero status")
-        expect(run("def f(:"), Verdict.compile_error, "a syntax error")
-        expect(run("x = bytearray(1 << 33)"), Verdict.memory_limit, "more memory than allowed")
-        expect(run("import time; time.sleep(60)"), Verdict.timeout, "a program that sleeps")
+        expect(run("raise ValueError('x')"), Ending.runtime_error, "an uncaught exception")
+        expect(run("import sys; sys.exit(3)"), Ending.runtime_error, "a non-zero status")
+        expect(run("def f(:"), Ending.compile_error, "a syntax error")
+        expect(run("x = bytearray(1 << 33)"), Ending.memory_limit, "more memory than allowed")
+        expect(run("import time; time.sleep(60)"), Ending.timeout, "a program that sleeps")
         flood = run("print('x' * (1 << 17))")
-        expect(flood, Verdict.output_limit, "more output than allowed")
+        expect(flood, Ending.output_limit, "more output than allowed")
         assert flood.is_truncated, "cut output is flagged"
         assert len(flood.stdout) == 1 << 16, "output is cut at its limit"
 
         outcome = run(_SUM, StdioTask(tests=_TESTS))
-        expect(outcome, Verdict.failed, "one wrong test of three")
-        verdicts = [test.verdict.value for test in outcome.tests]
-        assert verdicts == ["passed", "passed", "failed"], f"one verdict per test, got {verdicts}"
+        expect(outcome, Ending.failed, "one wrong test of three")
+        endings = [test.ending.value for test in outcome.tests]
+        assert endings == ["passed", "passed", "failed"], f"one ending per test, got {endings}"
         assert outcome.pass_fraction == 2 / 3, "partial credit is exact"
         late = run(_SUM + "\nraise SystemExit(1)", StdioTask(tests=_TESTS[:1]))
-        expect(late, Verdict.runtime_error, "the right output and then a failure")
+        expect(late, Ending.runtime_error, "the right output and then a failure")
         outcomes = sandbox.map(Program(source=f"print({n})", limits=_LIMITS) for n in range(12))
         assert [int(o.stdout) for o in outcomes] == list(range(12)), "map keeps the order of the programs"
 
@@ -112,7 +112,7 @@ def assert_sandbox_contract(open_sandbox: Callable[[], Sandbox], *, function_tas
                 f"a skipped test is not passed, got {outcome.pass_fraction}"
             )
             for source in _ESCAPES:
-                expect(run(source), Verdict.runtime_error, f"{source!r} has to be refused")
+                expect(run(source), Ending.runtime_error, f"{source!r} has to be refused")
         else:
             try:
                 twice("", "assert f()")

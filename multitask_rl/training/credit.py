@@ -89,7 +89,7 @@ class CreditAssigner:
         if task.multipliers:
             rows = [[concerned_cost(s.scored, name) for name in task.multipliers] for s in samples]
             costs = torch.tensor([[math.nan if c is None else c for c in row] for row in rows])
-        # a refused response was not scored and has no terms
+        # a rejected response was not scored and has no terms
         longest = max((s.scored.terms for s in samples), key=len)
         components: dict[str, Tensor] = {}
         if len(longest) > 1:

@@ -16,11 +16,11 @@ import pytest
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox import (
+    Ending,
     Limits,
     Program,
     StdioTask,
     StdioTest,
-    Verdict,
     open_sandbox,
     shared_sandbox,
 )
@@ -120,7 +120,7 @@ def test_the_http_client_tries_again_after_a_server_error(server):
     with HttpSandbox(server, backoff_s=0.01) as sandbox:
         RunCodeHandler.failures = [503, 429]
         outcome = sandbox.run(Program(source="print(1)"))
-    assert (outcome.verdict, outcome.stdout, outcome.retries) == (Verdict.completed, b"1\n", 2)
+    assert (outcome.ending, outcome.stdout, outcome.retries) == (Ending.completed, b"1\n", 2)
 
 
 def test_the_http_client_gives_no_score_when_the_server_stays_broken(server):
@@ -128,7 +128,7 @@ def test_the_http_client_gives_no_score_when_the_server_stays_broken(server):
         RunCodeHandler.failures = [500] * 10
         task = StdioTask(tests=[StdioTest(stdin="", stdout="1")])
         outcome = sandbox.run(Program(source="print(1)", task=task))
-    assert outcome.verdict is Verdict.infrastructure_error
+    assert outcome.ending is Ending.infrastructure_error
     assert outcome.pass_fraction is None
     assert "500" in outcome.message
 
@@ -137,7 +137,7 @@ def test_the_http_client_does_not_repeat_a_refused_request(server):
     with HttpSandbox(server, backoff_s=0.01) as sandbox:
         RunCodeHandler.failures, RunCodeHandler.requests = [422], 0
         outcome = sandbox.run(Program(source="print(1)"))
-    assert outcome.verdict is Verdict.infrastructure_error
+    assert outcome.ending is Ending.infrastructure_error
     assert RunCodeHandler.requests == 1
 
 
@@ -164,7 +164,7 @@ def test_the_http_client_gives_no_score_for_an_odd_answer(server, body):
     OddHandler.body = body
     with HttpSandbox(server, retries=1, backoff_s=0.01, check=False) as sandbox:
         outcome = sandbox.run(Program(source="print(1)"))
-    assert (outcome.verdict, outcome.retries) == (Verdict.infrastructure_error, 1)
+    assert (outcome.ending, outcome.retries) == (Ending.infrastructure_error, 1)
 
 
 @pytest.mark.parametrize("server", [OddHandler], indirect=True)
@@ -176,7 +176,7 @@ def test_the_http_client_does_not_wait_for_an_answer_that_drips(server):
             outcome = sandbox.run(Program(source="print(1)", limits=Limits(wall_s=0.2)))
     finally:
         OddHandler.drips = False
-    assert outcome.verdict is Verdict.infrastructure_error
+    assert outcome.ending is Ending.infrastructure_error
     assert "no whole answer within 0.5 s" in outcome.message
     assert time.monotonic() - began < 10
 

@@ -17,7 +17,7 @@ import pytest
 from multitask_rl.cli import main as command_line
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.corpus import CorpusFinding, load_manifest, main, repeat_noise, run_corpus
-from multitask_rl.sandbox.host_checks import HostWatch, WatchedProgram
+from multitask_rl.sandbox.host_checks import HostChecks, ProgramChecks
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 ROOT = Path(__file__).parents[2]
@@ -91,15 +91,15 @@ def test_the_cell_of_a_new_worker_is_no_leftover(tmp_path):
     manifest.write_text(json.dumps({"default_limits": {}, "programs": programs}))
     done = threading.Event()
 
-    def kill_the_napper_s_monitor():
+    def kill_the_napper_s_keeper():
         while not done.wait(0.05):
             for child in descendants(os.getpid()):
-                with contextlib.suppress(OSError, ValueError):  # one that sleeps below no monitor is a bait
+                with contextlib.suppress(OSError, ValueError):  # one that sleeps below no keeper is a bait
                     if "nanosleep" in Path(f"/proc/{child}/wchan").read_text():
                         os.kill(min(p for p in descendants(os.getpid()) if child in descendants(p)), 9)
                         return
 
-    killer = threading.Thread(target=kill_the_napper_s_monitor)
+    killer = threading.Thread(target=kill_the_napper_s_keeper)
     killer.start()
     try:
         findings = run_corpus(load_manifest(manifest))
@@ -114,16 +114,16 @@ def test_a_second_run_waits_until_the_first_has_taken_its_baits_away():
     order = []
 
     def run_too():
-        with HostWatch() as watch:
+        with HostChecks() as host:
             order.append("second")
-            assert watch.victim.poll() is None
+            assert host.victim.poll() is None
 
     second = threading.Thread(target=run_too)
-    with HostWatch() as first, NamespaceSandbox(workers=1) as sandbox:
-        watched = WatchedProgram(first, sandbox, ["canary_dir_unchanged", "victim_alive"])
+    with HostChecks() as first, NamespaceSandbox(workers=1) as sandbox:
+        checked = ProgramChecks(first, sandbox, ["canary_dir_unchanged", "victim_alive"])
         second.start()
         second.join(timeout=0.5)
-        assert watched.problems() == []
+        assert checked.problems() == []
         order.append("first")
     second.join(timeout=60)
     assert order == ["first", "second"]

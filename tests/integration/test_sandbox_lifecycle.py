@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
+from multitask_rl.sandbox import AssertsTask, Ending, Limits, Program, StdioTask, StdioTest
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
@@ -36,14 +36,14 @@ def is_alive(pid):
         return False
 
 
-def test_a_killed_monitor_is_replaced_and_its_program_run_again():
+def test_a_killed_keeper_is_replaced_and_its_program_run_again():
     with NamespaceSandbox(workers=1) as sandbox:
         future = sandbox.submit(NAP)
         wait_until(future.running)
         time.sleep(0.1)
-        os.kill(sandbox.monitor_pids[0], signal.SIGKILL)
+        os.kill(sandbox.keeper_pids[0], signal.SIGKILL)
         outcome = future.result(timeout=20)
-        assert (outcome.verdict, outcome.stdout, outcome.retries) == (Verdict.completed, b"done\n", 1)
+        assert (outcome.ending, outcome.stdout, outcome.retries) == (Ending.completed, b"done\n", 1)
         assert sandbox.restarts == 1
 
 
@@ -52,21 +52,21 @@ def test_a_killed_zygote_is_replaced_and_its_program_run_again():
         future = sandbox.submit(NAP)
         wait_until(future.running)
         time.sleep(0.1)
-        (monitor,) = sandbox.monitor_pids
-        zygote = min(descendants(monitor))
+        (keeper,) = sandbox.keeper_pids
+        zygote = min(descendants(keeper))
         os.kill(zygote, signal.SIGKILL)
         assert future.result(timeout=20).stdout == b"done\n"
         assert sandbox.run(Program(source="print(1)")).stdout == b"1\n"
 
 
 @contextlib.contextmanager
-def monitors_of_sleepers_die(sandbox):
-    """Kill every monitor below which a process sleeps: a nap, and no other program of these tests."""
+def keepers_of_sleepers_die(sandbox):
+    """Kill every keeper below which a process sleeps: a nap, and no other program of these tests."""
     stop = threading.Event()
 
     def kill():
         while not stop.wait(0.02):
-            for pid in sandbox.monitor_pids:
+            for pid in sandbox.keeper_pids:
                 for child in descendants(pid):
                     with contextlib.suppress(OSError):
                         if "nanosleep" in Path(f"/proc/{child}/wchan").read_text():
@@ -82,23 +82,23 @@ def monitors_of_sleepers_die(sandbox):
 
 
 def test_a_program_under_which_workers_keep_dying_scores_nothing():
-    with NamespaceSandbox(workers=1) as sandbox, monitors_of_sleepers_die(sandbox):
+    with NamespaceSandbox(workers=1) as sandbox, keepers_of_sleepers_die(sandbox):
         outcome = sandbox.submit(NAP).result(timeout=60)
-        assert (outcome.verdict, outcome.pass_fraction) == (Verdict.killed, 0.0)
+        assert (outcome.ending, outcome.pass_fraction) == (Ending.killed, 0.0)
         assert "lost 2 times while it ran alone" in outcome.message
 
 
 def test_close_leaves_no_process_and_no_descriptor():
     before = set(os.listdir("/proc/self/fd"))
     sandbox = NamespaceSandbox(workers=2)
-    family = {pid for monitor in sandbox.monitor_pids for pid in (monitor, *descendants(monitor))}
+    family = {pid for keeper in sandbox.keeper_pids for pid in (keeper, *descendants(keeper))}
     futures = [sandbox.submit(NAP) for _ in range(6)]
     wait_until(lambda: any(f.running() for f in futures))
-    family |= {pid for monitor in sandbox.monitor_pids for pid in descendants(monitor)}
+    family |= {pid for keeper in sandbox.keeper_pids for pid in descendants(keeper)}
     sandbox.close()
     wait_until(lambda: not any(is_alive(pid) for pid in family))
     wait(futures, timeout=5)
-    assert all(f.cancelled() or f.result().verdict is Verdict.infrastructure_error for f in futures)
+    assert all(f.cancelled() or f.result().ending is Ending.infrastructure_error for f in futures)
     assert set(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(SandboxError, match="closed"):
         sandbox.run(NAP)
@@ -114,15 +114,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a sh
 sandbox = NamespaceSandbox(workers=1)
 sandbox.submit(Program(source="while True: pass"))
 time.sleep(0.2)
-print(*sandbox.monitor_pids, flush=True)
+print(*sandbox.keeper_pids, flush=True)
 time.sleep(60)
 """
     trainer = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert trainer.stdout is not None
-    monitor = int(trainer.stdout.readline())
-    family = {monitor, *descendants(monitor)}
+    keeper = int(trainer.stdout.readline())
+    family = {keeper, *descendants(keeper)}
     assert len(family) >= 3
     trainer.send_signal(how)
     trainer.wait(timeout=20)
@@ -167,10 +167,10 @@ NO_HURRY = Limits(cpu_s=50, wall_s=60)
 def test_a_running_program_can_be_cancelled(program):
     with NamespaceSandbox(workers=1) as sandbox:
         sandbox.run(Program(source="print(1)"))
-        (monitor,) = sandbox.monitor_pids
-        before = descendants(monitor)
+        (keeper,) = sandbox.keeper_pids
+        before = descendants(keeper)
         future = sandbox.submit(program)
-        wait_until(lambda: len(descendants(monitor)) > len(before))
+        wait_until(lambda: len(descendants(keeper)) > len(before))
         assert future.running()
         assert future.cancel()
         assert future.cancelled()
@@ -179,7 +179,7 @@ def test_a_running_program_can_be_cancelled(program):
             future.result(timeout=0)
         after = sandbox.submit(Program(source="print(2)"))
         assert after.result(timeout=20).stdout == b"2\n"
-        assert descendants(monitor) == before
+        assert descendants(keeper) == before
         assert sandbox.restarts == 0
 
 
@@ -214,9 +214,9 @@ def test_of_several_programs_at_hand_only_the_deadly_one_is_lost():
         plain = [sandbox.submit(Program(source=f"print({n})")) for n in range(3)]
         deadly = sandbox.submit(NAP)
         plain += [sandbox.submit(Program(source=f"print({n})")) for n in range(3, 8)]
-        with monitors_of_sleepers_die(sandbox):
+        with keepers_of_sleepers_die(sandbox):
             outcome = deadly.result(timeout=60)
-        assert outcome.verdict is Verdict.killed
+        assert outcome.ending is Ending.killed
         assert [f.result(timeout=30).stdout for f in plain] == [b"%d\n" % n for n in range(8)]
 
 
@@ -283,11 +283,11 @@ def test_a_program_that_times_out_in_one_test_keeps_what_it_earned():
     limits = Limits(cpu_s=1, wall_s=2)
     with NamespaceSandbox(workers=1) as sandbox:
         outcome = sandbox.run(Program(source=source, task=StdioTask(tests=tests), limits=limits))
-        assert [t.verdict.value for t in outcome.tests] == ["passed", "timeout", "passed"]
+        assert [t.ending.value for t in outcome.tests] == ["passed", "timeout", "passed"]
         hopeless = Program(source="while True: pass", task=StdioTask(tests=tests * 5), limits=limits)
         outcome = sandbox.run(hopeless)
         assert sum("not run" in test.message for test in outcome.tests) >= 10
-        assert outcome.verdict is Verdict.timeout
+        assert outcome.ending is Ending.timeout
         assert len(outcome.tests) == 15
 
 
@@ -320,7 +320,7 @@ def test_programs_of_one_worker_share_nothing():
         "import os, builtins, sys\nprint(os.listdir('/tmp'), hasattr(builtins, 'left'), hasattr(sys, 'left'))"
     )
     with NamespaceSandbox(workers=1) as sandbox:
-        assert sandbox.run(Program(source=leave)).verdict is Verdict.completed
+        assert sandbox.run(Program(source=leave)).ending is Ending.completed
         assert sandbox.run(Program(source=look)).stdout == b"[] False False\n"
 
 
@@ -345,16 +345,16 @@ def test_ten_thousand_programs_leave_memory_and_descriptors_flat():
 
     with NamespaceSandbox(workers=2) as sandbox:
         sandbox.map(program(n) for n in range(400))
-        family = [*sandbox.monitor_pids, *(min(descendants(pid)) for pid in sandbox.monitor_pids)]
+        family = [*sandbox.keeper_pids, *(min(descendants(pid)) for pid in sandbox.keeper_pids)]
         before = [_memory_and_descriptors(pid) for pid in family]
         for start in range(0, 10_000, 2_000):
             outcomes = sandbox.map(program(n) for n in range(start, start + 2_000))
-            assert all(o.verdict is not Verdict.infrastructure_error for o in outcomes)
+            assert all(o.ending is not Ending.infrastructure_error for o in outcomes)
             plain = [n for n in range(start, start + 2_000) if n % 20 and n % 7]
             assert [outcomes[n - start].stdout for n in plain] == [b"%d\n" % n for n in plain]
         after = [_memory_and_descriptors(pid) for pid in family]
         assert sandbox.restarts == 0
-        assert all(len(descendants(pid)) <= 2 for pid in sandbox.monitor_pids)
+        assert all(len(descendants(pid)) <= 2 for pid in sandbox.keeper_pids)
     for (memory, descriptors), (memory_after, descriptors_after) in zip(before, after, strict=True):
         assert descriptors_after == descriptors
         assert memory_after - memory < 5 << 10

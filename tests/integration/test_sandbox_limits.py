@@ -1,4 +1,4 @@
-"""What a monitor and its cell may use, and what they give up before the trainer."""
+"""What a keeper and its cell may use, and what they give up before the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
+from multitask_rl.sandbox import AssertsTask, Ending, Limits, Program, StdioTask, StdioTest
 from multitask_rl.sandbox.cell.trainer import MAX_FRAME
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
@@ -34,23 +34,23 @@ def status(pid):
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def test_a_monitor_has_a_filter_limits_and_no_network(sandbox):
-    (monitor,) = sandbox.monitor_pids
-    facts = status(monitor)
+def test_a_keeper_has_a_filter_limits_and_no_network(sandbox):
+    (keeper,) = sandbox.keeper_pids
+    facts = status(keeper)
     assert (facts["Seccomp"], facts["NoNewPrivs"]) == ("2", "1")
-    assert os.readlink(f"/proc/{monitor}/ns/net") != os.readlink("/proc/self/ns/net")
-    limits = Path(f"/proc/{monitor}/limits").read_text()
+    assert os.readlink(f"/proc/{keeper}/ns/net") != os.readlink("/proc/self/ns/net")
+    limits = Path(f"/proc/{keeper}/limits").read_text()
     address_space = next(line for line in limits.splitlines() if line.startswith("Max address space"))
     assert int(address_space.split()[3]) <= 1 << 30
     assert int(next(line for line in limits.splitlines() if "processes" in line).split()[2]) == 0
 
 
-def test_out_of_memory_the_programs_go_before_the_monitor_and_it_before_the_trainer(sandbox):
-    (monitor,) = sandbox.monitor_pids
-    cell = {Path(f"/proc/{pid}/oom_score_adj").read_text().strip() for pid in descendants(monitor)}
+def test_out_of_memory_the_programs_go_before_the_keeper_and_it_before_the_trainer(sandbox):
+    (keeper,) = sandbox.keeper_pids
+    cell = {Path(f"/proc/{pid}/oom_score_adj").read_text().strip() for pid in descendants(keeper)}
     own = int(Path("/proc/self/oom_score_adj").read_text())
     assert cell == {"1000"}
-    assert own < int(Path(f"/proc/{monitor}/oom_score_adj").read_text()) < 1000
+    assert own < int(Path(f"/proc/{keeper}/oom_score_adj").read_text()) < 1000
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def test_out_of_memory_the_programs_go_before_the_monitor_and_it_before_the_trai
     ],
     ids=["tuple", "deque", "fraction"],
 )
-def test_a_monitor_builds_nothing_larger_than_the_message(sandbox, answer):
-    (monitor,) = sandbox.monitor_pids
+def test_a_keeper_builds_nothing_larger_than_the_message(sandbox, answer):
+    (keeper,) = sandbox.keeper_pids
     source = f"{WRITE}say(['ok', {answer!r}, []])\ntime.sleep(0.2)"
     task = AssertsTask(entry_point="f", asserts=["assert f(1) == 2"])
     outcome = sandbox.run(Program(source=source, task=task))
-    assert (outcome.verdict, outcome.pass_fraction) == (Verdict.runtime_error, 0.0)
-    assert int(status(monitor)["VmHWM"].split()[0]) < 150 << 10
+    assert (outcome.ending, outcome.pass_fraction) == (Ending.runtime_error, 0.0)
+    assert int(status(keeper)["VmHWM"].split()[0]) < 150 << 10
 
 
 def test_a_channel_that_a_program_would_keep_open_ends_with_it(sandbox):
     source = f"{WRITE}import socket\nsocket.send_fds(socket.socket(fileno=3), [b'x'], [3])\ntime.sleep(9)"
     task = AssertsTask(entry_point="f", asserts=[f"assert f({'x' * 300_000!r}) == 1"])
     outcome = sandbox.run(Program(source=source, task=task, limits=Limits(wall_s=3, cpu_s=2)))
-    assert (outcome.verdict, outcome.pass_fraction) == (Verdict.violation, 0.0)
+    assert (outcome.ending, outcome.pass_fraction) == (Ending.violation, 0.0)
     assert sandbox.restarts == 0
 
 
@@ -109,7 +109,7 @@ def test_a_program_that_sleeps_through_its_tests_does_not_get_all_their_time(san
         limits=Limits(wall_s=0.8, cpu_s=1),
     )
     outcome = sandbox.run(program)
-    assert outcome.verdict is Verdict.timeout
+    assert outcome.ending is Ending.timeout
     assert outcome.wall_s - outcome.starved_s < 2.0
     assert outcome.tests[0].is_passed
     assert "earlier tests used up the time" in outcome.tests[-1].message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
+from multitask_rl.sandbox import AssertsTask, Ending, Limits, Program, StdioTask, StdioTest
 from multitask_rl.sandbox.pool import NamespaceSandbox
 from multitask_rl_rewards.code_evaluator import sandbox_task
 
@@ -84,5 +84,5 @@ def test_the_stdio_rows_run_and_judge():
         programs.append(Program(source="print('no')", task=StdioTask(tests=tests)))
     with NamespaceSandbox(workers=2) as sandbox:
         outcomes = sandbox.map(programs)
-    assert {o.verdict for o in outcomes[::2]} == {Verdict.passed}
+    assert {o.ending for o in outcomes[::2]} == {Ending.passed}
     assert all(o.pass_fraction < 1.0 for o in outcomes[1::2])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multitask_rl.sandbox import AssertsTask, Limits, Program, StdioTask, StdioTest, Verdict
+from multitask_rl.sandbox import AssertsTask, Ending, Limits, Program, StdioTask, StdioTest
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
@@ -43,7 +43,7 @@ def sandbox():
 
 def count_mounts(sandbox):
     """Return how many file systems lie on the first room's /tmp."""
-    zygote = min(descendants(sandbox.monitor_pids[0]))
+    zygote = min(descendants(sandbox.keeper_pids[0]))
     lines = Path(f"/proc/{zygote}/mountinfo").read_text().splitlines()
     return sum(line.split()[4] == "/tmp/0/tmp" for line in lines)
 
@@ -53,11 +53,11 @@ def test_the_next_program_finds_an_empty_one(sandbox, name):
     sandbox.run(Program(source=SPITEFUL[name], limits=Limits(wall_s=1, cpu_s=1)))
     for _ in range(2):
         outcome = sandbox.run(LOOK)
-        assert (outcome.verdict, outcome.stdout) == (Verdict.completed, FRESH), outcome.stderr_text
+        assert (outcome.ending, outcome.stdout) == (Ending.completed, FRESH), outcome.stderr_text
 
 
 def test_what_a_program_left_is_gone_with_it(sandbox):
-    assert sandbox.run(Program(source="open('/tmp/x', 'w').write('x' * 100000)")).verdict is Verdict.completed
+    assert sandbox.run(Program(source="open('/tmp/x', 'w').write('x' * 100000)")).ending is Ending.completed
     sandbox.run(Program(source="pass"))  # has been served: the first one was put away before
     assert count_mounts(sandbox) == 1
 

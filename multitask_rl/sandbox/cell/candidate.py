@@ -129,7 +129,7 @@ class _Server:
         return _Remote(self, content)
 
     def call_back(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Call a function of the tests, which stays in the judge."""
+        """Call a function of the tests, which stays in the tester."""
         encode = self._encoder.encode
         self.reply(["callback", number, encode(list(arguments)), encode(keywords)])
         while True:

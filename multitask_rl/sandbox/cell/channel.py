@@ -61,8 +61,8 @@ class CellChannel:
         return data[:count]
 
 
-def load_verdict(report: Any) -> tuple[str, str] | None:
-    """Return verdict and message in a program's report on its loading; None if it is another message."""
+def load_ending(report: Any) -> tuple[str, str] | None:
+    """Return ending and message in a program's report on its loading; None if it is another message."""
     match report:
         case ["ready"]:
             return "passed", ""

@@ -1,4 +1,4 @@
-"""Encoding of the plain values that pass between a program and its judge.
+"""Encoding of the plain values that pass between a program and its tester.
 
 Scalars and lists are JSON; any other kind is an object with one key, its tag, so that the C scanner decodes
 it with one hook. Only exact builtin values come out. A subclass becomes the value of its base; an object

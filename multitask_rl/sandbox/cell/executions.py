@@ -1,4 +1,4 @@
-"""The monitor's side of executions: it sends descriptors and limits and gets exit status and output."""
+"""The keeper's side of executions: it sends descriptors and limits and gets exit status and output."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from .endings import Execution
 from .trainer import JobCancelled, TrainerConversation
-from .verdicts import Execution
 from .wire import EXIT, KILL, LIMITS, LONGEST_WAIT, OP_KILL, OP_SPAWN, OP_VARIANT, SPAWN, Exit, Mode
 
 _GRACE_S = 5.0

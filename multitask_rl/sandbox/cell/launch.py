@@ -1,6 +1,6 @@
 """Building a cell: namespaces, a root of a few read-only directories, and a clean interpreter inside.
 
-The monitor clones a child into new namespaces and writes its user map; the child builds a root on a tmpfs,
+The keeper clones a child into new namespaces and writes its user map; the child builds a root on a tmpfs,
 moves into it and executes the zygote. Memory, environment, descriptors and directories of the trainer stay
 outside. Where root starts it, the cell's user is an unprivileged one (limits do not bind root); else it is
 the user who starts it.
@@ -30,10 +30,10 @@ _PACKAGE = "_mtrl_cell"
 _PYTHON = "/opt/python"
 _SITE = "/opt/site"
 _FIRST_OUTSIDE_ID = 100_000
-_MONITOR_OFFSET = 1 << 23
-"""More than there can be process ids: a monitor and a cell never share an id."""
-_MONITOR_BYTES = 1 << 30
-"""Address space of a monitor: the largest message, what it becomes, and large outputs to compare."""
+_KEEPER_OFFSET = 1 << 23
+"""More than there can be process ids: a keeper and a cell never share an id."""
+_KEEPER_BYTES = 1 << 30
+"""Address space of a keeper: the largest message, what it becomes, and large outputs to compare."""
 _CELL_SCORE = 1000
 _FLAGS = ["-s", "-S", "-P", "-X", "utf8"]
 _CAP_SYS_CHROOT, _CAP_SYS_ADMIN = 18, 21
@@ -134,7 +134,7 @@ def _start(flags: int, enter: Callable[[], _Command]) -> int:
             for descriptor in keep:
                 os.set_inheritable(descriptor, True)
             os.execve(arguments[0], arguments, environment)
-        except BaseException as error:  # noqa: BLE001 - the one way out of this child: tell the monitor
+        except BaseException as error:  # noqa: BLE001 - the one way out of this child: tell the keeper
             os.write(error_write, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.close(go_read)
@@ -180,14 +180,14 @@ def outside_id(offset: int = 0) -> int:
 
 
 def confine() -> None:
-    """Give up, as a monitor whose cell is up, all rights that verdicts do not need.
+    """Give up, as a keeper whose cell is up, all rights that its work does not need.
 
     Root becomes a user that owns no file. The process leaves the network, gets a memory limit, and can open
     no file and start no process any more.
     """
     with contextlib.suppress(OSError):  # where namespaces are refused the filter alone bars the network
         linux.syscall(linux.NR_UNSHARE, linux.CLONE_NEWNET | (linux.CLONE_NEWUSER if os.geteuid() else 0))
-    if (mine := outside_id(_MONITOR_OFFSET)) and os.geteuid() == 0:
+    if (mine := outside_id(_KEEPER_OFFSET)) and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(mine, mine, mine)
         os.setresuid(mine, mine, mine)
@@ -195,10 +195,10 @@ def confine() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = _MONITOR_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MONITOR_BYTES)
+    most = _KEEPER_BYTES if hard == resource.RLIM_INFINITY else min(hard, _KEEPER_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     linux.set_no_new_privs()
-    seccomp.install(seccomp.monitor_filter())
+    seccomp.install(seccomp.keeper_filter())
 
 
 def prefer_as_victim(pid: int, score: int) -> None:

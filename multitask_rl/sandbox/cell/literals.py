@@ -1,14 +1,14 @@
 """Asserts of the simplest shape, ``assert f(literals) == literal``, judged without a second process.
 
-The monitor asks the program for the values and compares plain data. It decodes small answers without arrays;
-for any other answer the whole task goes to the judge. The verdicts equal the judge's.
+The keeper asks the program for the values and compares plain data. It decodes small answers without arrays;
+for any other answer the whole task goes to the tester. The endings equal the tester's.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .channel import CellChannel, ChannelClosed, load_verdict
+from .channel import CellChannel, ChannelClosed, load_ending
 from .codec import CodecError, Decoder, NeedsArraysError
 
 _MAX_ANSWER = 1 << 14
@@ -17,7 +17,7 @@ _SENT_AHEAD = 1 << 14
 _MESSAGE_LIMIT = 500
 
 
-class NeedsJudgeError(Exception):
+class NeedsTesterError(Exception):
     """An answer is too large to be decoded here, or an array."""
 
 
@@ -30,11 +30,11 @@ class _Opaque:
     __hash__ = object.__hash__
 
 
-def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[Any]]:
-    """Return the lines that the judge would write: one on loading, then one per test.
+def compare_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[Any]]:
+    """Return the lines that the tester would write: one on loading, then one per test.
 
     A test is ``[request, operator, expected]``; request and expected value are encoded already.
-    ``NeedsJudgeError`` if an answer is too large, or holds an array.
+    ``NeedsTesterError`` if an answer is too large, or holds an array.
     """
     decoder = Decoder(lambda tag, content: _Opaque(), has_arrays=False)
     lines: list[list[Any]] = []
@@ -44,7 +44,7 @@ def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[An
     try:
         if is_sent:
             channel.send(*requests)
-        loaded = load_verdict(_receive(channel, decoder))
+        loaded = load_ending(_receive(channel, decoder))
         if loaded is None:
             raise CodecError("it does not speak the protocol")
         lines.append(["load", loaded[0], loaded[1][:_MESSAGE_LIMIT]])
@@ -54,22 +54,22 @@ def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[An
             if not is_sent:
                 channel.send(requests[index])
             answer = _receive(channel, decoder)
-            verdict, message = "", ""
+            ending, message = "", ""
             match answer:
                 case ["ok", value, list()]:
                     wanted = decoder.loads(expected)
                     try:
                         is_right = value is wanted if operator == "is" else bool(value == wanted)
-                        verdict, message = ("passed", "") if is_right else ("failed", "AssertionError: ")
-                    except Exception as error:  # noqa: BLE001 - the program's value; the judge stops here, too
-                        verdict, message = "runtime_error", f"{type(error).__name__}: {error}"
+                        ending, message = ("passed", "") if is_right else ("failed", "AssertionError: ")
+                    except Exception as error:  # noqa: BLE001 - the program's value; the tester stops here, too
+                        ending, message = "runtime_error", f"{type(error).__name__}: {error}"
                 case ["error", str(), str(name), str(text)]:
-                    verdict, message = "runtime_error", f"{name}: {text}"
+                    ending, message = "runtime_error", f"{name}: {text}"
                 case _:
                     raise CodecError("it does not speak the protocol")
-            lines.append([index, verdict, message[:_MESSAGE_LIMIT]])
+            lines.append([index, ending, message[:_MESSAGE_LIMIT]])
     except NeedsArraysError as error:
-        raise NeedsJudgeError from error
+        raise NeedsTesterError from error
     except (ChannelClosed, CodecError) as error:
         lines.append(["load", "gone", str(error)])
     return lines
@@ -78,5 +78,5 @@ def judge_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[An
 def _receive(channel: CellChannel, decoder: Decoder) -> Any:
     data = channel.receive()
     if len(data) > _MAX_ANSWER:
-        raise NeedsJudgeError
+        raise NeedsTesterError
     return decoder.loads(data)

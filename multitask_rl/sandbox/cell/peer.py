@@ -1,4 +1,4 @@
-"""The judge's connection to the program, and the proxies of its objects that the tests use."""
+"""The tester's connection to the program, and the proxies of its objects that the tests use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from .channel import CellChannel, ChannelClosed, load_verdict
+from .channel import CellChannel, ChannelClosed, load_ending
 from .codec import CodecError, Decoder, Encoder
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def text_of(error: BaseException) -> str:
     """Return the text of an exception, at most ``MESSAGE_LIMIT`` characters of it."""
     try:
         return str(error)[:MESSAGE_LIMIT]
-    except BaseException:  # noqa: BLE001 - a message must not end the judge
+    except BaseException:  # noqa: BLE001 - a message must not end the tester
         return ""
 
 
@@ -57,8 +57,8 @@ class Peer:
         self._changes: list[tuple[Any, Any]] = []
 
     def await_load(self) -> tuple[str, str]:
-        """Return verdict and message of the program's loading."""
-        loaded = load_verdict(self._receive())
+        """Return ending and message of the program's loading."""
+        loaded = load_ending(self._receive())
         if loaded is None:
             raise CandidateGone("it does not speak the protocol")
         return loaded

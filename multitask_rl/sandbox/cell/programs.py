@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import candidate, judge
+from . import candidate, tester
 from .linux import raw_syscall
 from .wire import COMPILE_STATUS, Mode
 
@@ -86,8 +86,8 @@ def enter(
     try:
         if mode == Mode.candidate:
             candidate.serve(3, source)
-        elif mode == Mode.judge:
-            judge.judge(3, 4, source)
+        elif mode == Mode.tester:
+            tester.run_tests(3, 4, source)
         else:
             status = _run_script(source)
     except BaseException:  # noqa: BLE001 - a program can break any of our own steps

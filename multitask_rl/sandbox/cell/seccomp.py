@@ -63,7 +63,7 @@ _FCNTL_COMMANDS = [0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034]
 _ADD_SEALS = 1033
 # read, write, close, fstat, poll, seek, signals' return, pread, pwrite, nap, pid, socket messages, shutdown,
 # socketpair, exit, futex, restart, clocks, tgkill (abort), random, memfd_create
-_MONITOR = [
+_KEEPER = [
     0, 1, 3, 5, 7, 8, 13, 14, 15, 17, 18, 24, 35, 39, 44, 45, 46, 47, 48, 53, 60, 63, 131, 186, 202, 219, 228,
     230, 231, 234, 262, 271, 273, 318, 319, 334,
 ]  # fmt: skip
@@ -114,10 +114,10 @@ def zygote_filter() -> bytes:
     return _allow_list({*_ALLOWED, *_ZYGOTE_ONLY, _CLONE}, special)
 
 
-def monitor_filter() -> bytes:
-    """Return what a monitor may call once its cell is up: no file, no process, no socket but pairs."""
+def keeper_filter() -> bytes:
+    """Return what a keeper may call once its cell is up: no file, no process, no socket but pairs."""
     special = {_FCNTL: _argument_in(1, [*_FCNTL_COMMANDS, _ADD_SEALS], _EPERM)}
-    return _allow_list({*_MEMORY, *_MONITOR}, special)
+    return _allow_list({*_MEMORY, *_KEEPER}, special)
 
 
 def _allow_list(allowed: set[int], special: dict[int, list[Instruction]]) -> bytes:

@@ -1,4 +1,4 @@
-"""The connection between trainer and monitor; a message is a JSON header followed by byte strings."""
+"""The connection between trainer and keeper; a message is a JSON header followed by byte strings."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class JobCancelled(Exception):
 
 
 class TrainerConversation:
-    """The monitor's end of the conversation with one thread of the trainer.
+    """The keeper's end of the conversation with one thread of the trainer.
 
     Jobs come on ``connection`` and results go there in the same order. Identities of jobs to give up come on
     ``cancel_fd``; the answer to such a job is ``cancelled``.

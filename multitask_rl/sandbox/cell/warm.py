@@ -15,7 +15,7 @@ import struct
 import sys
 from typing import Any
 
-from . import candidate, judge
+from . import candidate, tester
 from .programs import WARM_UP, enter
 
 _ROUNDS = 20
@@ -87,8 +87,8 @@ def warm_up(memory: int) -> None:
     for _ in range(_ROUNDS):
         enter([memory, 0, 1, 2], WARM_UP, True, True, size, (_GETPID,) * 8, -1, lambda status: None)
         _talk(_REQUESTS, lambda descriptor: candidate.serve(descriptor, _MODULE))
-        _talk(_ANSWERS, lambda descriptor: judge.judge(descriptor, 1, _task("asserts", _STATEMENTS)))
-        _talk(_ANSWERS, lambda descriptor: judge.judge(descriptor, 1, _task("unittest", [_UNITTEST])))
+        _talk(_ANSWERS, lambda descriptor: tester.run_tests(descriptor, 1, _task("asserts", _STATEMENTS)))
+        _talk(_ANSWERS, lambda descriptor: tester.run_tests(descriptor, 1, _task("unittest", [_UNITTEST])))
     sys.modules["__main__"] = main
     for name in ("solution", "tests"):
         sys.modules.pop(name, None)

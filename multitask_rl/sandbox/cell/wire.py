@@ -1,4 +1,4 @@
-"""Messages between monitor and zygote: fixed binary records, with file descriptors."""
+"""Messages between keeper and zygote: fixed binary records, with file descriptors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mode(IntEnum):
     """The program, as ``__main__``."""
     candidate = 1
     """The program, as a module that answers calls."""
-    judge = 2
+    tester = 2
     """The tests."""
 
 

@@ -51,7 +51,7 @@ _PAGE_MB = resource.getpagesize() / (1 << 20)
 
 
 def main(control: int, proc: int, host: dict[str, Any] | None = None) -> NoReturn:
-    """Serve the monitor on the socket ``control`` until it closes.
+    """Serve the keeper on the socket ``control`` until it closes.
 
     ``proc`` is a descriptor of the cell's /proc, or -1. ``host``, without namespaces, has the readable paths
     of the host: ``readable``, ``listed``, ``devices``, ``packages``.
@@ -154,7 +154,7 @@ class Zygote:
         self._own_kb = os.wait4(pid, 0)[2].ru_maxrss
 
     def serve(self) -> NoReturn:
-        """Answer the monitor until it is gone; every process below dies with this one."""
+        """Answer the keeper until it is gone; every process below dies with this one."""
         running, control_fd = self._running, self._control.fileno()
         while True:
             if not running:

@@ -13,7 +13,7 @@ from typing import Any
 from multitask_rl.config.schema.ranges import Count, Positive, Settings
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox import shared_sandbox
-from multitask_rl.sandbox.base import Limits, Outcome, Program, Verdict
+from multitask_rl.sandbox.base import Ending, Limits, Outcome, Program
 
 _RAN_TO_ITS_END = 42
 _HARNESS = """
@@ -110,7 +110,7 @@ class PythonTool:
                 limits=Limits(cpu_s=cpu_s + again_s, wall_s=2 * cpu_s + 1 + again_s, mem_mb=config.memory_mb),
             )
         )
-        if outcome.verdict is Verdict.infrastructure_error:
+        if outcome.ending is Ending.infrastructure_error:
             self._failure = outcome.message
             return "The sandbox failed; the code was not run."
         text = self._shown(outcome.stdout_text)
@@ -137,6 +137,6 @@ class PythonTool:
 
 
 def _end_of(outcome: Outcome, cpu_s: float) -> str:
-    if outcome.verdict is Verdict.timeout:
+    if outcome.ending is Ending.timeout:
         return f"The code was stopped at the time limit of {cpu_s:g} s."
-    return f"The code ended the interpreter ({outcome.verdict}: {outcome.message or 'without an error'})."
+    return f"The code ended the interpreter ({outcome.ending}: {outcome.message or 'without an error'})."

@@ -11,7 +11,7 @@ import pytest
 from multitask_rl.environments.base import StepResult
 from multitask_rl.errors import DataError, SandboxError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
-from multitask_rl.sandbox.base import Outcome, Verdict
+from multitask_rl.sandbox.base import Ending, Outcome
 from multitask_rl_tasks.environments import code_repair
 
 DATA = Path(os.environ.get("MULTITASK_RL_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
@@ -138,7 +138,7 @@ def test_a_row_without_tests_and_a_sandbox_that_fails_are_errors_of_the_episode(
 
     class Lost:
         def map(self, programs):
-            return [Outcome(verdict=Verdict.infrastructure_error, message="no cell") for _ in programs]
+            return [Outcome(ending=Ending.infrastructure_error, message="no cell") for _ in programs]
 
     world = begin()
     monkeypatch.setattr(code_repair, "shared_sandbox", Lost)

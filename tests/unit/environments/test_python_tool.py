@@ -8,7 +8,7 @@ import pytest
 
 from multitask_rl.errors import ConfigError, SandboxError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
-from multitask_rl.sandbox.base import Outcome, Verdict
+from multitask_rl.sandbox.base import Ending, Outcome
 from multitask_rl_tasks.environments import python_tool
 
 PLACE = "multitask_rl_tasks.environments.python_tool:PythonTool"
@@ -129,12 +129,12 @@ class FakeSandbox:
 def test_the_time_of_earlier_calls_is_not_counted_against_a_later_one_until_the_episode_has_used_its_time(
     monkeypatch,
 ):
-    fake = FakeSandbox(verdict=Verdict.runtime_error, exit_code=42, cpu_s=2.5)
+    fake = FakeSandbox(ending=Ending.runtime_error, exit_code=42, cpu_s=2.5)
     monkeypatch.setattr(python_tool, "shared_sandbox", lambda packages: fake)
     tool = build(timeout=1.0, total_timeout=3.0)
     assert [tool.python("1") for _ in range(2)] == ["(no output)"] * 2
     assert fake.cpu_s == [1.0, 0.5 + 1.5 * 2.5]
-    fake.outcome = Outcome(verdict=Verdict.runtime_error, exit_code=42, cpu_s=3.1)
+    fake.outcome = Outcome(ending=Ending.runtime_error, exit_code=42, cpu_s=3.1)
     tool.python("1")
     assert tool.python("1") == "Not run: the calls have used their 3 s of computing time."
     assert len(fake.cpu_s) == 3
@@ -143,7 +143,7 @@ def test_the_time_of_earlier_calls_is_not_counted_against_a_later_one_until_the_
 def test_rewards_come_from_plugins_and_a_sandbox_that_failed_makes_the_episode_a_failure(monkeypatch):
     tool = build()
     assert tool.get_reward() is None
-    fake = FakeSandbox(verdict=Verdict.infrastructure_error, message="no cell")
+    fake = FakeSandbox(ending=Ending.infrastructure_error, message="no cell")
     monkeypatch.setattr(python_tool, "shared_sandbox", lambda packages: fake)
     assert tool.python("1") == "The sandbox failed; the code was not run."
     with pytest.raises(SandboxError, match="no cell"):

@@ -6,7 +6,7 @@ import pytest
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
-from multitask_rl.sandbox.base import Outcome, Verdict
+from multitask_rl.sandbox.base import Ending, Outcome
 from multitask_rl_rewards import code_evaluator
 from multitask_rl_rewards.code_evaluator import CodeEvaluator
 from multitask_rl_rewards.codebleu_score import load_language
@@ -194,7 +194,7 @@ class BrokenSandbox:
     """A sandbox whose workers are gone."""
 
     def map(self, programs):
-        return [Outcome(verdict=Verdict.infrastructure_error, message="worker lost") for _ in programs]
+        return [Outcome(ending=Ending.infrastructure_error, message="worker lost") for _ in programs]
 
 
 def test_broken_sandbox_is_an_infra_failure_not_a_zero(monkeypatch):

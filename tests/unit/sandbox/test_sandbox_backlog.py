@@ -6,10 +6,10 @@ import time
 import pytest
 
 from multitask_rl.errors import SandboxError
-from multitask_rl.sandbox import Outcome, Program, Verdict
+from multitask_rl.sandbox import Ending, Outcome, Program
 from multitask_rl.sandbox.backlog import Backlog
 
-DONE = Outcome(verdict=Verdict.completed)
+DONE = Outcome(ending=Ending.completed)
 
 
 class Cell:

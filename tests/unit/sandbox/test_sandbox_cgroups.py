@@ -70,8 +70,8 @@ def test_what_a_dead_process_left_is_removed(cgroup):
 def test_every_cell_is_put_into_a_limited_group_of_its_own(cgroup):
     with NamespaceSandbox(workers=1, cgroup=str(cgroup)) as sandbox:
         cell = cell_of(cgroup)
-        (monitor,) = sandbox.monitor_pids
-        assert int((cell / "cgroup.procs").read_text()) in descendants(monitor)
+        (keeper,) = sandbox.keeper_pids
+        assert int((cell / "cgroup.procs").read_text()) in descendants(keeper)
         small = int((cell / "memory.max").read_text())
         assert sandbox.run(Program(source="print(1)", limits=Limits(mem_mb=2048))).stdout == b"1\n"
         assert int((cell / "memory.max").read_text()) > small

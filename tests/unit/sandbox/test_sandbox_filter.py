@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from multitask_rl.sandbox.cell.seccomp import monitor_filter, program_filter, zygote_filter
+from multitask_rl.sandbox.cell.seccomp import keeper_filter, program_filter, zygote_filter
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 ENOTTY = 0x00050019
@@ -89,7 +89,7 @@ def test_no_filter_of_a_programs_own():
     assert decide(PRCTL, 15) == decide(PRCTL, 39) == ALLOW
 
 
-def test_a_monitor_opens_no_file_and_starts_nothing():
+def test_a_keeper_opens_no_file_and_starts_nothing():
     refused = (
         OPEN,
         257,
@@ -107,8 +107,8 @@ def test_a_monitor_opens_no_file_and_starts_nothing():
         435,
         424,
     )
-    assert {run_filter(monitor_filter(), number) for number in refused} == {EPERM}
-    assert {run_filter(monitor_filter(), number) for number in (READ, 1, 3, 7, 9, SENDMSG, MEMFD, 231)} == {
+    assert {run_filter(keeper_filter(), number) for number in refused} == {EPERM}
+    assert {run_filter(keeper_filter(), number) for number in (READ, 1, 3, 7, 9, SENDMSG, MEMFD, 231)} == {
         ALLOW
     }
 

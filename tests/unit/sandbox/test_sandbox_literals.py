@@ -1,4 +1,4 @@
-"""The short cut for asserts of literals gives what the judge gives."""
+"""The short cut for asserts of literals gives what the tester gives."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ import pytest
 from multitask_rl.sandbox import AssertsTask, Program
 from multitask_rl.sandbox.cell import candidate
 from multitask_rl.sandbox.cell.channel import CellChannel
-from multitask_rl.sandbox.cell.literals import NeedsJudgeError, judge_literals
+from multitask_rl.sandbox.cell.literals import NeedsTesterError, compare_literals
 from multitask_rl.sandbox.worker import to_job
 
 
@@ -22,14 +22,14 @@ def judged(source, *asserts):
     program = threading.Thread(target=candidate.serve, args=(theirs.fileno(), source.encode()))
     program.start()
     try:
-        return [line[1] for line in judge_literals(CellChannel(ours.fileno()), literal_tests(*asserts))][1:]
+        return [line[1] for line in compare_literals(CellChannel(ours.fileno()), literal_tests(*asserts))][1:]
     finally:
         ours.close()
         program.join(timeout=10)
         theirs.close()
 
 
-def test_calls_with_literals_need_no_judge():
+def test_calls_with_literals_need_no_tester():
     tests = literal_tests(
         "assert f(1, [2], k='a') == {'x': (1,)}", "assert f() is None", "assert f(-1) == 2j, 'why'"
     )
@@ -52,16 +52,16 @@ def test_calls_with_literals_need_no_judge():
         "x = 1\nassert f(1) == 1",
     ],
 )
-def test_anything_else_goes_to_the_judge(statement):
+def test_anything_else_goes_to_the_tester(statement):
     assert literal_tests("assert f(1) == 1", statement) is None
 
 
-def test_set_up_and_operators_go_to_the_judge():
+def test_set_up_and_operators_go_to_the_tester():
     assert literal_tests("assert f(1) == 1", setup="x = 1") is None
     assert literal_tests("assert f(1) == 1", allow_dunder=True) is None
 
 
-def test_verdicts_are_those_of_the_judge():
+def test_endings_are_those_of_the_tester():
     source = "def f(x):\n    return {0: 1, 1: [1.0], 2: None, 3: True}[x]"
     asserts = ["f(0) == 1", "f(1) == [1]", "f(2) is None", "f(3) is False", "f(3) == 1", "f(9) == 1"]
     assert judged(source, *[f"assert {a}" for a in asserts]) == [
@@ -79,12 +79,12 @@ def test_an_object_that_calls_itself_equal_passes_nothing():
     assert judged(source, "assert f(0) == 1", "assert f(1) == [1]") == ["runtime_error"] * 2
 
 
-def test_an_array_is_left_to_the_judge():
+def test_an_array_is_left_to_the_tester():
     pytest.importorskip("numpy")
-    with pytest.raises(NeedsJudgeError):
+    with pytest.raises(NeedsTesterError):
         judged("import numpy\ndef f(x): return numpy.array([[1, 2], [3, 4]])", "assert f(1) == [1, 2, 3, 4]")
 
 
-def test_a_large_answer_is_left_to_the_judge():
-    with pytest.raises(NeedsJudgeError):
+def test_a_large_answer_is_left_to_the_tester():
+    with pytest.raises(NeedsTesterError):
         judged("def f(x): return 'x' * 100_000", "assert f(1) == 'y'")

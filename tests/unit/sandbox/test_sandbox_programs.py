@@ -8,12 +8,12 @@ import pytest
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox import (
     AssertsTask,
+    Ending,
     Limits,
     Outcome,
     StdioTask,
     TestResult,
     UnittestTask,
-    Verdict,
 )
 from multitask_rl.sandbox.base import imported_modules, undefined_names
 from multitask_rl.sandbox.pool import acceptable_levels
@@ -63,14 +63,14 @@ def test_explicit_exports_are_all_that_is_taken():
 
 
 def test_the_fraction_is_none_for_infrastructure_errors_alone():
-    tests = (TestResult(verdict=Verdict.passed), TestResult(verdict=Verdict.failed))
-    assert Outcome(verdict=Verdict.failed, tests=tests).pass_fraction == 0.5
-    assert Outcome(verdict=Verdict.completed).pass_fraction == 0.0
-    assert Outcome(verdict=Verdict.infrastructure_error, tests=tests).pass_fraction is None
+    tests = (TestResult(ending=Ending.passed), TestResult(ending=Ending.failed))
+    assert Outcome(ending=Ending.failed, tests=tests).pass_fraction == 0.5
+    assert Outcome(ending=Ending.completed).pass_fraction == 0.0
+    assert Outcome(ending=Ending.infrastructure_error, tests=tests).pass_fraction is None
 
 
 def test_cut_output_is_flagged_and_any_bytes_decode():
-    outcome = Outcome(verdict=Verdict.completed, stdout=b"\xff\x00a", stdout_length=10)
+    outcome = Outcome(ending=Ending.completed, stdout=b"\xff\x00a", stdout_length=10)
     assert outcome.is_truncated
     assert outcome.stdout_text == "�\x00a"
 
@@ -93,7 +93,7 @@ from multitask_rl.sandbox.base import Limits
 task = AssertsTask(entry_point="f", asserts=["assert f(2) == 700000000"])
 source = "def f(x): return len(bytearray(700000000))"
 with open_sandbox("namespaces", workers=1) as sandbox:
-    print(sandbox.run(Program(source=source, task=task, limits=Limits(mem_mb=1500))).verdict)
+    print(sandbox.run(Program(source=source, task=task, limits=Limits(mem_mb=1500))).ending)
 """
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True

@@ -1,6 +1,6 @@
 """The tests' side of a function task: run the data set's own statements against a program elsewhere.
 
-The judge knows the expected values; the program does not. ``Remote`` objects represent objects of the
+The tester knows the expected values; the program does not. ``Remote`` objects represent objects of the
 program: a call asks the other process and returns a plain value, or another ``Remote`` for what is no value.
 A ``Remote`` does not compare and has no length, truth or items, unless the task is about operators: no object
 judges itself.
@@ -31,19 +31,19 @@ _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Pass, ast.Global, ast.Nonlocal)
 
 
-def judge(descriptor: int, results: int, job: bytes) -> None:
-    """Run the tests of ``job``; write ``["load", verdict, message]``, then ``[index, ...]`` for each."""
+def run_tests(descriptor: int, results: int, job: bytes) -> None:
+    """Run the tests of ``job``; write ``["load", ending, message]``, then ``[index, ...]`` for each."""
     task = json.loads(job)
     write = os.write
 
-    def report(index: int | str, verdict: str, message: str = "") -> None:
-        write(results, json.dumps([index, verdict, message[:MESSAGE_LIMIT]]).encode() + b"\n")
+    def report(index: int | str, ending: str, message: str = "") -> None:
+        write(results, json.dumps([index, ending, message[:MESSAGE_LIMIT]]).encode() + b"\n")
 
     peer = Peer(CellChannel(descriptor), allow_dunder=task["allow_dunder"])
     try:
-        verdict, message = peer.await_load()
-        report("load", verdict, message)
-        if verdict != "passed":
+        ending, message = peer.await_load()
+        report("load", ending, message)
+        if ending != "passed":
             return
         module = types.ModuleType("tests")
         sys.modules["tests"] = module
@@ -88,13 +88,13 @@ def judge(descriptor: int, results: int, job: bytes) -> None:
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever it raises, the test did not pass
                 is_wrong = isinstance(error, AssertionError) and not getattr(error, "from_candidate", False)
-                verdict = "failed" if is_wrong else "runtime_error"
-                report(index, verdict, f"{type(error).__name__}: {text_of(error)}")
+                ending = "failed" if is_wrong else "runtime_error"
+                report(index, ending, f"{type(error).__name__}: {text_of(error)}")
             else:
                 report(index, "passed")
     except CandidateGone as gone:
         report("load", "gone", str(gone))
-    except Exception as error:  # noqa: BLE001 - nonsense from the program must not end the judge silently
+    except Exception as error:  # noqa: BLE001 - nonsense from the program must not end the tester silently
         report("load", "runtime_error", f"{type(error).__name__}: {text_of(error)}")
 
 

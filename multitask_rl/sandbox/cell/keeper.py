@@ -1,7 +1,7 @@
-"""One worker outside the cell: it owns the zygotes, knows the answers and computes every verdict.
+"""One worker outside the cell: it owns the zygotes, knows the answers and decides how each program ended.
 
 It is a clean interpreter that exec starts. It hands descriptors to a zygote and gets back exit statuses, the
-kernel's counts, output and the judge's lines. No text of a program is executed here.
+kernel's counts, output and the tester's lines. No text of a program is executed here.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from . import linux, verdicts
+from . import endings, linux
 from .channel import CellChannel
+from .endings import Execution
 from .executions import ZygoteProcess, collect, memory
 from .launch import Layout, confine, launch, prefer_as_victim
-from .literals import NeedsJudgeError, judge_literals
+from .literals import NeedsTesterError, compare_literals
 from .trainer import JobCancelled, TrainerConversation, pack_frame
-from .verdicts import Execution
 from .wire import Exit, Mode
 
 _KEPT_OUTPUT = 1 << 16
-_MONITOR_SCORE = 500
-"""When memory runs out, the kernel ends a monitor after the programs (1000), before the trainer (0)."""
+_KEEPER_SCORE = 500
+"""When memory runs out, the kernel ends a keeper after the programs (1000), before the trainer (0)."""
 _DESCRIPTORS = 256
-_JUDGE_EXTRA_S = 1
-_JUDGE_MEM_MB = 512
-_NO_JUDGE = Exit(0, 0, 0.0, 0.0, 0, 0.0, False, "")
+_TESTER_EXTRA_S = 1
+_TESTER_MEM_MB = 512
+_NO_TESTER = Exit(0, 0, 0.0, 0.0, 0, 0.0, False, "")
 _LOST_TIME_FACTOR = 1.5
 _LONG_SHARE = 0.1
 """Below this share of the wall limit, the idle time of a test does not count."""
@@ -49,7 +49,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
     linux.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    prefer_as_victim(os.getpid(), _MONITOR_SCORE)
+    prefer_as_victim(os.getpid(), _KEEPER_SCORE)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a reward worker's limit is not the programs'
     connection = socket.socket(fileno=connection_fd)
@@ -66,16 +66,16 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
                 advice = f"raise it before the start with ulimit -n {_DESCRIPTORS} or more"
                 needs = f"it needs {_DESCRIPTORS} open files and the limit is {hard}"
                 raise OSError(f"{needs}; {advice}") from error
-        monitor = CellMonitor(config, trainer)
+        keeper = CellKeeper(config, trainer)
         confine()
     except OSError as error:
         connection.sendall(pack_frame({"error": str(error)}))
         os._exit(1)
-    trainer.answer({"pid": os.getpid(), "cell": monitor.cell_pid}, [], at_once=True)
+    trainer.answer({"pid": os.getpid(), "cell": keeper.cell_pid}, [], at_once=True)
     try:
         while True:
             job, blobs = trainer.receive()
-            result, outputs = monitor.run(job, blobs)
+            result, outputs = keeper.run(job, blobs)
             trainer.answer({**result, "id": job["id"]}, outputs)
     except CellLostError as error:
         sys.stderr.write(f"sandbox cell lost: {error}\n")
@@ -84,7 +84,7 @@ def main(connection_fd: int, cancel_fd: int, parent: int) -> NoReturn:
         os._exit(0)
 
 
-class CellMonitor:
+class CellKeeper:
     """Builds a cell, else ``OSError``, and runs jobs there, one after the other."""
 
     def __init__(self, config: dict[str, Any], trainer: TrainerConversation) -> None:
@@ -123,9 +123,9 @@ class CellMonitor:
         source, stdin = blobs
         with memory(source) as code:
             execution = self._execute(job["limits"], code, len(source), stdin, self._find_zygote(source))
-        verdict, message = verdicts.of_execution(execution, job["limits"])
-        verdict = "completed" if verdict == "ok" else verdict
-        return verdicts.result(verdict, message, [], [execution]), [execution.stdout, execution.stderr]
+        ending, message = endings.of_execution(execution, job["limits"])
+        ending = "completed" if ending == "ok" else ending
+        return endings.result(ending, message, [], [execution]), [execution.stdout, execution.stderr]
 
     def _run_stdio(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         source, *texts = blobs
@@ -143,27 +143,27 @@ class CellMonitor:
                 wall_s = min(limits["wall_s"], allowance) if lost_s else limits["wall_s"]
                 stdin, expected = texts[2 * index : 2 * index + 2]
                 execution = self._execute({**limits, "wall_s": wall_s}, code, len(source), stdin, zygote)
-                verdict, message = verdicts.of_stdio_test(execution, limits, expected, job["float_tolerance"])
+                ending, message = endings.of_stdio_test(execution, limits, expected, job["float_tolerance"])
                 ended = execution.exit
-                if verdict == "timeout":
+                if ending == "timeout":
                     lost_s += ended.wall_s - ended.starved_s
                 elif self._counts_idle and ended.wall_s > _LONG_SHARE * limits["wall_s"]:
                     lost_s += max(0.0, ended.wall_s - ended.starved_s - ended.cpu_s)
-                tests.append([verdict, message, ended.wall_s, ended.cpu_s])
+                tests.append([ending, message, ended.wall_s, ended.cpu_s])
                 executions.append(execution)
         bad = [i for i, test in enumerate(tests) if test[0] != "passed"]
         broken = [i for i in bad if tests[i][0] == "infrastructure_error"]
-        verdict, message = tests[(broken or bad)[0]][:2] if bad else ("passed", "")
+        ending, message = tests[(broken or bad)[0]][:2] if bad else ("passed", "")
         shown = executions[bad[0] if bad else -1]
         outputs = [shown.stdout[:_KEPT_OUTPUT], shown.stderr[:_KEPT_OUTPUT]]
-        return verdicts.result(verdict, message, tests, executions, shown), outputs
+        return endings.result(ending, message, tests, executions, shown), outputs
 
     def _run_function(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """Compare literal answers here; where that is not possible, let program and judge talk."""
+        """Compare literal answers here; where that is not possible, let program and tester talk."""
         source, tests_text = blobs
         limits = job["limits"]
         zygote = self._find_zygote(source + tests_text)
-        lines, judge_exit, execution = b"", _NO_JUDGE, None
+        lines, tester_exit, execution = b"", _NO_TESTER, None
         if job.get("literals"):
             ours, theirs = socket.socketpair()
             with ours, memory(source) as code, memory() as stdout, memory() as stderr:
@@ -172,19 +172,19 @@ class CellMonitor:
                 theirs.close()
                 channel = CellChannel(ours.fileno(), self._trainer.reader(ours.fileno()))
                 try:
-                    told = judge_literals(channel, job["literals"])
-                except NeedsJudgeError:
+                    told = compare_literals(channel, job["literals"])
+                except NeedsTesterError:
                     zygote.end(program, limits, stdout, stderr, is_gone=False)
                 else:
                     is_gone = told[-1][:2] == ["load", "gone"]
                     execution = zygote.end(program, limits, stdout, stderr, is_gone=is_gone)
                     lines = b"".join(json.dumps(line).encode() + b"\n" for line in told)
         if execution is None:
-            judge_limits = {
+            tester_limits = {
                 **limits,
-                "wall_s": limits["wall_s"] + _JUDGE_EXTRA_S,
-                "cpu_s": limits["cpu_s"] + _JUDGE_EXTRA_S,
-                "mem_mb": max(limits["mem_mb"], _JUDGE_MEM_MB),
+                "wall_s": limits["wall_s"] + _TESTER_EXTRA_S,
+                "cpu_s": limits["cpu_s"] + _TESTER_EXTRA_S,
+                "mem_mb": max(limits["mem_mb"], _TESTER_MEM_MB),
             }
             ours, theirs = socket.socketpair()
             with (
@@ -194,15 +194,15 @@ class CellMonitor:
                 given = [code, stdout, stderr, theirs.fileno()]
                 program = zygote.spawn(Mode.candidate, limits, len(source), given)
                 given = [tests, ours.fileno(), results]
-                judge = zygote.spawn(Mode.judge, judge_limits, len(tests_text), given, has_output=False)
+                tester = zygote.spawn(Mode.tester, tester_limits, len(tests_text), given, has_output=False)
                 ours.close()
                 theirs.close()
-                judge_exit = zygote.wait(judge, judge_limits["wall_s"])
-                lines = os.pread(results, verdicts.MAX_LINES, 0)
+                tester_exit = zygote.wait(tester, tester_limits["wall_s"])
+                lines = os.pread(results, endings.MAX_LINES, 0)
                 execution = zygote.end(program, limits, stdout, stderr, is_gone=b'"gone"' in lines)
-        verdict, message, outcomes = verdicts.of_function(job, lines, judge_exit, execution)
+        ending, message, outcomes = endings.of_function(job, lines, tester_exit, execution)
         outputs = [execution.stdout[:_KEPT_OUTPUT], execution.stderr[:_KEPT_OUTPUT]]
-        return verdicts.result(verdict, message, outcomes, [execution]), outputs
+        return endings.result(ending, message, outcomes, [execution]), outputs
 
     def _execute(
         self, limits: dict[str, Any], code: int, source_bytes: int, stdin: bytes, zygote: ZygoteProcess

@@ -1,4 +1,4 @@
-"""Verdicts from the reports of kernel and judge. These are pure functions, out of the program's reach."""
+"""Endings from the reports of kernel and tester: pure functions, out of the program's reach."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .wire import COMPILE_STATUS, Exit
 
 _MESSAGE_LIMIT = 500
 MAX_LINES = 1 << 24
-"""Bytes of the judge's lines that are read."""
+"""Bytes of the tester's lines that are read."""
 _MAX_LINE, _MAX_COUNT_DIGITS = 1 << 13, 5
-_TEST_VERDICTS = frozenset({"passed", "failed", "runtime_error"})
-_LOAD_VERDICTS = frozenset({"passed", "compile_error", "memory_limit", "runtime_error", "gone"})
+_TEST_ENDINGS = frozenset({"passed", "failed", "runtime_error"})
+_LOAD_ENDINGS = frozenset({"passed", "compile_error", "memory_limit", "runtime_error", "gone"})
 _TOKEN = re.compile(r"\S+")
 _MAX_NUMBER = 400
 _CPU_LIMIT_SHARE = 0.5
@@ -42,11 +42,11 @@ class Execution:
     is_full: bool
     """Its output reached the largest file size."""
     is_killed_by_us: bool = False
-    """The monitor ended it after its work."""
+    """The keeper ended it after its work."""
 
 
 def of_execution(execution: Execution, limits: dict[str, Any]) -> tuple[str, str]:
-    """Return (verdict, message) of a process; ``ok`` for status 0 within all limits."""
+    """Return (ending, message) of a process; ``ok`` for status 0 within all limits."""
     ended = execution.exit
     if ended.failure:
         return "infrastructure_error", ended.failure
@@ -85,10 +85,10 @@ def _of_signal(number: int, ended: Exit, limits: dict[str, Any]) -> tuple[str, s
 def of_stdio_test(
     execution: Execution, limits: dict[str, Any], expected: bytes, tolerance: float | None
 ) -> tuple[str, str]:
-    """Return (verdict, message) of one test: the right text *and* a clean end."""
-    verdict, message = of_execution(execution, limits)
-    if verdict != "ok":
-        return verdict, message
+    """Return (ending, message) of one test: the right text *and* a clean end."""
+    ending, message = of_execution(execution, limits)
+    if ending != "ok":
+        return ending, message
     if same_text(execution.stdout, expected, tolerance):
         return "passed", ""
     return "failed", f"expected {_excerpt(expected)}, got {_excerpt(execution.stdout)}"
@@ -138,11 +138,11 @@ def same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
 
 
 def of_function(
-    job: dict[str, Any], lines: bytes, judge: Exit, program: Execution
+    job: dict[str, Any], lines: bytes, tester: Exit, program: Execution
 ) -> tuple[str, str, list[list[Any]]]:
-    """Return (verdict, message, tests) of a function task from the judge's lines and both ends."""
+    """Return (ending, message, tests) of a function task from the tester's lines and both ends."""
     limits = job["limits"]
-    for ended in (judge, program.exit):
+    for ended in (tester, program.exit):
         if ended.failure:
             return "infrastructure_error", ended.failure, []
     load, message, broke_off, count = "", "", "", job["num_tests"]
@@ -151,50 +151,50 @@ def of_function(
         try:
             entry = json.loads(line) if len(line) <= _MAX_LINE else None
         except (ValueError, RecursionError):
-            break  # the judge was killed in the middle of a line
+            break  # the tester was killed in the middle of a line
         match entry:
-            case ["load", str(verdict), str(text)] if verdict in _LOAD_VERDICTS:
-                if verdict == "gone" and load:
+            case ["load", str(ending), str(text)] if ending in _LOAD_ENDINGS:
+                if ending == "gone" and load:
                     broke_off = text  # during the tests: the next ones have no line
                 else:
-                    load, message = verdict, text
+                    load, message = ending, text
             case ["count", str(number), str()] if number.isdecimal() and len(number) <= _MAX_COUNT_DIGITS:
                 count = int(number)
             case ["setup", str(), str()]:
                 continue
-            case [int(index), str(verdict), str(text)] if verdict in _TEST_VERDICTS:
-                reported[index] = (verdict, text)
+            case [int(index), str(ending), str(text)] if ending in _TEST_ENDINGS:
+                reported[index] = (ending, text)
             case _:
-                break  # no line of the judge: a program's return value may make tests write here
+                break  # no line of the tester: a program's return value may make tests write here
     count = max(1, count)
     cause, reason = "", ""  # why a process did not live to the end of the tests
     if not program.is_killed_by_us:
         cause, reason = of_execution(program, limits)
         if cause in ("ok", "compile_error"):
             cause, reason = "runtime_error", "the program ended before its tests"
-    elif judge.timed_out:
+    elif tester.timed_out:
         cause, reason = "timeout", "the tests did not end in time"
-    elif os.WIFSIGNALED(judge.status):
-        cause, told = _of_signal(os.WTERMSIG(judge.status), judge, limits)
+    elif os.WIFSIGNALED(tester.status):
+        cause, told = _of_signal(os.WTERMSIG(tester.status), tester, limits)
         reason = f"the tests' process ended: {told}"
     if load != "passed":
         is_told = load not in ("gone", "")
-        verdict = load if is_told else cause or "runtime_error"
+        ending = load if is_told else cause or "runtime_error"
         told = message if is_told else ""
         why = told or reason or message or "the program's process ended while it was loaded"
-        return verdict, why, [[verdict, why, 0.0, 0.0]] * count
+        return ending, why, [[ending, why, 0.0, 0.0]] * count
     default = ("runtime_error", broke_off) if broke_off else ("failed", "the tests ended before this one")
     missing: list[Any] = [*((cause, reason) if cause else default), 0.0, 0.0]
     tests: list[list[Any]] = [[*reported[i], 0.0, 0.0] if i in reported else missing for i in range(count)]
     wrong = [test for test in tests if test[0] != "passed"]
     if not wrong:
         return "passed", "", tests
-    verdict = cause if cause and any(test is missing for test in tests) else wrong[0][0]
-    return verdict, wrong[0][1], tests
+    ending = cause if cause and any(test is missing for test in tests) else wrong[0][0]
+    return ending, wrong[0][1], tests
 
 
 def result(
-    verdict: str,
+    ending: str,
     message: str,
     tests: list[list[Any]],
     executions: list[Execution],
@@ -205,7 +205,7 @@ def result(
     status = last.exit.status
     signalled = os.WIFSIGNALED(status)
     return {
-        "verdict": verdict,
+        "ending": ending,
         "message": message[:_MESSAGE_LIMIT],
         "tests": [[v, m[:_MESSAGE_LIMIT], wall, cpu] for v, m, wall, cpu in tests],
         "wall_s": sum(e.exit.wall_s for e in executions),

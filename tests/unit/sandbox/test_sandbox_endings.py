@@ -1,11 +1,11 @@
-"""From exit statuses and texts to verdicts."""
+"""From exit statuses and texts to endings."""
 
 import json
 import tracemalloc
 
 import pytest
 
-from multitask_rl.sandbox.cell.verdicts import Execution, of_execution, of_function, of_stdio_test, same_text
+from multitask_rl.sandbox.cell.endings import Execution, of_execution, of_function, of_stdio_test, same_text
 from multitask_rl.sandbox.cell.wire import Exit
 
 LIMITS = {"cpu_s": 2, "wall_s": 4, "mem_mb": 64, "stdout_bytes": 100}
@@ -25,7 +25,7 @@ def ended(status=0, *, stdout=b"", stderr=b"", cpu_s=0.1, timed_out=False, failu
 
 
 @pytest.mark.parametrize(
-    ("execution", "verdict"),
+    ("execution", "ending"),
     [
         (ended(), "ok"),
         (ended(1 << 8), "runtime_error"),
@@ -41,8 +41,8 @@ def ended(status=0, *, stdout=b"", stderr=b"", cpu_s=0.1, timed_out=False, failu
         (ended(1 << 8, failure="clone: no memory"), "infrastructure_error"),
     ],
 )
-def test_an_end_has_one_verdict(execution, verdict):
-    assert of_execution(execution, LIMITS)[0] == verdict
+def test_an_end_has_one_ending(execution, ending):
+    assert of_execution(execution, LIMITS)[0] == ending
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_right_text_and_a_failing_end_is_no_pass():
     assert of_stdio_test(ended(1 << 8, stdout=b"4\n"), LIMITS, b"4", None)[0] == "runtime_error"
 
 
-def judge_lines(*lines):
+def lines_of_tester(*lines):
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
@@ -79,44 +79,44 @@ LOADED = ["load", "passed", ""]
 
 
 def test_tests_after_a_death_are_failed_not_missing():
-    lines = judge_lines(LOADED, [0, "passed", ""], ["load", "gone", "ended"])
-    verdict, _, tests = of_function(JOB, lines, ended().exit, ended(0))
+    lines = lines_of_tester(LOADED, [0, "passed", ""], ["load", "gone", "ended"])
+    ending, _, tests = of_function(JOB, lines, ended().exit, ended(0))
     assert [test[0] for test in tests] == ["passed", "runtime_error", "runtime_error"]
-    assert verdict == "runtime_error"
+    assert ending == "runtime_error"
 
 
 def test_a_time_out_is_named_when_tests_are_missing():
-    lines = judge_lines(LOADED, [0, "passed", ""], [1, "failed", ""])
-    verdict, _, tests = of_function(JOB, lines, ended().exit, ended(9, timed_out=True))
-    assert verdict == "timeout"
+    lines = lines_of_tester(LOADED, [0, "passed", ""], [1, "failed", ""])
+    ending, _, tests = of_function(JOB, lines, ended().exit, ended(9, timed_out=True))
+    assert ending == "timeout"
     assert [test[0] for test in tests] == ["passed", "failed", "timeout"]
 
 
-def test_a_cut_line_of_the_judge_does_not_count():
-    lines = judge_lines(LOADED, [0, "passed", ""]) + b'[1, "passed"'
+def test_a_cut_line_of_the_tester_does_not_count():
+    lines = lines_of_tester(LOADED, [0, "passed", ""]) + b'[1, "passed"'
     _, _, tests = of_function(JOB, lines, ended(9).exit, ended(9, is_killed_by_us=True))
     assert tests[0][0] == "passed"
     assert all(test[0] != "passed" for test in tests[1:])
 
 
 def test_nothing_reported_is_nothing_passed():
-    verdict, _, tests = of_function(JOB, b"", ended().exit, ended(9, is_killed_by_us=True))
-    assert verdict != "passed"
+    ending, _, tests = of_function(JOB, b"", ended().exit, ended(9, is_killed_by_us=True))
+    assert ending != "passed"
     assert len(tests) == 3
     assert all(test[0] != "passed" for test in tests)
 
 
 def test_an_error_while_a_program_is_loaded_is_told_however_its_process_ended():
-    lines = judge_lines(["load", "compile_error", "SyntaxError: invalid syntax"])
+    lines = lines_of_tester(["load", "compile_error", "SyntaxError: invalid syntax"])
     for execution in (ended(1 << 8), ended(9, is_killed_by_us=True)):
-        verdict, message, _ = of_function(JOB, lines, ended().exit, execution)
-        assert (verdict, message) == ("compile_error", "SyntaxError: invalid syntax")
+        ending, message, _ = of_function(JOB, lines, ended().exit, execution)
+        assert (ending, message) == ("compile_error", "SyntaxError: invalid syntax")
 
 
 def test_a_program_that_stops_speaking_ends_its_tests_with_an_error():
-    lines = judge_lines(["load", "passed", ""], [0, "passed", ""], ["load", "gone", "nonsense"])
-    verdict, message, tests = of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))
-    assert (verdict, message) == ("runtime_error", "nonsense")
+    lines = lines_of_tester(["load", "passed", ""], [0, "passed", ""], ["load", "gone", "nonsense"])
+    ending, message, tests = of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))
+    assert (ending, message) == ("runtime_error", "nonsense")
     assert [test[0] for test in tests] == ["passed", "runtime_error", "runtime_error"]
 
 
@@ -135,14 +135,14 @@ def test_a_program_that_stops_speaking_ends_its_tests_with_an_error():
         3,
     ],
 )
-def test_a_line_that_no_judge_writes_ends_its_report(line):
-    lines = judge_lines(["load", "passed", ""], [0, "passed", ""], line, [2, "passed", ""])
+def test_a_line_that_no_tester_writes_ends_its_report(line):
+    lines = lines_of_tester(["load", "passed", ""], [0, "passed", ""], line, [2, "passed", ""])
     _, _, tests = of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))
     assert [test[0] for test in tests] == ["passed", "failed", "failed"]
 
 
-def test_deep_lines_of_the_judge_end_its_report():
-    lines = judge_lines(["load", "passed", ""]) + b"[" * 8000 + b"\n"
+def test_deep_lines_of_the_tester_end_its_report():
+    lines = lines_of_tester(["load", "passed", ""]) + b"[" * 8000 + b"\n"
     assert of_function(JOB, lines, ended().exit, ended(9, is_killed_by_us=True))[0] == "failed"
 
 
