@@ -1,6 +1,8 @@
 """Runs with tasks of many turns beside tasks of one."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -248,3 +250,15 @@ def test_a_grammar_holds_in_every_turn(tmp_path):
     assert answers <= {"aa", "bb", "cc"}
     assert len(answers) > 1
     assert all_metrics(tmp_path / "out")["task/echo/mismatch_max"] < 1e-3
+
+
+def test_stored_episodes_are_rescored_turn_by_turn(tmp_path):
+    write(tmp_path, "tasks:" + ECHO)
+    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
+    (tmp_path / "count.py").write_text("def turns(rollout):\n    return float(len(rollout.turns))\n")
+    run = "from multitask_rl.cli import main; main()"
+    asked = ["rescore", "out", "--output", "again.jsonl", "--reward", "count.py:turns"]
+    subprocess.run([sys.executable, "-c", run, *asked], cwd=tmp_path, check=True, capture_output=True)
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    counts = [float(len(row["turns"])) for row in stored(tmp_path / "out")]
+    assert [row["breakdown"]["turns"]["value"] for row in again] == counts
