@@ -3,12 +3,9 @@
 A terminal executes control sequences: they move the cursor, change the title, send replies. Text of a model,
 a row or a file therefore passes ``printable`` before a terminal or a log.
 
-Redacted in what is recorded, logged or shown are:
-
-- texts and numbers under keys that name a secret (``api_key``, ``auth_token``, ``password``...), but not
-  ``api_key_env``, which names a variable;
-- user and password of an address, and its query values with such names;
-- everything after the host of a webhook.
+Redacted are texts and numbers under keys that name a secret (``api_key``, ``password``..., but not
+``api_key_env``, which names a variable), user, password and such query values of an address, and everything
+after the host of a webhook.
 """
 
 from __future__ import annotations
@@ -37,11 +34,7 @@ _LONGEST = 2000
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with control characters as escapes (``\x1b``); tabs and line feeds stay.
-
-    >>> printable("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
+    r"""Return ``text`` with control characters as escapes (``\x1b``); tabs and line feeds stay."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

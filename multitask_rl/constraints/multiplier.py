@@ -30,11 +30,8 @@ class LagrangeMultiplier:
     - ``log``: ``log lambda <- clip(log lambda + rate * e)``. Source: Dai et al., "Safe RLHF"
       (arXiv:2310.12773), section 3.2.
 
-    If all costs are 0, lambda is exactly 0 and the run equals the unconstrained run.
-
-    Args:
-        limit: allowed mean cost, in [0, 1]; with 0 the excess is never negative.
-        config: default: ``MultiplierSpec()``.
+    If all costs are 0, lambda is exactly 0 and the run equals the unconstrained run. ``limit`` is the allowed
+    mean cost, in [0, 1]; with 0 the excess is never negative.
     """
 
     def __init__(self, limit: float, config: MultiplierSpec | None = None) -> None:

@@ -40,7 +40,7 @@ class SchedulerPolicy:
     Args:
         config: an instance of the policy's ``Config``.
         tasks: names, at least one; the order has no influence.
-        initial_weights: prior weight per task, > 0; without statistics, ``weights`` returns it normalised.
+        initial_weights: prior weight per task, > 0; ``weights`` starts from it, normalised.
         targets: level in [0, 1] at which a task counts as learnt (missing = 1).
         reward_ranges: known ``(low, high)`` of a task's reward (see ``signal.py``).
     """

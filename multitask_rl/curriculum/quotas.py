@@ -10,11 +10,7 @@ from collections.abc import Mapping
 
 
 def normalise(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return ``weights`` divided by their sum; equal shares when the sum is not positive.
-
-    >>> normalise({"a": 3.0, "b": 1.0})
-    {'a': 0.75, 'b': 0.25}
-    """
+    """Return ``weights`` divided by their sum; equal shares when the sum is not positive."""
     total = math.fsum(weights.values())
     if not total > 0.0 or not math.isfinite(total):
         return {task: 1.0 / len(weights) for task in weights}
@@ -22,9 +18,7 @@ def normalise(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def raise_to_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
-    """Raise shares below their floor to the floor and scale the others down.
-
-    ``floors`` holds the least share per task (missing = 0), sum at most 1.
+    """Raise shares below their floor (missing = 0, sum at most 1) to the floor and scale the others down.
 
     >>> raise_to_floors({"a": 0.5, "b": 0.5, "c": 0.0}, {"c": 0.5})
     {'a': 0.25, 'b': 0.25, 'c': 0.5}

@@ -193,8 +193,7 @@ class HackingDetector:
 def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
     """Return the fall of the held-out metric while the training reward rose, and its standard error.
 
-    It compares the first two and the last two of ``_WINDOW`` evaluations; (0, 0) with fewer evaluations or
-    without an upward trend of the reward.
+    It compares the first and last two of ``_WINDOW`` evaluations; (0, 0) if there are fewer, or no trend.
     """
     rewards = [p.train_reward for p in points]
     is_known = len(points) >= _WINDOW and all(map(math.isfinite, rewards))

@@ -155,10 +155,7 @@ class WatchedMetric:
         """Add an evaluation; return False if it has no value of the metric, or no standard error.
 
         A rate that should fall is watched as its complement ``1 - x``: 15 % of a violation rate of 0.02 is
-        nothing, 15 % of the 98 % that comply is what matters.
-
-        Raises:
-            ConfigError: the metric has no direction.
+        nothing, 15 % of the 98 % that comply is what matters. ConfigError if it has no direction.
         """
         statistic = self.find(evaluation)
         if statistic is None or not math.isfinite(statistic.error):

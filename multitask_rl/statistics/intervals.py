@@ -57,20 +57,12 @@ def summarise(
     """Return the mean of the finite values, their number and the standard error of the mean.
 
     The error counts prompts, because values of one prompt are correlated (linearised error of a ratio,
-    Cochran, "Sampling Techniques", 1977, 6.4). Values that are all at the two ends of their range are a rate.
-    The error of a rate is at least Agresti and Coull's (two successes and two failures added): above 0 even
-    if the event has not occurred.
+    Cochran, "Sampling Techniques", 1977, 6.4). Values that are all at the two ends of their declared range,
+    by default 0 and 1, are a rate. The error of a rate is at least Agresti and Coull's (two successes and two
+    failures added): above 0 even if the event has not occurred.
 
-    Args:
-        values: NaN = not in the population.
-        prompts: prompt of each value; empty = all values are from different prompts.
-        direction: direction of the metric.
-        low: declared lower end of the range. Without a finite range, a rate is recognised by values 0 and 1.
-        high: declared upper end of the range.
-        keep: prompts whose means become ``Statistic.values``, in this order.
-
-    >>> summarise([0.0, 1.0, float("nan"), 0.0, 1.0]).n
-    4
+    ``prompts`` holds the prompt of each value (empty = all differ); ``Statistic.values`` are the means of the
+    prompts in ``keep``, in this order.
     """
     owners = prompts or range(len(values))
     by_prompt: dict[Hashable, list[float]] = {}

@@ -31,8 +31,7 @@ _MAX_QUEUED = 100
 class AlertTracker(Tracker):
     """Logs every alert if ``logs``, and posts it to ``webhook`` if that is not empty.
 
-    The body is the event as ``events.jsonl`` has it (``step``, ``source``, ``kind``, ``reason``, ``task``,
-    ``data``) with ``run``, the output directory.
+    The body is the event as ``events.jsonl`` has it, with ``run``, the output directory.
     """
 
     def __init__(self, output_dir: Path, webhook: str = "", *, logs: bool = True) -> None:

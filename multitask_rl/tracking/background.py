@@ -16,14 +16,10 @@ MAX_PER_BATCH = 1000
 
 
 class BackgroundWriter(threading.Thread):
-    """Runs queued calls in order and joins neighbouring points into batches.
+    """Runs queued calls in order and joins neighbouring points into batches for ``log``.
 
-    Args:
-        target: name of the server, for messages.
-        log: writes a batch of points.
-        max_per_batch: a batch of so many points is full.
-        max_queued: calls and lists of points that wait at most.
-        max_failures: after so many failures in a row nothing more is sent; None = no limit.
+    ``target`` names the server in messages. At most ``max_queued`` calls and lists of points wait. After
+    ``max_failures`` in a row nothing more is sent; None = no limit.
     """
 
     def __init__(

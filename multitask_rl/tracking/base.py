@@ -51,15 +51,9 @@ class Tracker:
 
 
 class Trackers:
-    """Passes each call of a ``Tracker`` on to every tracker of the run.
+    """Passes each call of a ``Tracker`` on to every tracker of the run, configured or ``further``, by name.
 
     A tracker that fails is reported once and left out. The run ends if its own records cannot be written.
-
-    Args:
-        output_dir: of the run.
-        config: names the trackers (entry points ``multitask_rl.trackers``).
-        run_id: ``run_id`` of the run that is continued.
-        further: trackers beside the configured ones, by name.
 
     Raises:
         PluginError: a tracker is unknown or cannot be imported.

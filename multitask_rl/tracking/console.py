@@ -1,7 +1,4 @@
-"""Console tracker: one line per task and one for the run; on a terminal a live table.
-
-``_TASK_COLUMNS`` and ``_GLOBAL_COLUMNS`` name the metrics shown; one that the run does not log has no column.
-"""
+"""Console tracker: one line per task and one for the run; on a terminal a live table."""
 
 from __future__ import annotations
 

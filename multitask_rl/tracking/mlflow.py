@@ -165,11 +165,7 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
 
 
 class MLflowTracker(Tracker):
-    """One MLflow run; a resumed run continues it under its ``run_id``.
-
-    Raises:
-        MissingExtraError: MLflow is not installed.
-    """
+    """One MLflow run; a resumed run continues it under its ``run_id``. MissingExtraError without MLflow."""
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
         _require_mlflow()
@@ -241,10 +237,7 @@ class MLflowTracker(Tracker):
         return str(created.info.run_id)
 
     def _meet_record(self, resume_step: int, record: Path, num_bytes: int | None) -> None:
-        """Send the points of ``metrics.jsonl`` that MLflow lacks; note those that it has of later steps.
-
-        Without that file MLflow is taken to have all points up to ``resume_step``.
-        """
+        """Send the points of ``metrics.jsonl`` that MLflow lacks; without it, it has all up to the resume."""
         for name in self._client.get_run(self._run).data.metrics:
             steps = [point.step for point in self._client.get_metric_history(self._run, name)]
             self._stored.update((name, step) for step in steps if num_bytes is not None or step > resume_step)
@@ -289,12 +282,11 @@ class MLflowTracker(Tracker):
         """Send the kept points that MLflow lacks."""
         new = []
         for point in points:
-            if not self._keeps(point.key, point.step):
-                continue
-            if self._stored[point.key, point.step] > 0:
-                self._stored[point.key, point.step] -= 1
-            else:
-                new.append(point)
+            if self._keeps(point.key, point.step):
+                if self._stored[point.key, point.step] > 0:
+                    self._stored[point.key, point.step] -= 1
+                else:
+                    new.append(point)
         for index in range(0, len(new), MAX_PER_BATCH):
             batch = new[index : index + MAX_PER_BATCH]
             self._client.log_batch(self._run, metrics=batch, synchronous=True)
@@ -309,8 +301,7 @@ class MLflowTracker(Tracker):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue the finite values under legal names."""
-        points = self._points(metrics, step)
-        if points and self._worker is not None:
+        if (points := self._points(metrics, step)) and self._worker is not None:
             self._worker.put(points)
 
     def _points(self, metrics: Mapping[str, float], step: int) -> list[Metric]:
