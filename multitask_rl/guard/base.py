@@ -54,9 +54,7 @@ class Guard:
         """Set the evaluated tasks and reset the state; called when the guard is added and at the run's start.
 
         ``metrics`` holds by task the possible metrics of its evaluations and whether each has a direction.
-
-        Raises:
-            ConfigError: a setting names an unknown task or metric.
+        ConfigError if a setting names an unknown task or metric.
         """
 
     def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:

@@ -104,11 +104,6 @@ def choose_target(
         good: candidates: judged good and at most ``rollback_steps`` back.
         seen: (step, value, standard error) of the metric at every evaluation, oriented, the current one last.
         fell_after: step after which the fall seems to have begun; candidates up to it are preferred.
-
-    >>> infos = [CheckpointInfo(step=step, judged_good=True) for step in (10, 20, 30)]
-    >>> seen = [(10, 0.6, 0.03), (20, 0.6, 0.03), (30, 0.56, 0.03), (40, 0.3, 0.03)]
-    >>> choose_target(infos, seen, fell_after=30).step
-    20
     """
     means = {}
     for i, (step, _, _) in enumerate(seen):

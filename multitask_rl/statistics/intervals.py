@@ -105,9 +105,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values corrected for multiple tests; NaN stays NaN and is not counted.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statist. 6, 1979.
-
-    >>> holm([0.04, 0.01])
-    [0.04, 0.02]
     """
     order = sorted((p, index) for index, p in enumerate(p_values) if not math.isnan(p))
     corrected, largest = list(p_values), 0.0
@@ -226,9 +223,6 @@ def compare_paired(
 
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
     Psychometrika 12, 1947.
-
-    >>> compare_paired([0, 0, 0, 0, 1], [1, 1, 1, 1, 1]).z > 1.5
-    True
     """
     now, then = ([v for v in values if math.isfinite(v)] for values in (current, good))
     pairs = [(c, g) for c, g in zip(current, good, strict=False) if math.isfinite(c) and math.isfinite(g)]

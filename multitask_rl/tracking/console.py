@@ -111,10 +111,8 @@ class ConsoleTracker(Tracker):
             self._live.update(_table(title, self._shown_run, self._shown_tasks), refresh=True)
             return
         width = max(map(len, tasks), default=0)
-        for head, cells in [
-            (title, run),
-            *((f"  {n:<{width}}", cells) for n, cells in tasks.items() if cells),
-        ]:
+        rows = [(title, run), *((f"  {n:<{width}}", cells) for n, cells in tasks.items() if cells)]
+        for head, cells in rows:
             self._write("  ".join([head, *(f"{name} {text}" for name, text in cells.items())]))
 
     def log_event(self, event: Event) -> None:
