@@ -119,12 +119,12 @@ class CriticConfig(Settings):
             "dtype": self.dtype if self.dtype != "auto" else "",
             "gradient_checkpointing": self.gradient_checkpointing,
         }
-        if self.trunk == "actor" and (given := {key: value for key, value in own.items() if value}):
-            key, value = next(iter(given.items()))
-            raise ConfigError(
-                f"critic.{key}={value!r} is for a critic with a model of its own; set "
-                "critic.trunk=separate, or leave it out: heads on the actor's model follow model.*"
-            )
+        for key, value in own.items():
+            if self.trunk == "actor" and value:
+                raise ConfigError(
+                    f"critic.{key}={value!r} is for a critic with a model of its own; set "
+                    "critic.trunk=separate, or leave it out: heads on the actor's model follow model.*"
+                )
 
 
 @dataclass(kw_only=True, slots=True)

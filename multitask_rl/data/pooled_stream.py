@@ -79,7 +79,6 @@ class PooledStream(PromptStream):
         """Return the next ``n`` rows, each with its draw number; no row twice while there are others."""
         rank = {name: i for i, name in enumerate(self._pools)}
         counts, self._carry = apportion(self._shares(), n, self._carry, rank)
-        counts = dict(counts)
         if n <= len(self._rows):  # draws beyond a pool's size move to the pools with most room
             room = {name: len(self._pools[name]) - count for name, count in counts.items()}
             for name in [name for name, left in room.items() if left < 0]:

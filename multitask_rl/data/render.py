@@ -217,9 +217,8 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> re.Pattern
     """Return a pattern of the special tokens' texts; ``size`` is the tokenizer's: it may be given more."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-    return (
-        re.compile("|".join(map(re.escape, sorted(texts - {""}, key=len, reverse=True)))) if texts else None
-    )
+    longest_first = sorted(texts - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if texts else None
 
 
 def _encode_as_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -230,8 +229,7 @@ def _encode_as_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids = list(tokenizer(text, split_special_tokens=True, **whole)["input_ids"])
     if special.intersection(ids):  # a tokenizer that does not know the option: no character is the token
         ids = [i for character in text for i in tokenizer(character, **whole)["input_ids"]]
-        unknown = tokenizer.unk_token_id
-        ids = [i for i in ids if i not in special or i == unknown]
+        ids = [i for i in ids if i not in special or i == tokenizer.unk_token_id]
     return ids
 
 
