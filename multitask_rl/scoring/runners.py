@@ -25,10 +25,6 @@ unavailable."""
 _OUTSIDE_SIGNALS = (9, 15)
 
 
-class _AnsweredElsewhereError(Exception):
-    """Hedges answered every item of the call; its process is not waited for."""
-
-
 class ProcessRunner(Runner):
     """Owns one worker process at a time; replaces it when it dies or is killed for its time limit."""
 
@@ -99,13 +95,13 @@ class ProcessRunner(Runner):
             worker.submit([item.rollout for item in call.items], each=call.each)
             while call.position < len(call.items):
                 results = self._results(worker, call, call.began + limit)
+                if results is None:
+                    return self._drop(worker)
                 lane.answer(call, results, time.monotonic() - call.began)
         except TimeoutError:
             call.at = worker.at()
             self._drop(worker)
             lane.timed_out(call)
-        except _AnsweredElsewhereError:
-            self._drop(worker)
         except WorkerDiedError as error:
             call.at = worker.at()
             self._drop(worker)
@@ -116,8 +112,8 @@ class ProcessRunner(Runner):
         except pickle.PicklingError as error:
             lane.unsendable(call, str(error))
 
-    def _results(self, worker: WorkerProcess, call: Call, deadline: float) -> list[Result]:
-        """Wait for results in slices, to see whether hedges have answered meanwhile."""
+    def _results(self, worker: WorkerProcess, call: Call, deadline: float) -> list[Result] | None:
+        """Wait for results; None when hedges have answered every item: the process is not waited for."""
         while True:
             now = time.monotonic()
             if now >= deadline:
@@ -126,7 +122,7 @@ class ProcessRunner(Runner):
                 return worker.results(min(deadline, now + 0.25))
             call.at = worker.at()
             if not call.open():
-                raise _AnsweredElsewhereError
+                return None
 
     def _start_worker(self) -> WorkerProcess:
         crashes, kills, reason = 0, 0, "was not started"

@@ -16,8 +16,15 @@ import pytest
 
 from multitask_rl.cli import main as command_line
 from multitask_rl.sandbox.cgroups import descendants
-from multitask_rl.sandbox.corpus import CorpusFinding, load_manifest, main, repeat_noise, run_corpus
-from multitask_rl.sandbox.host_checks import HostChecks, ProgramChecks
+from multitask_rl.sandbox.corpus import (
+    CorpusFinding,
+    HostChecks,
+    ProgramChecks,
+    load_manifest,
+    main,
+    repeat_noise,
+    run_corpus,
+)
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 ROOT = Path(__file__).parents[2]
