@@ -2,9 +2,8 @@
 
 import json
 
-from multitask_rl.tracking.lines import rollout_from_dict
-
 from multitask_rl.config.run import BatchConfig, EvalConfig
+from multitask_rl.tracking.jsonl import rollout_from_dict
 from run_builders import run_config, train, write_run
 
 PLACE = "multitask_rl_tasks.environments.number_game"
