@@ -74,6 +74,13 @@ def test_exit_ends_the_call_alone():
     assert tool.python("a") == "1"
 
 
+def test_packages_are_those_that_the_settings_name():
+    assert "No module named 'mpmath'" in build().python("import mpmath")
+    tool = build(packages=["mpmath"])
+    tool.python("import mpmath")
+    assert tool.python("mpmath.mpf(1) / 4") == "mpf('0.25')"
+
+
 def test_random_numbers_do_not_change_when_they_are_read_again():
     tool = build()
     tool.python("import random, numpy\nx = [random.random(), numpy.random.rand()]")
