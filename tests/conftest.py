@@ -9,6 +9,7 @@ ALONE = (
     "integration/test_pipeline",
     "integration/test_sandbox_",
     "integration/test_streaming",
+    "integration/test_world_pool",
     "unit/sandbox/",
     "unit/scoring/",
     # the device

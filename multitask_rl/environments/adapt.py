@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
+from multitask_rl.environments.base import Message, Opening, StepResult, World
 from multitask_rl.environments.foreign import FOREIGN, build_foreign
 from multitask_rl.environments.tools import AuthorWorld, ToolWorld
 from multitask_rl.errors import MultitaskRLError, PluginError
@@ -92,38 +91,9 @@ class _MessageWorld(AuthorWorld):
     """An environment that answers messages as a ``World``."""
 
     def reset(self, row: Mapping[str, Any]) -> Opening:
-        return Opening(messages=_messages(self._run(self._environment.reset, row)))
+        said = self._run(self._environment.reset, row)
+        return Opening(messages=[{"role": "user", "content": said}] if isinstance(said, str) else said or ())
 
     def step(self, message: Message) -> StepResult:
-        result = self._run(self._environment.step, message)
-        if not isinstance(result, StepResult):
-            raise TypeError(f"step(message) returned {result!r}; expected a StepResult")
-        result = replace(result, messages=_messages(result.messages))
-        if not (result.done or result.messages):
-            raise ValueError("step(message) returned no message; an episode that is over has done=True")
-        check_earned(result.reward)
+        result: StepResult = self._run(self._environment.step, message)
         return result
-
-
-def _messages(given: Any) -> list[Message]:
-    if given is None:
-        return []
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages = list(given)
-    for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise TypeError(f"{message!r} is no message; expected a mapping with 'role' and 'content'")
-    return messages
-
-
-def check_earned(earned: Earned) -> Earned:
-    """Return ``earned`` if every number in it is finite.
-
-    Raises:
-        ValueError, TypeError: it is not.
-    """
-    values = earned.values() if isinstance(earned, Mapping) else () if earned is None else (earned,)
-    if not all(math.isfinite(value) for value in values):
-        raise ValueError(f"the reward {earned!r} is not finite")
-    return earned

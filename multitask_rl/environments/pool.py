@@ -5,74 +5,161 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import queue
 import signal
 import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.environments.adapt import WorldSpec
-from multitask_rl.environments.base import Earned, Message, Opening, StepResult
+from multitask_rl.environments.base import Message, Opening, StepResult
+from multitask_rl.environments.worker import BUILT, CLOSED, Ended
+from multitask_rl.environments.worker import CLOSING_S as WORKER_CLOSING_S
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import Failure, FailureKind
-from multitask_rl.scoring.process import START_LIMIT_S, PluginOutput, start_interpreter
+from multitask_rl.scoring.process import START_LIMIT_S, PluginOutput, WorkerDiedError, start_interpreter
 
-CLOSING_S = 5.0
-"""Seconds that a worker has to close its worlds when the pool closes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of an episode: what it earned beside the rewards of its steps."""
-
-    earned: Earned
-
+CLOSING_S = WORKER_CLOSING_S + 2.0
+"""Seconds that a worker has to end when the pool closes."""
+MOST_EPISODES = 1024
+"""Most episodes of a worker at once."""
+CLEAN_ENDS = 8
+"""Episodes that must end in order before a worker may hold twice as many."""
 
 Answer = Opening | StepResult | Ended | Failure
 
 
-@dataclass(slots=True, eq=False)
 class _Worker:
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    tickets: set[int] = field(default_factory=set)
-    """Of its open episodes."""
-    is_ready: bool = False
-    """It has answered once."""
-    is_retired: bool = False
-    """It holds a call that hangs: it gets no new episode, and is killed when its others have ended."""
+    """A worker process. One thread starts it and reads its answers, another sends it orders.
+
+    The pool's thread neither waits for a process that does not read, nor has to outlive it.
+    """
+
+    def __init__(self, arrived: queue.SimpleQueue[tuple[_Worker, int, Any]], output: PluginOutput) -> None:
+        self.tickets: set[int] = set()
+        """Of its episodes, also of those that are being closed."""
+        self.is_retired = False
+        """It holds a call that hangs: it gets no new episode, and is killed when its others have ended."""
+        self.has_ended = False
+        self._arrived = arrived
+        self._output = output
+        self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_started = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="world-worker", daemon=True)
+        self._keeper.start()
+
+    def send(self, *order: Any) -> None:
+        """Send an order; nothing happens if the process has ended."""
+        self._orders.put(order)
+
+    def hang_up(self) -> None:
+        """Let the process close its worlds and end."""
+        self._orders.put(None)
 
     def kill(self) -> None:
         """Kill the process and its children. Idempotent."""
-        if self.process.returncode is None:
+        self._is_started.wait()
+        if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.channel.hang_up()
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing of the process is left; return whether that is so."""
+        self._keeper.join(timeout_s)
+        return not self._keeper.is_alive()
+
+    def _keep(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                fds = [theirs.fileno()]
+                self._process = start_interpreter("multitask_rl.environments.worker", fds, self._output)
+        except OSError as error:
+            ours.close()
+            self._arrived.put((self, 0, f"could not be started: {error}"))
+            return
+        finally:
+            self._is_started.set()
+        channel = Channel(ours)
+        sender = threading.Thread(target=self._send, args=(channel, ours), daemon=True)
+        sender.start()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._arrived.put((self, *channel.receive()))
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket is closed, but it lives
+            self._process.wait(timeout=5)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its children may live
+        reason = WorkerDiedError(self._process.wait()).reason
+        self._orders.put(None)
+        sender.join()
+        channel.close()
+        self._arrived.put((self, 0, reason))
+
+    def _send(self, channel: Channel, sock: socket.socket) -> None:
+        while (order := self._orders.get()) is not None:
+            try:
+                channel.send(order)
+            except pickle.PicklingError as error:
+                message = f"a row or message cannot be sent to the environment: {error}"
+                failure = Failure(kind=FailureKind.data, message=message, source="environment")
+                self._arrived.put((self, order[1], failure))
+                if order[0] == "open":
+                    self._arrived.put((self, order[1], CLOSED))
+            except OSError:
+                return
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+
+
+@dataclass(slots=True)
+class _Episode:
+    task: str
+    order: tuple[Any, ...]
+    """That begins it, until it has a worker."""
+    worker: _Worker | None = None
+    deadline: float | None = None
+    """When the call under way is too late."""
+    is_open: bool = True
+    """The caller has neither cancelled it nor got its last answer."""
+    is_built: bool = False
+    error: MultitaskRLError | None = None
+    """Why a check failed."""
 
 
 class WorldPool:
     """Opens worlds in worker processes and passes messages to them; used by one thread at a time.
 
+    A call that takes too long ends its episode and retires its worker: the other episodes there go on, new
+    ones go elsewhere. The death of a worker ends all of its episodes; after it, new ones share a worker with
+    few others until some have ended in order.
+
     Args:
         specs: task -> its environment.
-        num_workers: processes; each starts when it is first needed.
+        num_workers: processes; each starts when it is first needed. As many retired ones may still run.
     """
 
     def __init__(self, specs: Mapping[str, WorldSpec], *, num_workers: int = 2) -> None:
         self._specs = specs
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
-        self._owners: dict[int, tuple[_Worker, str]] = {}
-        """Ticket of an open episode -> its worker and task."""
-        self._deadlines: dict[int, float] = {}
-        """Ticket of a call under way -> when it is too late."""
+        self._episodes: dict[int, _Episode] = {}
+        self._waiting: deque[int] = deque()
+        """Tickets of episodes without a worker."""
+        self._limit = MOST_EPISODES
+        """Episodes of a worker."""
+        self._num_clean = 0
         self._arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
+        self._answers: list[tuple[int, Answer]] = []
+        """That ``poll`` has not returned yet."""
         self._numbers = itertools.count(1)
         self._output = PluginOutput("environment")
 
@@ -82,53 +169,42 @@ class WorldPool:
         Raises:
             MultitaskRLError: it cannot be built, by its type.
         """
-        spec, ticket = self._specs[task], next(self._numbers)
-        worker = self._pick()
-        worker.tickets.add(ticket)
-        self._owners[ticket] = worker, task
-        worker.channel.send(("check", ticket, spec))
-        deadline = time.monotonic() + START_LIMIT_S
-        while True:
-            try:
-                one, number, result = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                worker.kill()
-                raise PluginError(
-                    f"{spec.where}: {spec.reference!r} was not ready after {START_LIMIT_S:g} s"
-                ) from None
-            if number == ticket or (number == 0 and one is worker):
-                break
-        self._release(ticket)
-        if number == 0:
-            raise PluginError(f"{spec.where}: {spec.reference!r} ended its process {result}")
-        if result[0] == "refused":
-            error: type[MultitaskRLError] = result[1]
-            raise error(result[2])
+        ticket = self._begin("check", task, self._specs[task])
+        episode = self._episodes[ticket]
+        while ticket in self._episodes:
+            self._collect(1.0)
+        for answered, answer in list(self._answers):
+            if answered == ticket:
+                self._answers.remove((ticket, answer))
+                assert isinstance(answer, Failure)
+                raise PluginError(answer.message)
+        if episode.error is not None:
+            raise episode.error
 
     def open(self, task: str, row: Mapping[str, Any]) -> int:
         """Begin an episode of ``task`` on ``row``; return its ticket. ``poll`` gives its ``Opening``."""
-        ticket, worker = next(self._numbers), self._pick()
-        worker.tickets.add(ticket)
-        self._owners[ticket] = worker, task
-        self._send(ticket, "open", self._specs[task], dict(row))
-        return ticket
+        return self._begin("open", task, self._specs[task], dict(row))
 
     def step(self, ticket: int, message: Message) -> None:
         """Pass the actor's message to the world; ``poll`` gives its ``StepResult``."""
-        self._send(ticket, "step", dict(message))
+        self._order(ticket, "step", dict(message))
 
     def finish(self, ticket: int) -> None:
         """Ask what the episode earned, and close its world; ``poll`` gives ``Ended``."""
-        self._send(ticket, "finish")
+        self._order(ticket, "finish")
 
     def cancel(self, ticket: int) -> None:
         """Close the world of an episode without an answer. Idempotent."""
-        if ticket not in self._owners:
+        self._answers = [(one, answer) for one, answer in self._answers if one != ticket]
+        episode = self._episodes.get(ticket)
+        if episode is None or not episode.is_open:
             return
-        worker, _ = self._owners[ticket]
-        with contextlib.suppress(OSError):
-            worker.channel.send(("cancel", ticket))
-        self._release(ticket)
+        episode.is_open = False
+        if episode.worker is None:
+            self._waiting.remove(ticket)
+            del self._episodes[ticket]
+        else:
+            self._order(ticket, "cancel")
 
     def poll(self, timeout_s: float) -> list[tuple[int, Answer]]:
         """Return the answers that have arrived: (ticket, answer). Waits for one, at most ``timeout_s``.
@@ -136,94 +212,144 @@ class WorldPool:
         A ``Failure`` ends its episode: the world raised, its process ended, or its call took too long.
         """
         until = time.monotonic() + timeout_s
-        found: list[tuple[int, Answer]] = []
-        while not found:
-            now = time.monotonic()
-            for ticket in [t for t, deadline in self._deadlines.items() if deadline <= now]:
-                worker, task = self._owners[ticket]
-                spec = self._specs[task]
-                message = f"{spec.where}: a call took longer than turn_timeout_s = {spec.timeout_s:g} s"
-                failure = Failure(kind=FailureKind.timeout, message=message, source="environment")
-                found.append((ticket, failure))
-                worker.is_retired = True  # a thread cannot be killed
-                self._release(ticket)
-            wait = 0.0 if found else max(0.0, min([until, *self._deadlines.values()]) - now)
-            try:
-                arrived = [self._arrived.get(timeout=wait) if wait else self._arrived.get_nowait()]
-            except queue.Empty:
-                if found or time.monotonic() >= until:
-                    break
-                continue
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    arrived.append(self._arrived.get_nowait())
-            for worker, ticket, result in arrived:
-                worker.is_ready = True
-                if ticket == 0:  # the process ended
-                    worker.kill()
-                    for own in list(worker.tickets):
-                        message = f"the process of the worlds of task {self._owners[own][1]!r} {result}"
-                        failure = Failure(kind=FailureKind.infra, message=message, source="environment")
-                        found.append((own, failure))
-                        self._release(own)
-                elif ticket in self._owners:
-                    self._deadlines.pop(ticket, None)
-                    answer: Answer = Ended(result[1]) if isinstance(result, tuple) else result
-                    found.append((ticket, answer))
-                    if isinstance(answer, Ended | Failure):
-                        self._release(ticket)
-        return found
+        self._collect(0.0)
+        while not self._answers and (left := until - time.monotonic()) > 0:
+            self._collect(left)
+        answers, self._answers = self._answers, []
+        return answers
 
     def close(self) -> None:
         """End every world and every worker. Idempotent."""
+        self._episodes.clear()
+        self._waiting.clear()
+        self._answers.clear()
         workers, self._workers = self._workers, []
-        self._owners.clear()
-        self._deadlines.clear()
         for worker in workers:
-            worker.channel.hang_up()  # the worker closes its worlds, then ends
+            worker.hang_up()
         until = time.monotonic() + CLOSING_S
         for worker in workers:
-            if not worker.is_retired:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(max(0.0, until - time.monotonic()))
-            worker.kill()
+            if not worker.join(max(0.0, until - time.monotonic())):
+                worker.kill()
+                worker.join()
 
-    def _send(self, ticket: int, order: str, *given: Any) -> None:
-        worker, task = self._owners[ticket]
-        limit = self._specs[task].timeout_s + (0.0 if worker.is_ready else START_LIMIT_S)
-        self._deadlines[ticket] = time.monotonic() + limit
-        with contextlib.suppress(OSError):  # the process has ended: its reader reports it
-            worker.channel.send((order, ticket, *given))
+    def _begin(self, kind: str, task: str, *given: Any) -> int:
+        ticket = next(self._numbers)
+        self._episodes[ticket] = _Episode(task, (kind, ticket, *given))
+        self._waiting.append(ticket)
+        self._place()
+        return ticket
+
+    def _place(self) -> None:
+        """Give waiting episodes to workers."""
+        while self._waiting:
+            serving = [w for w in self._workers if not (w.is_retired or w.has_ended)]
+            worker = min(serving, key=lambda w: len(w.tickets), default=None)
+            if (worker is None or worker.tickets) and len(serving) < self._num_workers:
+                worker = _Worker(self._arrived, self._output)
+                self._workers.append(worker)
+            if worker is None or len(worker.tickets) >= self._limit:
+                return
+            ticket = self._waiting.popleft()
+            episode = self._episodes[ticket]
+            episode.worker, order, episode.order = worker, episode.order, ()
+            worker.tickets.add(ticket)
+            episode.deadline = time.monotonic() + START_LIMIT_S
+            worker.send(*order)
+
+    def _order(self, ticket: int, order: str, *given: Any) -> None:
+        episode = self._episodes.get(ticket)
+        if episode is not None and episode.worker is not None:  # else its failure is on the way
+            episode.deadline = time.monotonic() + self._time_limit(episode)
+            episode.worker.send(order, ticket, *given)
+
+    def _time_limit(self, episode: _Episode) -> float:
+        return self._specs[episode.task].timeout_s if episode.is_built else START_LIMIT_S
+
+    def _collect(self, timeout_s: float) -> None:
+        """Take what has arrived into ``_answers``; wait for it at most ``timeout_s``."""
+        now = time.monotonic()
+        deadlines = [e.deadline for e in self._episodes.values() if e.deadline is not None]
+        wait = min([timeout_s, *(deadline - now for deadline in deadlines)])
+        try:
+            worker, ticket, answer = self._arrived.get(timeout=max(0.0, wait))
+            while True:
+                self._take(worker, ticket, answer)
+                worker, ticket, answer = self._arrived.get_nowait()
+        except queue.Empty:
+            pass
+        now = time.monotonic()
+        for ticket, episode in list(self._episodes.items()):
+            if episode.deadline is not None and episode.deadline <= now:
+                self._give_up(ticket, episode)
+        self._place()
+
+    def _take(self, worker: _Worker, ticket: int, answer: Any) -> None:
+        if ticket == 0:
+            self._lose(worker, answer)
+            return
+        episode = self._episodes.get(ticket)
+        if episode is None:  # too late
+            return
+        if answer == BUILT:
+            episode.is_built = True
+            episode.deadline = time.monotonic() + self._time_limit(episode)
+        elif answer == CLOSED:
+            self._release(ticket)
+            if episode.error is None and self._limit < MOST_EPISODES:
+                self._num_clean += 1
+                if self._num_clean >= CLEAN_ENDS:
+                    self._limit, self._num_clean = 2 * self._limit, 0
+        elif isinstance(answer, MultitaskRLError):
+            episode.error = answer
+        else:
+            is_last = isinstance(answer, Ended | Failure)
+            # the world is closed now, which has a time limit as well
+            episode.deadline = time.monotonic() + self._time_limit(episode) if is_last else None
+            if episode.is_open:
+                self._answers.append((ticket, answer))
+                episode.is_open = not is_last
+
+    def _lose(self, worker: _Worker, reason: str) -> None:
+        """Fail the episodes of a worker that has ended."""
+        worker.has_ended = True
+        self._workers.remove(worker)
+        if worker.tickets:
+            self._num_clean = 0
+        if len(worker.tickets) > 1 and not worker.is_retired:
+            self._limit = 1
+        if worker.is_retired:
+            reason = "was killed because another call in it hangs"
+        shared = f" with those of {len(worker.tickets) - 1} other episodes" if len(worker.tickets) > 1 else ""
+        for ticket in list(worker.tickets):
+            episode = self._episodes[ticket]
+            where = self._specs[episode.task].where
+            self._fail(ticket, FailureKind.infra, f"{where}: the process of this world{shared} {reason}")
+
+    def _give_up(self, ticket: int, episode: _Episode) -> None:
+        """Fail an episode whose call is too late, and retire its worker: a thread cannot be killed."""
+        spec, worker = self._specs[episode.task], episode.worker
+        assert worker is not None
+        if episode.is_built:
+            message = f"{spec.where}: a call took longer than turn_timeout_s = {spec.timeout_s:g} s"
+        else:
+            message = f"{spec.where}: {spec.reference!r} was not ready after {START_LIMIT_S:g} s"
+        worker.is_retired = True
+        worker.send("retire", ticket)
+        self._fail(ticket, FailureKind.timeout, message)
+        retired = [w for w in self._workers if w.is_retired and not w.has_ended]
+        if not worker.tickets:
+            worker.kill()
+        elif len(retired) > self._num_workers:
+            min(retired, key=lambda w: len(w.tickets)).kill()
+
+    def _fail(self, ticket: int, kind: FailureKind, message: str) -> None:
+        if self._episodes[ticket].is_open:
+            self._answers.append((ticket, Failure(kind=kind, message=message, source="environment")))
+        self._release(ticket)
 
     def _release(self, ticket: int) -> None:
-        worker, _ = self._owners.pop(ticket)
+        worker = self._episodes.pop(ticket).worker
+        assert worker is not None
         worker.tickets.discard(ticket)
-        self._deadlines.pop(ticket, None)
         if worker.is_retired and not worker.tickets:
             worker.kill()
-
-    def _pick(self) -> _Worker:
-        """Return the worker with the fewest episodes; start one if fewer than ``num_workers`` serve."""
-        self._workers = [w for w in self._workers if w.process.returncode is None]
-        serving = [w for w in self._workers if not w.is_retired and w.process.poll() is None]
-        if len(serving) < self._num_workers:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                fd = theirs.fileno()
-                process = start_interpreter("multitask_rl.environments.worker", [fd], self._output)
-            worker = _Worker(process, Channel(ours))
-            threading.Thread(target=self._read, args=(worker, ours.dup()), daemon=True).start()
-            self._workers.append(worker)
-            return worker
-        return min(serving, key=lambda w: len(w.tickets))
-
-    def _read(self, worker: _Worker, sock: socket.socket) -> None:
-        """Hand on what a worker sends, until it ends."""
-        channel = Channel(sock)
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._arrived.put((worker, *channel.receive()))
-        channel.close()
-        code = worker.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        self._arrived.put((worker, 0, how))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from multitask_rl.data.render import Conversation
 from multitask_rl.environments.base import Earned, Opening, StepResult
-from multitask_rl.environments.pool import Ended, WorldPool
+from multitask_rl.environments.pool import WorldPool
+from multitask_rl.environments.worker import Ended
 from multitask_rl.errors import DataError
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import FLAGGED, Failure, FailureKind, Prompt, Rollout, Turn

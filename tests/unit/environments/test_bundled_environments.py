@@ -18,7 +18,8 @@ import yaml
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.base import Opening, StepResult
-from multitask_rl.environments.pool import Ended, WorldPool
+from multitask_rl.environments.pool import WorldPool
+from multitask_rl.environments.worker import Ended
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))

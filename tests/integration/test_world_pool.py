@@ -1,0 +1,445 @@
+"""What worlds may do to their workers, and what may happen to the workers: nothing hangs, nothing is left."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from multitask_rl.environments import pool as pool_module
+from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.base import Opening, StepResult
+from multitask_rl.environments.pool import WorldPool
+from multitask_rl.environments.worker import Ended
+from multitask_rl.records import Failure, FailureKind
+
+WORLDS = """
+import asyncio, dataclasses, os, re, signal, subprocess, sys, threading, time
+from pathlib import Path
+from multitask_rl.environments.base import StepResult
+
+
+class Own:
+    pass
+
+
+def said(text="", **more):
+    return StepResult(messages=[{"role": "user", "content": text}], **more)
+
+
+class World:
+    def __init__(self, log):
+        self.log = Path(log)
+        self.note("born")
+
+    def note(self, what):
+        with self.log.open("a") as file:
+            file.write(what + "\\n")
+
+    def reset(self, row):
+        return str(os.getpid())
+
+    def step(self, message):
+        return getattr(self, message["content"])()
+
+    def close(self):
+        self.note("closed")
+        if self.is_stuck:
+            time.sleep(1000)
+
+    is_stuck = False
+
+    def speak(self):
+        return said("yes", reward=1)
+
+    def sleep(self):
+        time.sleep(1000)
+
+    def hold_everything(self):
+        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter for hours
+
+    def exit(self):
+        sys.exit("no")
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    def end(self):
+        os._exit(5)
+
+    def crash(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def fork(self):
+        os.fork()
+        return said("forked")
+
+    def child(self):
+        child = subprocess.Popen(["sleep", "1000"])
+        return said(str(child.pid))
+
+    def own_class(self):
+        return said(info={"x": Own()})
+
+    def wrong(self):
+        return "hello"
+
+    def no_message(self):
+        return StepResult(messages=["hello"])
+
+    def silent(self):
+        return StepResult()
+
+    def nan(self):
+        return said(reward=float("nan"))
+
+    def words(self):
+        return said(reward={"a": "much"})
+
+    def surrogate(self):
+        import numpy
+        info = {"n": numpy.int64(3), 4: (1, 2)}
+        return said("a\\ud800b", info=info, reward={"a": numpy.float32(1), "b": None})
+
+    def prints(self):
+        os.write(1, b"\\0\\0\\0\\0")
+        print("noise")
+        sys.stderr.write("more noise")
+        return said("printed")
+
+    def signals(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.killpg(0, signal.SIGINT)
+        return said("alive")
+
+    def stuck_close(self):
+        self.is_stuck = True
+        return said("will be")
+
+    def task_exits(self):
+        async def leave():
+            async def go():
+                sys.exit(3)
+            asyncio.get_running_loop().create_task(go())
+            await asyncio.sleep(0.01)
+            return said("left")
+        return leave()
+"""
+
+
+def children():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def until(condition, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.fixture
+def make(tmp_path):
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    pools, before, fds = [], children(), psutil.Process().num_fds()
+    threads = threading.active_count()
+
+    def build(*, num_workers=1, timeout_s=20.0):
+        spec = WorldSpec(
+            reference=f"{tmp_path / 'worlds.py'}:World",
+            config={"log": str(tmp_path / "log")},
+            where="tasks.a.environment",
+            timeout_s=timeout_s,
+        )
+        pools.append(WorldPool({"a": spec}, num_workers=num_workers))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+        pool.close()
+    until(lambda: children() == before)
+    until(lambda: psutil.Process().num_fds() == fds)
+    until(lambda: threading.active_count() == threads)
+
+
+def answers(pool, count, timeout_s=60.0):
+    found = {}
+    end = time.monotonic() + timeout_s
+    while len(found) < count and time.monotonic() < end:
+        found.update(pool.poll(1.0))
+    assert len(found) == count
+    return found
+
+
+def begin(pool, count=1):
+    """Open episodes and return them by ticket, with the process of each."""
+    tickets = [pool.open("a", {}) for _ in range(count)]
+    found = {}
+    while not found.keys() >= set(tickets):
+        found.update(pool.poll(10.0))
+    return {ticket: int(found[ticket].messages[0]["content"]) for ticket in tickets}
+
+
+def ask(pool, ticket, what):
+    pool.step(ticket, {"role": "assistant", "content": what})
+    return answers(pool, 1)[ticket]
+
+
+def logged(tmp_path):
+    lines = (tmp_path / "log").read_text().split()
+    return lines.count("born"), lines.count("closed")
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("exit", "SystemExit: no"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("own_class", "has no JSON form"),
+        ("wrong", "expected a StepResult"),
+        ("no_message", "is no message"),
+        ("silent", "returned no message"),
+        ("nan", "is not finite"),
+        ("words", "is no number"),
+    ],
+)
+def test_an_answer_that_is_none_ends_its_episode_alone(make, tmp_path, what, says):
+    pool = make()
+    first, second = begin(pool, 2)
+    failure = ask(pool, first, what)
+    assert isinstance(failure, Failure)
+    assert failure.kind is FailureKind.infra
+    assert says in failure.message
+    assert ask(pool, second, "speak").reward == 1.0
+    pool.close()
+    assert logged(tmp_path) == (2, 2)
+
+
+@pytest.mark.parametrize(("what", "says"), [("end", "ended with code 5"), ("crash", "killed by SIGSEGV")])
+def test_the_end_of_a_process_fails_all_its_episodes_and_says_so(make, what, says):
+    pool = make()
+    first, second = begin(pool, 2)
+    pool.step(first, {"content": what})
+    found = answers(pool, 2)
+    assert all(f.kind is FailureKind.infra and says in f.message for f in found.values())
+    assert "1 other episode" in found[second].message
+    pool.step(first, {"content": "speak"})  # too late, and no error
+    pool.finish(second)
+    pool.cancel(first)
+    assert len(begin(pool)) == 1
+
+
+@pytest.mark.parametrize("what", ["fork", "prints", "signals", "task_exits"])
+def test_what_a_world_does_to_its_process_does_not_reach_the_channel(make, what):
+    pool = make()
+    (ticket,) = begin(pool)
+    assert isinstance(ask(pool, ticket, what), StepResult)
+    assert ask(pool, ticket, "speak").messages[0]["content"] == "yes"
+    pool.finish(ticket)
+    assert answers(pool, 1)[ticket] == Ended(None)
+
+
+def test_answers_arrive_as_json_holds_them(make):
+    pool = make()
+    (ticket,) = begin(pool)
+    said = ask(pool, ticket, "surrogate")
+    assert said.messages[0]["content"] == "a?b"
+    assert said.info == {"n": 3, "4": [1, 2]}
+    assert said.reward == {"a": 1.0}
+
+
+def test_children_of_a_world_end_with_its_worker(make):
+    pool = make()
+    ((ticket, process),) = begin(pool).items()
+    child = int(ask(pool, ticket, "child").messages[0]["content"])
+    os.kill(process, signal.SIGKILL)
+    assert isinstance(answers(pool, 1)[ticket], Failure)
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+    (ticket,) = begin(pool)
+    child = int(ask(pool, ticket, "child").messages[0]["content"])
+    pool.close()
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+
+
+def test_a_worker_whose_interpreter_is_held_does_not_stop_the_trainer(make):
+    pool = make(timeout_s=1.0)
+    first, second = begin(pool, 2)
+    pool.step(first, {"content": "hold_everything"})
+    time.sleep(0.2)
+    pool.step(second, {"content": "x" * 5_000_000})  # more than the socket holds
+    found = answers(pool, 2)
+    assert {f.kind for f in found.values()} == {FailureKind.timeout}
+    assert len(begin(pool)) == 1
+
+
+def test_cancelled_calls_that_hang_and_worlds_that_do_not_close_end_their_worker(make):
+    pool = make(timeout_s=0.5)
+    first, second, third = begin(pool, 3)
+    assert ask(pool, second, "stuck_close").messages
+    pool.step(first, {"content": "sleep"})
+    pool.cancel(first)
+    pool.cancel(second)
+    assert pool.poll(1.5) == []
+    assert ask(pool, third, "speak").reward == 1.0
+    other = begin(pool)
+    assert len(children()) == 2  # the retired one serves the third
+    pool.finish(third)
+    answers(pool, 1)
+    until(lambda: len(children()) == 1)
+    pool.finish(*other)
+    answers(pool, 1)
+
+
+def test_calls_that_hang_one_after_the_other_leave_few_processes(make):
+    pool = make(num_workers=2, timeout_s=0.3)
+    for _ in range(6):
+        hangs, *_others = begin(pool, 3)
+        pool.step(hangs, {"content": "sleep"})
+        found = {}
+        while hangs not in found:
+            found.update(pool.poll(10.0))
+        assert found.pop(hangs).kind is FailureKind.timeout
+        assert all("another call in it hangs" in f.message for f in found.values())
+        assert len(children()) <= 5
+    pool.close()
+
+
+def test_the_thread_that_opens_an_episode_may_end(make):
+    pool = make()
+    opened = []
+    thread = threading.Thread(target=lambda: opened.extend(begin(pool)))
+    thread.start()
+    thread.join()
+    time.sleep(0.2)
+    assert ask(pool, *opened, "speak").reward == 1.0
+
+
+def test_after_a_death_episodes_share_a_worker_with_few_others(make, monkeypatch):
+    monkeypatch.setattr(pool_module, "CLEAN_ENDS", 2)
+    pool = make()
+    first, *_ = begin(pool, 4)
+    pool.step(first, {"content": "end"})
+    answers(pool, 4)
+    sizes = []
+    for _ in range(4):
+        tickets = [pool.open("a", {}) for _ in range(4)]
+        found = dict(pool.poll(5.0))
+        while more := pool.poll(0.2):
+            found.update(more)
+        sizes.append(len(found))
+        for ticket in found:
+            pool.finish(ticket)
+        for ticket in set(tickets) - set(found):
+            pool.cancel(ticket)
+        answers(pool, len(found))
+        until(lambda: not (pool.poll(0.01) or pool._episodes))
+    assert sizes[0] == 1
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 1
+
+
+def test_killed_workers_lose_no_episode_of_many(make, tmp_path):
+    """Every episode ends or fails as ``infra``; one that begins again often enough ends."""
+    pool, chance = make(num_workers=2), random.Random(3)
+    tries, steps, ended = {}, {}, 0
+    for _ in range(40):
+        tries[pool.open("a", {})] = 1
+    kills = 0
+    end = time.monotonic() + 120
+    while ended < 40 and time.monotonic() < end:
+        for ticket, answer in pool.poll(1.0):
+            if isinstance(answer, Failure):
+                assert answer.kind is FailureKind.infra
+                tries[pool.open("a", {})] = tries.pop(ticket) + 1
+            elif isinstance(answer, Ended):
+                ended += 1
+                tries.pop(ticket)
+            elif isinstance(answer, StepResult) and steps[ticket] == 2:
+                pool.finish(ticket)
+            else:
+                steps[ticket] = steps.get(ticket, 0) + 1
+                pool.step(ticket, {"content": "speak"})
+                if kills < 8 and chance.random() < 0.1:
+                    kills += 1
+                    os.kill(chance.choice(sorted(children())), signal.SIGKILL)
+    assert ended == 40
+    assert kills == 8
+    pool.close()
+
+
+SCRIPT = """
+import sys, time
+from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.pool import WorldPool
+spec = WorldSpec(reference=sys.argv[1], config={"log": sys.argv[2]}, timeout_s=1000.0)
+pool = WorldPool({"a": spec})
+tickets = [pool.open("a", {}) for _ in range(3)]
+pids, count = set(), 0
+while count < 3:
+    for _, opening in pool.poll(10.0):
+        pids.add(opening.messages[0]["content"])
+        count += 1
+for ticket, what in zip(tickets, sys.argv[3].split(",")):
+    pool.step(ticket, {"content": what})
+print(*pids, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "closed"),
+    [
+        (signal.SIGKILL, "speak,speak,child", 3),
+        (signal.SIGINT, "speak,speak,speak", 3),
+        (9, "sleep,speak", 2),
+    ],
+)
+def test_worlds_are_closed_and_processes_end_when_the_trainer_dies(tmp_path, how, what, closed):
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    reference, log = f"{tmp_path / 'worlds.py'}:World", str(tmp_path / "log")
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, reference, log, what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert trainer.stdout is not None
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    time.sleep(0.3)
+    everything = [*pids, *(c.pid for pid in pids for c in psutil.Process(pid).children(recursive=True))]
+    trainer.send_signal(how)
+    trainer.wait()
+    trainer.stdout.close()
+    until(lambda: not any(map(psutil.pid_exists, everything)), 15.0)
+    assert logged(tmp_path) == (3, closed)
+
+
+def test_a_held_interpreter_ends_when_the_trainer_dies(tmp_path):
+    """The kernel ends it, ten seconds later."""
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    reference, log = f"{tmp_path / 'worlds.py'}:World", str(tmp_path / "log")
+    command = [sys.executable, "-c", SCRIPT, reference, log, "hold_everything"]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    time.sleep(0.3)
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    until(lambda: not any(map(psutil.pid_exists, pids)), 20.0)
+
+
+def test_the_first_answer_is_an_opening(make):
+    pool = make()
+    ticket = pool.open("a", {"name": threading.Lock()})
+    failure = answers(pool, 1)[ticket]
+    assert failure.kind is FailureKind.data
+    assert "cannot be sent" in failure.message
+    ticket = pool.open("a", {"name": Path("x")})
+    assert isinstance(answers(pool, 1)[ticket], Opening)
