@@ -78,9 +78,7 @@ class PluginSource:
 
 
 def find_plugin(kind: str, reference: str, where: str) -> PluginSource:
-    """Find the plugin ``reference`` of ``kind`` and check its shape, without building it.
-
-    ``where`` is its place for messages, e.g. ``tasks.math.rewards[0]``.
+    """Find the plugin ``reference`` of ``kind``, named ``where`` in the tasks file; check its shape.
 
     Raises:
         PluginError: unknown, broken, or neither a function nor a class with the method of its kind.

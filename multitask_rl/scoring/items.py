@@ -209,10 +209,7 @@ class Limiter:
 
 
 class CircuitBreaker:
-    """Opens when a plugin hangs or keeps failing; while it is open, samples fail without a call.
-
-    After the rest one success closes it; a failure opens it again for twice as long.
-    """
+    """Opens when a plugin hangs or keeps failing: samples fail without a call, each time twice as long."""
 
     def __init__(self, source: str) -> None:
         self._source = source

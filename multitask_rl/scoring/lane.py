@@ -33,10 +33,7 @@ OUTSIDE_KILLS = 10
 
 
 class Lane:
-    """The queue of the plugin ``source``; ``num_workers`` calls run side by side, more if some stall.
-
-    ``retries`` counts tries after ``infra`` failures; ``limiter`` is the run-wide bound on calls.
-    """
+    """The queue of the plugin ``source``: ``num_workers`` calls at once, ``retries`` after ``infra``."""
 
     def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
         self.source = source

@@ -72,10 +72,7 @@ class RewardPool:
         self._budgets = {name: ErrorBudget(name, config.max_failure_rate) for name in specs}
 
     def start(self) -> None:
-        """Find, check and build every plugin, start the workers, warm up.
-
-        An unusable plugin raises ``PluginError``, ``ConfigError`` or ``MissingExtraError``; nothing runs on.
-        """
+        """Find, check and build every plugin, start workers; an unusable one raises as ``find_plugin``."""
         plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, PluginPlan]] = []
         for task in self._specs.values():
             where = f"{task.source + ': ' if task.source else ''}tasks.{task.name}"

@@ -81,17 +81,14 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
 
 
 def each(function: Callable[[T], Any], inputs: Sequence[T], source: str) -> list[Any]:
-    """Call ``function`` on each input; an error becomes the failure of its input.
-
-    The error of a single input is raised: the grader types it under the name that the tasks file gives.
-    """
+    """Call ``function`` on each input; an error becomes the failure of its input (of several)."""
     values: list[Any] = []
     for one in inputs:
         try:
             values.append(function(one))
         except Exception as error:
             if len(inputs) == 1:
-                raise
+                raise  # the grader types it under the name that the tasks file gives
             values.append(failure_of(error, source))
     return values
 

@@ -79,8 +79,7 @@ class Round(Generic[T]):
 
     Args:
         plugins: by task.
-        cache: the pool's results of deterministic plugins by content, the last used at the end.
-        lock: covers the cache.
+        cache, lock: the pool's results of deterministic plugins by content, the last used at the end.
         collect: turns answered indices of the round into results.
         only: names of the plugins to ask about each rollout; None = all.
     """

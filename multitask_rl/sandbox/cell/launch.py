@@ -2,8 +2,7 @@
 
 The keeper clones a child into new namespaces and writes its user map; the child builds a root on a tmpfs,
 moves into it and executes the zygote. Memory, environment, descriptors and directories of the trainer stay
-outside. Where root starts it, the cell's user is an unprivileged one (limits do not bind root); else it is
-the user who starts it.
+outside. Where root starts it, the cell's user is an unprivileged one (limits do not bind root).
 """
 
 from __future__ import annotations
@@ -165,10 +164,7 @@ def _start(flags: int, enter: Callable[[], _Command]) -> int:
 
 
 def outside_id(offset: int = 0) -> int:
-    """Return a user id for this process's cell that owns no file here; the caller's own where none exists.
-
-    Limits on processes and file permissions do not bind root, so the cell must not be root's.
-    """
+    """Return a user id for this process's cell that owns no file here; the caller's own where none exists."""
     wanted = _FIRST_OUTSIDE_ID + offset + os.getpid()
     if os.geteuid() != 0:
         return os.geteuid()

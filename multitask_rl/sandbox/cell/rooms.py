@@ -3,7 +3,6 @@
 A room is a copy of the cell's root; ``chroot`` confines a program to it. Each program gets an empty file
 system, mounted over the last one on the room's /tmp. The room is taken down after a number of programs, or at
 once when a program left something. A program has no right to mount, unmount or change its root.
-
 A mount namespace per program would do as well, but its end waits 0.4 ms for an RCU grace period.
 """
 

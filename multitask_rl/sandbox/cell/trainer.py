@@ -138,8 +138,7 @@ class TrainerConversation:
     def wait(self, poll: select.poll, descriptor: int, patience_s: float | None) -> None:
         """Wait until ``descriptor`` can be read; held results do not wait for that.
 
-        ``TimeoutError`` after ``patience_s`` (None = for ever), ``JobCancelled`` if the trainer gave up the
-        job, ``EOFError`` if it ended.
+        ``TimeoutError`` after ``patience_s`` (None: never), ``EOFError`` or ``JobCancelled`` by the trainer.
         """
         patience_ms = None if patience_s is None else 1000 * patience_s
         while True:
