@@ -21,8 +21,8 @@ RESERVED_NAMES = ("all", "macro", "worst", "global")
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")
 """Prefixes of reward functions of other libraries; ``scoring.adapt`` reads the rest of the name."""
-FUNCTION_PREFIXES = ("trl", "verl")
-"""Prefixes before the name of a function in our own notation."""
+FUNCTION_PREFIXES = ("trl", "verl", "agent")
+"""Prefixes before the name of a function or class in our own notation."""
 GENERATOR_PREFIX = "reasoning_gym:"
 """Prefix of data sets that a program generates, with their own verifier."""
 

@@ -278,5 +278,8 @@ def _resolve_plugin(plugin: str, where: Where) -> str:
     prefix, _, rest = plugin.partition(":")
     if prefix in FUNCTION_PREFIXES:
         return f"{prefix}:{_resolve_plugin(rest, where)}"
+    if prefix == "openenv" and "://" not in rest and where.file:
+        directory = Path(where.file).parent / Path(rest).expanduser()
+        return f"{prefix}:{directory.resolve()}" if directory.is_dir() else plugin
     place, colon, name = plugin.rpartition(":")
     return f"{_beside(place, where)}{colon}{name}" if place.endswith(".py") else plugin

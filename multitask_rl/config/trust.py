@@ -19,6 +19,8 @@ TRUST = "--trust"
 """The option that allows a file from elsewhere to name code."""
 
 _REMOTE_CODE = "trust_remote_code"
+_NAMES = ("plugin", "reward_model", "constraint_model", "environment", "reward_function")
+"""Keys that name code."""
 
 
 def refuse_code_in(path: str | Path) -> None:
@@ -52,7 +54,7 @@ def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
             here = f"{key}.{name}" if key else str(name)
             if name == _REMOTE_CODE and below:
                 yield here, _REMOTE_CODE
-            elif name in ("plugin", "reward_model", "constraint_model") and isinstance(below, str):
+            elif name in _NAMES and isinstance(below, str):
                 yield here, below
             elif name in ("rewards", "constraints") and isinstance(below, list):
                 yield from ((f"{here}[{i}]", item) for i, item in enumerate(below) if isinstance(item, str))

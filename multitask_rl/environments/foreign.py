@@ -40,8 +40,8 @@ from multitask_rl.plugins import Located
 class VerifiersWorld(AgentWorld):
     """A taskset or environment of verifiers (>= 0.4, its v1 API), run by the library itself.
 
-    Its programs ask a model at an address; here that is the endpoint of the actor. The reward is that of the
-    actor's trace, with each part by name.
+    Its programs ask a model at an address; here that is the endpoint of the actor. What is earned are the
+    weighted rewards of the actor's last trace.
     """
 
     expects: ClassVar[str] = "'verifiers:<taskset id>'"
@@ -79,9 +79,7 @@ class VerifiersWorld(AgentWorld):
             raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
         if not traces or not traces[-1].rewards:
             return None
-        parts = {name: r.score for name, r in traces[-1].rewards.items() if r is not None}
-        parts.update({name: value for name, value in traces[-1].metrics.items() if value is not None})
-        return {**parts, "score": traces[-1].reward}
+        return {name: part.value for name, part in traces[-1].rewards.items() if part is not None}
 
     def _join(self, trace: Any) -> None:
         if trace.agent.name in (self._served.role, None, ""):

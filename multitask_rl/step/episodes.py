@@ -145,7 +145,8 @@ class Episodes:
         if generation.finish_reason == FLAGGED:
             self._pool.finish(ticket)
         else:
-            self._pool.step(ticket, {"role": "assistant", "content": text})
+            reason = generation.finish_reason
+            self._pool.step(ticket, {"role": "assistant", "content": text, "finish_reason": reason})
         self.num_waiting += 1
 
     def close(self) -> None:

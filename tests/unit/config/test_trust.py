@@ -11,6 +11,7 @@ import pytest
 from multitask_rl.cli import main
 from multitask_rl.cli.train import compose_and_run, print_evaluations
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.trust import refuse_code_in
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score, Scored
 from multitask_rl.testing import make_rollout
@@ -123,6 +124,33 @@ def test_what_a_foreign_record_may_name(mine: Path, reward: str, is_refused: boo
         compose_and_run([f"output_dir={run}"], "eval", seen.append)
     compose_and_run([f"output_dir={run}", "--trust"], "eval", seen.append)
     assert seen[-1].tasks["math"]["rewards"][0]["plugin"] == reward.replace("MINE", str(mine))
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_refused"),
+    [
+        ("number_game", False),
+        ("reasoning_gym:chain_sum", False),
+        ("MINE/code.py:World", False),
+        ("agent:MINE/code.py:run", False),
+        ("MINE/../theirs/code.py:World", True),
+        ("trl:MINE/../theirs/code.py:World", True),
+        ("agent:MINE/../theirs/code.py:run", True),
+        ("openenv:MINE/../theirs", True),
+        ("verifiers:gsm8k", True),
+    ],
+)
+def test_the_environment_of_a_foreign_tasks_file_is_code(
+    mine: Path, environment: str, is_refused: bool
+) -> None:
+    named = environment.replace("MINE", str(mine))
+    file = mine.parent / "theirs" / "tasks.yaml"
+    file.write_text(f"tasks: {{math: {{dataset: rows.jsonl, environment: '{named}'}}}}")
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"environment names code to run.*--trust"):
+            refuse_code_in(file)
+    else:
+        refuse_code_in(file)
 
 
 def test_a_foreign_record_does_not_run_the_code_of_its_model(mine: Path) -> None:

@@ -176,6 +176,20 @@ def test_a_stream_holds_the_answer_its_calls_and_its_end(tmp_path):
     episode.close()
 
 
+def test_the_agent_is_told_that_an_answer_was_cut(tmp_path):
+    episode = world(
+        tmp_path,
+        """
+        def run(base_url, api_key, row):
+            return float(post(base_url, api_key, messages=[message("user", "?")])["choices"][0]["finish_reason"] == "length")
+        """,
+    )
+    episode.reset({})
+    assert say(episode, "half an ans", finish_reason="length").done
+    assert episode.earned() == 1.0
+    episode.close()
+
+
 def test_a_limit_ends_the_agent_which_still_gives_what_it_earned(tmp_path):
     source = """
     from test_endpoint import RefusedError

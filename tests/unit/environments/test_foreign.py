@@ -223,7 +223,7 @@ def test_an_environment_of_verifiers_asks_the_actor(monkeypatch):
     again = say(world, "1")
     assert ([m["content"] for m in again.messages], again.anew) == (["wrong, again"], None)
     assert say(world, "2").done
-    assert world.earned() == {"solved": 1.0, "score": 1.0}
+    assert world.earned() == {"solved": 1.0}
     world.close()
     with pytest.raises(PluginError, match="which of the agents"):
         build("verifiers:guess_taskset", role="judge")
