@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multitask_rl.environments.base import Message, Opening, StepResult, World
-from multitask_rl.environments.foreign import FOREIGN, build_foreign
+from multitask_rl.environments.foreign import FOREIGN, TrlWorld, build_foreign
 from multitask_rl.environments.tools import AuthorWorld, ToolWorld
 from multitask_rl.errors import MultitaskRLError, PluginError
-from multitask_rl.plugins import ENVIRONMENTS, build_plugin, locate
+from multitask_rl.plugins import ENVIRONMENTS, REWARDS, Located, build_plugin, locate
 
 _LOADING = threading.Lock()
 
@@ -38,35 +38,40 @@ class WorldSpec:
             MissingExtraError: it needs an optional dependency that is not installed.
         """
         prefix, separator, rest = self.reference.partition(":")
+        config = dict(self.config)
+        is_trl = prefix == "trl"
+        function = None
         with _LOADING:  # two threads must not load one file
             if separator and prefix in FOREIGN:
-                found = build_foreign(prefix, rest, self.where).value
+                found = build_foreign(prefix, rest, self.where)
             else:
-                # an environment of TRL has the shape of tools
-                reference = rest if prefix == "trl" else self.reference
-                found = locate(reference, ENVIRONMENTS, self.where).value
-        if not callable(found):
+                found = locate(rest if is_trl else self.reference, ENVIRONMENTS, self.where)
+            if is_trl and (name := config.pop("reward_function", None)):
+                function = locate(str(name), REWARDS, f"{self.where}_config.reward_function").value
+        if not callable(found.value):
             raise PluginError(
-                f"{self.where}: {self.reference!r} is {found!r}; expected a class or a function"
+                f"{self.where}: {self.reference!r} is {found.value!r}; expected a class or a function"
             )
-        return as_world(_instance(found, self.config, self.where), self.where, run)
+        built = _instance(found, config, self.where)
+        if is_trl:
+            return TrlWorld(built, self.where, run, function)
+        return as_world(built, self.where, run)
 
 
-def _instance(found: Any, config: Mapping[str, Any], where: str) -> Any:
+def _instance(located: Located, config: Mapping[str, Any], where: str) -> Any:
+    found, label = located.value, located.label
     if dataclasses.is_dataclass(getattr(found, "Config", None)):
         return build_plugin(found, config, where=f"{where}_config")
     try:
         inspect.signature(found).bind(**config)
     except TypeError as error:
-        raise PluginError(f"{where}_config: {found.__name__}{inspect.signature(found)}: {error}") from error
+        raise PluginError(f"{where}_config: {label}{inspect.signature(found)}: {error}") from error
     try:
         return found(**config)
     except MultitaskRLError:
         raise
     except Exception as error:
-        raise PluginError(
-            f"{where}: {found.__name__} could not be built: {type(error).__name__}: {error}"
-        ) from error
+        raise PluginError(f"{where}: {label} could not be built: {type(error).__name__}: {error}") from error
 
 
 def as_world(environment: Any, where: str, run: Callable[..., Any]) -> World:

@@ -1,6 +1,6 @@
 """Environments of other libraries, used as they are.
 
-``trl:``: a class or function that makes an environment of TRL's ``environment_factory``.
+``trl:``: a class, or a function that makes one, of TRL's ``environment_factory``.
 ``openenv:<address or directory>``: a server of OpenEnv, running or started here.
 ``verifiers:<taskset>``: a taskset or environment of verifiers, of any number of turns.
 ``reasoning_gym:<data set>``: a data set's questions, answered until the verifier is satisfied.
@@ -13,6 +13,7 @@ import ast
 import asyncio
 import contextlib
 import importlib
+import inspect
 import json
 import socket
 import subprocess
@@ -33,8 +34,58 @@ from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
 from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld
+from multitask_rl.environments.tools import ToolWorld
 from multitask_rl.errors import DataError, MissingExtraError, PluginError
 from multitask_rl.plugins import Located
+
+
+class TrlWorld(ToolWorld):
+    """An environment of TRL, whose reward may be that of a function ``f(environments, **columns)``.
+
+    The function gets lists of one element: the environment, the row's columns, ``prompts`` and
+    ``completions``, which are messages. Rewards of both the environment and the function go by their names.
+    """
+
+    def __init__(
+        self, environment: Any, where: str, run: Callable[..., Any], function: Callable[..., Any] | None
+    ) -> None:
+        super().__init__(environment, where, run)
+        self._function = function
+        self._row: Mapping[str, Any] = {}
+        self._said: list[Message] = []
+
+    def reset(self, row: Mapping[str, Any]) -> Opening:
+        """Begin the episode."""
+        self._row = row
+        return super().reset(row)
+
+    def step(self, message: Message) -> StepResult:
+        """Make the calls of the answer."""
+        result = super().step(message)
+        self._said += [message, *result.messages]
+        return result
+
+    def earned(self) -> Earned:
+        """Return what the environment and the function give; None = both leave the episode unscored."""
+        own = super().earned()
+        if self._function is None:
+            return own
+        columns = {name: [value] for name, value in self._row.items() if name != "prompt"}
+        prompts = [self._row.get("prompt")]
+        given = {
+            "environments": [self._environment],
+            "prompts": prompts,
+            "completions": [self._said],
+            **columns,
+        }
+        parameters = inspect.signature(self._function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        (value,) = self._run(self._function, **given)
+        if own is None or value is None:
+            return value if own is None else own
+        parts = own if isinstance(own, Mapping) else {type(self._environment).__name__: own}
+        return {**parts, self._function.__name__: value}
 
 
 class VerifiersWorld(AgentWorld):

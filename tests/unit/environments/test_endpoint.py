@@ -181,7 +181,8 @@ def test_the_agent_is_told_that_an_answer_was_cut(tmp_path):
         tmp_path,
         """
         def run(base_url, api_key, row):
-            return float(post(base_url, api_key, messages=[message("user", "?")])["choices"][0]["finish_reason"] == "length")
+            choice = post(base_url, api_key, messages=[message("user", "?")])["choices"][0]
+            return float(choice["finish_reason"] == "length")
         """,
     )
     episode.reset({})

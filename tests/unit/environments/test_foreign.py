@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import sys
 import threading
@@ -13,6 +15,7 @@ from typing import ClassVar
 
 import pytest
 
+from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.foreign import build_foreign
 from multitask_rl.errors import ConfigError, DataError, MissingExtraError, PluginError
 from multitask_rl.plugins import build_plugin
@@ -269,3 +272,74 @@ def test_settings_and_rows_of_reasoning_gym_are_checked():
         build("reasoning_gym:chain_sum", tries=0)
     with pytest.raises(DataError, match="no metadata"):
         build("reasoning_gym:chain_sum").reset({"answer": "1"})
+
+
+ROW = {"prompt": "Pay.", "start": 1, "goal": 5}
+
+
+def trl(name: str, **config):
+    file = FIXTURES / "trl_environments.py"
+    if "reward_function" in config:
+        config["reward_function"] = f"{file}:{config['reward_function']}"
+    spec = WorldSpec(reference=f"trl:{file}:{name}", config=config, where=WHERE)
+    return spec.build(lambda function, *args, **kwargs: finished(function(*args, **kwargs)))
+
+
+def finished(value):
+    async def wait():
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+def pay(world, amount: int) -> str:
+    return say(world, call("deposit", amount=amount)).messages[0]["content"]
+
+
+@pytest.mark.parametrize("name", ["Account", "make_account"])
+def test_an_environment_of_trl_runs_as_it_is(name):
+    world = trl(name)
+    opening = world.reset(ROW)
+    assert opening.suffix == " Balance: 1."
+    function = opening.tools[0]["function"]
+    assert (function["name"], function["description"]) == ("deposit", "Pay money into the account.")
+    assert function["parameters"]["properties"]["amount"]["description"] == "The amount, in euros."
+    assert pay(world, 4) == "Balance: 5"
+    assert ("too much" in pay(world, 6)) == (name == "make_account")
+    assert say(world, "Done.").done
+    assert world.earned() is None
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "earned"),
+    [
+        ("Account", "reached", 1.0),
+        ("Account", "polite", 1.0),
+        ("Scored", "", 2.5),
+        ("Scored", "reached", {"Scored": 2.5, "reached": 1.0}),
+    ],
+)
+def test_the_reward_is_that_of_the_environment_and_of_a_function_that_reads_it(name, function, earned):
+    world = trl(name, **({"reward_function": function} if function else {}))
+    world.reset(ROW)
+    pay(world, 4)
+    say(world, "Done.")
+    assert world.earned() == earned
+    world.close()
+
+
+def test_a_reward_function_of_trl_may_leave_an_episode_unscored():
+    world = trl("Account", reward_function="polite", limit=3)
+    world.reset(ROW)
+    assert say(world, "Done.").done
+    assert world.earned() is None
+
+
+def test_mistakes_in_an_environment_of_trl_are_told():
+    with pytest.raises(PluginError, match="environment_config"):
+        trl("Account", bound=3)
+    with pytest.raises(PluginError, match="has no 'nothing'"):
+        trl("Account", reward_function="nothing")
+    with pytest.raises(PluginError, match="make_account"):
+        trl("make_account", bound=3)
