@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from multitask_rl.config.schema.ranges import Settings
 from multitask_rl.contracts import PluginTraits
@@ -47,6 +47,7 @@ class ToolUse:
                 "tool_use: give `allowed`, `forbidden`, `most` or `arguments`; nothing is limited"
             )
         self.config = config
+        self.traits = replace(type(self).traits, isolate=bool(config.arguments))  # type: ignore[misc]
         try:
             self._patterns = {
                 (tool, name): re.compile(pattern)
@@ -55,6 +56,11 @@ class ToolUse:
             }
         except re.error as error:
             raise ConfigError(f"tool_use: `arguments` holds a malformed expression: {error}") from error
+
+    @classmethod
+    def isolates(cls, config: Mapping[str, Any]) -> bool:
+        """Whether there is an expression: one that backtracks without an end ends only with its process."""
+        return bool(config.get("arguments"))
 
     def judge(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict]:
         """Return one verdict per episode; its reason names the first call that breaks a limit."""

@@ -55,8 +55,8 @@ OWNERS = (
     ),
     Owner(
         name="comparisons in the trainer's process",
-        modules=("multitask_rl_rewards.text_match",),
-        process="trainer; a reward worker where the user gives a `pattern`",
+        modules=("multitask_rl_rewards.text_match", "multitask_rl_rewards.tool_use"),
+        process="trainer; a reward worker where the user gives a `pattern` or expressions for `arguments`",
         size="whole",
         limits="linear in the response and in the reference; a pattern has the limits of a worker",
         escaping="lone surrogates are replaced",
@@ -78,8 +78,16 @@ OWNERS = (
         escaping="special tokens are removed before the judge's template is filled in",
     ),
     Owner(
+        name="environments",
+        modules=("multitask_rl.step.episodes",),
+        process="worker process of the worlds, killable; programs in the sandbox",
+        size="whole",
+        limits="`turn_timeout_s`; a call that takes longer ends its process",
+        escaping="a tool gets arguments of its declared types; a call that cannot be read comes back",
+    ),
+    Owner(
         name="transport and cache",
-        modules=("multitask_rl.scoring.process", "multitask_rl.scoring.round"),
+        modules=("multitask_rl.scoring.round",),
         process="trainer",
         size="whole, once; the cache keeps a digest",
         limits="linear",
@@ -87,7 +95,7 @@ OWNERS = (
     ),
     Owner(
         name="records and trackers",
-        modules=("multitask_rl.tracking.jsonl",),
+        modules=("multitask_rl.records", "multitask_rl.tracking.jsonl"),
         process="trainer",
         size="whole, `tracking.store_rollouts` per task and step",
         limits="linear",

@@ -49,3 +49,10 @@ def test_an_unreadable_call_counts_as_a_call_of_no_allowed_tool():
 def test_a_configuration_that_limits_nothing_or_is_malformed_is_refused(config, says):
     with pytest.raises(ConfigError, match=says):
         ToolUse(ToolUse.Config(**config))
+
+
+def test_expressions_of_the_user_run_in_a_worker_process_that_can_be_killed():
+    endless = {"arguments": {"search": {"query": "(a+)+"}}}
+    for config in (endless, {"most": {"search": 2}}):
+        assert ToolUse.isolates(config) == (config is endless)
+        assert ToolUse(ToolUse.Config(**config)).traits.isolate == (config is endless)
