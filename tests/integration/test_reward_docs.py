@@ -25,6 +25,7 @@ BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULT
 PAGES = [
     "write-a-reward.md",
     "bring-your-reward.md",
+    "bring-your-environment.md",
     "write-a-task.md",
     "constraints.md",
     "flow.md",
