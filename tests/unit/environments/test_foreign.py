@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import pytest
 
+from multitask_rl.environments import foreign
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.foreign import build_foreign
 from multitask_rl.errors import ConfigError, DataError, MissingExtraError, PluginError
@@ -234,6 +235,80 @@ def test_an_environment_of_verifiers_asks_the_actor(monkeypatch):
     with pytest.raises(DataError, match="no task"):
         world.reset({"idx": 77})
     world.close()
+
+
+@pytest.fixture
+def fake_verifiers(monkeypatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(FIXTURES / "fakes"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(foreign, "_verifiers", {})
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("fake_verifiers")
+class TestVerifiers:
+    @pytest.mark.parametrize("row", [{"idx": 2}, {"idx": "task-2"}, {"prompt": "Guess 2"}])
+    def test_programs_of_the_library_ask_the_actor(self, row):
+        world = build("verifiers:guess")
+        opening = world.reset(row)
+        assert (opening.is_whole, [m["content"] for m in opening.messages]) == (True, ["Guess 2"])
+        assert [m["content"] for m in say(world, "1").messages] == ["no"]
+        assert say(world, "2").done
+        assert world.earned() == {"solved": 2.0}
+        world.close()
+
+    def test_episodes_of_one_environment_run_at_once(self):
+        worlds = [build("verifiers:guess") for _ in range(3)]
+        for number, world in enumerate(worlds):
+            world.reset({"idx": number})
+        assert len(foreign._verifiers) == 1
+        for number, world in enumerate(worlds):
+            assert say(world, str(number)).done
+            assert world.earned() == {"solved": 2.0}
+            world.close()
+
+    def test_an_endless_taskset_is_read_as_far_as_needed(self):
+        world = build("verifiers:guess", env={"taskset": {"bounded": False}})
+        assert world.reset({"idx": 7}).messages[0]["content"] == "Guess 7"
+        world.close()
+        world = build("verifiers:guess", env={"taskset": {"bounded": False}})
+        with pytest.raises(DataError, match="endless taskset"):
+            world.reset({"prompt": "Guess 7"})
+        world.close()
+
+    def test_a_limit_leaves_what_was_earned_until_then(self):
+        for answers, earned in ((["1"], {"solved": 0.0}), ([], None)):
+            world = build("verifiers:guess")
+            world.reset({"idx": 2})
+            for answer in answers:
+                say(world, answer)
+            assert world.earned() == earned
+            world.close()
+
+    def test_an_error_of_the_library_is_a_failure(self):
+        world = build("verifiers:guess")
+        world.reset({"idx": 2})
+        with pytest.raises(RuntimeError, match="EnvError: the game broke"):
+            say(world, "break")
+        world.close()
+
+    def test_the_agent_that_the_actor_plays_has_to_be_clear(self):
+        with pytest.raises(PluginError, match=r"which of the agents \['player', 'user'\]"):
+            build("verifiers:guess", env={"id": "user-sim"})
+        world = build("verifiers:guess", env={"id": "user-sim", "user": {"client": {}}})
+        world.reset({"idx": 0})
+        assert say(world, "0").done
+        assert world.earned() == {"solved": 2.0}
+        world.close()
+        with pytest.raises(PluginError, match="cannot be loaded: ModuleNotFoundError"):
+            build("verifiers:other")
+        world = build("verifiers:guess")
+        with pytest.raises(DataError, match="no task for the row"):
+            world.reset({"idx": 9})
+        world.close()
 
 
 def questions(size: int = 2):
