@@ -28,6 +28,7 @@ CLAIMS = {
     "constraints": "claims.constraints",
     "guard": "claims.guard",
     "overoptimisation": "claims.overoptimisation",
+    "turns": "claims.turns",
 }
 """Name on the command line -> module with ``CLAIM``."""
 

@@ -333,9 +333,12 @@ class Trainer:
 
     def _open(self, *, track: bool = True) -> RunParts:
         """Build the parts and resume, once."""
+        if self._is_closed:
+            raise TrainingError(
+                "this trainer's run has ended, or could not begin; make a new one: Trainer(trainer.actor, "
+                "config=trainer.config) goes on with its weights"
+            )
         if self._parts is None:
-            if self._is_closed:
-                raise TrainingError("this trainer could not begin, or is closed; make a new one")
             with self._closing_on_error():
                 self._parts = build_parts(
                     self.plan,

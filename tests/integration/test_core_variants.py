@@ -18,7 +18,7 @@ from multitask_rl.config.run import (
     RolloutConfig,
     SchedulerConfig,
 )
-from multitask_rl.errors import ConfigError, EngineError, RewardError
+from multitask_rl.errors import ConfigError, EngineError, RewardError, TrainingError
 from multitask_rl.trainer import Trainer
 from run_builders import (
     TASKS,
@@ -314,3 +314,10 @@ def test_settings_that_would_have_no_effect_are_refused(tmp_path, settings, mess
     )
     with pytest.raises(ConfigError, match=message):
         train(run_config(tmp_path, "out", 1))
+
+
+def test_a_trainer_whose_run_has_ended_says_so(tmp_path):
+    write_run(tmp_path)
+    trainer = train(run_config(tmp_path, "out", 1))
+    with pytest.raises(TrainingError, match=r"run has ended.*Trainer\(trainer.actor"):
+        trainer.evaluate()
