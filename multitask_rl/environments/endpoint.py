@@ -31,7 +31,7 @@ MODEL = "actor"
 """Name of the model at the address; any other name in a request means the same."""
 _PATH = "/v1/chat/completions"
 _MAX_REQUEST_BYTES = 64 << 20
-_IDLE_S = 600.0
+_IDLE_S = 60.0
 
 
 class RefusedError(Exception):
