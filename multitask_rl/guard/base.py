@@ -18,7 +18,8 @@ from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
 Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None]
 """``confirm(task)`` evaluates the current weights and the weights last judged good, on the same prompts and
-seeds, which are new at every call. It returns ``(current, reference)``; None if no good weights are kept."""
+seeds, which are new at every call. It returns ``(current, reference)``, each with the step of its weights;
+None if no good weights are kept."""
 
 _OF_SAFETY_GUARD = ("monitor_metrics", "threshold_delta", "absolute", "max_rollbacks")
 

@@ -26,8 +26,8 @@ from multitask_rl.guard.decision import (
 from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.watched_metric import DetectorSettings, WatchedMetric, build_watched
-from multitask_rl.records import Event, TaskEvaluation, TaskStats, rename_task, rename_tasks
-from multitask_rl.statistics.intervals import compare_paired
+from multitask_rl.records import Direction, Event, TaskEvaluation, TaskStats, rename_task, rename_tasks
+from multitask_rl.statistics.intervals import compare_paired, summarise
 
 _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
@@ -290,7 +290,13 @@ class SafetyGuard(Guard):
     ) -> GuardDecision:
         """Confirm the alarm; then take the next rung of the ladder, or stop."""
         statistics = metric.statistics(self._settings)
-        if not self._confirms(metric, evaluations[metric.task], statistics, confirm):
+        is_confirmed, good = self._confirms(metric, evaluations[metric.task], statistics, confirm)
+        if not is_confirmed and (text := self._find_change(metric, good, statistics)):
+            action = GuardAction(self.config.on_changed_task)
+            if action is GuardAction.stop:
+                self._good_until, self._fallen = metric.detector.good_step, metric.key
+            return self._build(action, metric, step, text, statistics)
+        if not is_confirmed:
             text = "looks lower, but a paired comparison does not confirm it"
             return self._build(GuardAction.warn, metric, step, text, statistics)
         self._good_until, self._fallen = metric.detector.good_step, metric.key
@@ -312,8 +318,10 @@ class SafetyGuard(Guard):
         evaluation: TaskEvaluation,
         statistics: dict[str, float],
         confirm: Confirm | None,
-    ) -> bool:
-        """Whether a paired test confirms the fall; its numbers are added to ``statistics``.
+    ) -> tuple[bool, TaskEvaluation | None]:
+        """Return whether a paired test confirms the fall, and the fresh evaluation of the good weights.
+
+        The numbers of the test are added to ``statistics``.
 
         A fresh evaluation uses new prompts or seeds for both weights. It is independent of the detector, so a
         false alarm must happen twice by chance. During an alarm fresh evaluations are collected, so that two
@@ -322,7 +330,7 @@ class SafetyGuard(Guard):
         """
         stored = metric.find(evaluation)
         if not self.config.confirm or stored is None:
-            return True
+            return True, None
         fresh = confirm(metric.task) if confirm is not None else None
         pair = [found for side in fresh or () if (found := metric.find(side)) is not None]
         if len(pair) == 2:
@@ -333,12 +341,37 @@ class SafetyGuard(Guard):
         elif self._good.get(metric.key):
             samples, limit = [list(stored.values), self._good[metric.key]], self.config.stored_z
         else:
-            return True
+            return True, None
         test = compare_paired(*samples, direction=stored.direction)
         statistics |= {"z": test.z, "z_limit": limit, "paired_drop": test.drop}
         statistics["paired_prompts"] = float(test.num_prompts)
         overwhelming = fresh is None and statistics["cusum"] > _OVERWHELMING * statistics["cusum_limit"]
-        return test.z > limit or overwhelming
+        return test.z > limit or overwhelming, fresh[1] if fresh else None
+
+    def _find_change(
+        self, metric: WatchedMetric, good: TaskEvaluation | None, statistics: dict[str, float]
+    ) -> str:
+        """Return what to say if the good weights score lower now than at their own step, else an empty text.
+
+        ``statistics`` gets the test: of independent means, because a snapshot keeps no values per prompt.
+        """
+        found = metric.find(good) if good is not None else None
+        states = [own[metric.key]["detector"] for at, own in self._snapshots if good and at == good.step]
+        if good is None or found is None or not states or metric.key not in self._fresh:
+            return ""
+        # all evaluations of the good weights since the alarm began
+        now, then = summarise(self._fresh[metric.key][1]), states[-1]
+        value = now.mean * found.direction.sign + (
+            bool(metric.is_unit) and found.direction is Direction.lower
+        )
+        drop = then["value"] - value
+        statistics["z_changed"] = drop / max(math.hypot(then["error"], now.error), 1e-12)
+        if statistics["z_changed"] <= self.config.confirm_z or drop < 0.5 * statistics["relevant_drop"]:
+            return ""
+        return (
+            f"has changed: the weights of step {good.step} scored {then['value']:.3f} there and score "
+            f"{value:.3f} now, so its environment, reward or data is no longer what it was"
+        )
 
     def _choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
         """Return the action on a confirmed fall of the watched metric ``key``: the next rung of the ladder.

@@ -31,6 +31,9 @@ class SafetyGuardConfig(Settings):
     stored_z: float = 2.33
     """The same for the stored evaluations, used where no fresh one is offered: they are not independent of
     the screen, and only have to agree with it."""
+    on_changed_task: Annotated[str, OneOf("stop", "warn")] = "stop"
+    """What follows when the good weights score lower now than when they were judged good. Then the actor has
+    not regressed: the world, the reward or the data of the task has changed."""
     ladder: list[Annotated[str, OneOf(*_RUNGS)]] = field(default_factory=lambda: ["rollback"])
     """What confirmed alarms do, one rung further each time while a task has not recovered: any of
     ``reweight``, ``freeze``, ``rollback``, in this order. A fall of twice the threshold goes to the last."""

@@ -215,21 +215,21 @@ class Supervisor:
         found = self._read(_newest_good)
         if found is None:
             return None
-        actor_dir = found[1].actor_dir
+        good_step, actor_dir = found[0].step, found[1].actor_dir
         del found  # frees the optimizer's state for the time of both evaluations
         self.progress.num_confirmations += 1
         purpose = f"confirmation/{self.progress.step}/{self.progress.num_confirmations}"
 
-        def evaluate() -> TaskEvaluation:
-            return self.evaluator.evaluate(self.progress.step, tasks=[task], purpose=purpose)[task]
+        def evaluate(step: int) -> TaskEvaluation:
+            return self.evaluator.evaluate(step, tasks=[task], purpose=purpose)[task]
 
-        current = evaluate()
+        current = evaluate(self.progress.step)
         kept = {name: value.detach().clone() for name, value in self.actor.model.state_dict().items()}
         self._has_other_weights = True
         try:
             self.actor.load_weights(actor_dir)
             push_weights(self.engine, self.actor)
-            reference = evaluate()
+            reference = evaluate(good_step)
         finally:
             with finishing():
                 self.actor.model.load_state_dict(kept)

@@ -309,6 +309,34 @@ def test_an_unconfirmed_alarm_only_warns() -> None:
     assert guard.weight_factors() == {}
 
 
+def test_good_weights_that_score_lower_than_when_they_were_saved_stop_the_run() -> None:
+    """Neither side is worse than the other: the world, the reward or the data changed, not the actor."""
+    guard = _guard()
+    _run(guard, [0.6] * 10)
+    now, then = _constant({"a": 0.3}, 100)["a"], _constant({"a": 0.3}, 90)["a"]
+    decision = guard.observe(100, _constant({"a": 0.3, "b": 0.7}, 100), confirm=lambda task: (now, then))
+    assert decision.action is GuardAction.stop
+    assert decision.events[0].kind == "stop"
+    assert "has changed: the weights of step 90 scored 0.600 there and score 0.300 now" in decision.reason
+    assert decision.statistics["z_changed"] > 3.09
+    checkpoints = [CheckpointInfo(step=step, judged_good=True) for step in (50, 90)]
+    target = guard.rollback_target(checkpoints)
+    assert target is not None
+    assert target.step == 50  # the evaluations beside that of step 90 count too
+    warned = _guard(on_changed_task="warn")
+    _run(warned, [0.6] * 10)
+    decision = warned.observe(100, _constant({"a": 0.3, "b": 0.7}, 100), confirm=lambda task: (now, then))
+    assert (decision.action, "has changed" in decision.reason) == (GuardAction.warn, True)
+
+
+def test_good_weights_older_than_the_recorded_evaluations_say_nothing_about_the_task() -> None:
+    guard = _guard()
+    _run(guard, [0.6] * 10)
+    now, then = _constant({"a": 0.3}, 100)["a"], _constant({"a": 0.3}, -1)["a"]
+    decision = guard.observe(100, _constant({"a": 0.3, "b": 0.7}, 100), confirm=lambda task: (now, then))
+    assert (decision.action, "has changed" in decision.reason) == (GuardAction.warn, False)
+
+
 def test_fresh_evaluations_of_one_alarm_are_pooled() -> None:
     """Each fresh evaluation alone is too small (z = 2.4), two of them confirm."""
     guard = _guard()
