@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_DECODER = json.JSONDecoder()
+_TAG, _FUNCTION, _LIST = "<tool_call>", "<function=", "[TOOL_CALLS]"
+_NAMED = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
+_CUT = re.compile(r"\[?\s*\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(arguments|parameters)\"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,60 +22,91 @@ class ToolCall:
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
+    texts: dict[str, str] = field(default_factory=dict)
+    """The arguments as they are written, where the form has no types (``<parameter=name>``)."""
 
 
 def read_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text before the first call, and the calls in order.
+    """Return the text before the first call, and the calls in order; calls in a ``<think>`` block are none.
 
     A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, Hermes, SmolLM),
-    ``<function=name>`` with ``<parameter=name>`` (Qwen Coder), a list behind ``[TOOL_CALLS]`` (Mistral), or
-    the whole text is one object (Llama 3, with ``parameters``).
+    ``<function=name>`` with ``<parameter=name>`` (Qwen Coder), a list or ``name[ARGS]{...}`` behind
+    ``[TOOL_CALLS]`` (Mistral), or the whole text is one of ``{"name": ..., "parameters": {...}}`` (Llama 3),
+    several of them, or a list or ``name{...}`` (Mistral, whose mark is a special token).
     """
-    whole = text.replace("<|python_tag|>", "").strip()
-    if whole.startswith("{") and '"name"' in whole:
-        call = _read(_parsed(whole))
-        if not call.problem:
-            return "", [call]
-    if "<function=" in text:
-        said, *rest = text.replace(_OPEN, "").split("<function=")
-        return said.strip(), [_read_function(part.partition("</function>")[0]) for part in rest]
-    said, mark, rest_of_list = text.partition("[TOOL_CALLS]")
-    if mark:
-        listed = _parsed(rest_of_list)
-        return said.strip(), [_read(one) for one in (listed if isinstance(listed, list) else [listed])]
-    said, *rest = text.split(_OPEN)
-    return said.strip(), [_read(_parsed(part.partition(_CLOSE)[0])) for part in rest]
+    start = max(0, text.rfind("</think>"))
+    first, mark = min(
+        ((at, mark) for mark in (_TAG, _FUNCTION, _LIST) if (at := text.find(mark, start)) >= 0),
+        default=(-1, ""),
+    )
+    if 0 <= text.find("<think>", start) < (first if mark else len(text)):  # it has not ended its thoughts
+        return text.strip(), []
+    if not mark:
+        whole = text[start:].removeprefix("</think>").replace("<|python_tag|>", "").strip()
+        calls = _read_list(whole)
+        if calls and not any(call.problem for call in calls):
+            return text[:start].strip(), calls
+        if _CUT.match(whole):
+            return text[:start].strip(), [ToolCall(problem="a call has to be whole JSON, this is cut")]
+        return text.strip(), []
+    calls = []
+    for part in text[first:].split(mark)[1:]:
+        if mark == _TAG:
+            part = part.partition("</tool_call>")[0]
+        if mark == _FUNCTION or _FUNCTION in part:
+            calls += [_read_function(one) for one in part.split(_FUNCTION)[mark == _TAG :]]
+        else:
+            calls += _read_list(part)
+    return text[:first].strip(), calls
+
+
+def _read_list(text: str) -> list[ToolCall]:
+    """Return the calls at the beginning of ``text``: JSON objects, a list of them, or ``name{...}``."""
+    text = text.strip()
+    if named := _NAMED.match(text):
+        arguments = _parsed(text[named.end() :])
+        return [_read({"name": named[1], "arguments": arguments})]
+    found: list[Any] = []
+    while not found or text.startswith(("{", "[")):
+        try:
+            value, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            problem = f"a call has to be a JSON object, this is none: {error}"
+            return [*map(_read, found), ToolCall(problem=problem)]
+        found += value if isinstance(value, list) else [value]
+        text = text[end:].lstrip(" \n\t;,")
+    return [_read(one) for one in found]
 
 
 def _parsed(text: str) -> Any:
-    """Return the JSON value of ``text``, or the error."""
+    """Return the JSON value of ``text``; ``text`` itself if it is none."""
     try:
-        return json.loads(text.strip())
-    except (ValueError, RecursionError) as error:
-        return error
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _read(data: Any) -> ToolCall:
-    if isinstance(data, Exception):
-        return ToolCall(problem=f"a call has to be a JSON object, this is none: {data}")
-    name = data.get("name") if isinstance(data, dict) else None
-    arguments = data.get("arguments", data.get("parameters", {})) if isinstance(data, dict) else None
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall(problem='a call has to be {"name": text, "arguments": object}')
-    return ToolCall(name, arguments)
+    if isinstance(data, dict) and isinstance(data.get("function"), dict):
+        data = data["function"]
+    if isinstance(data, dict):
+        name, arguments = data.get("name"), data.get("arguments", data.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return ToolCall(name, arguments)
+    return ToolCall(problem='a call has to be {"name": text, "arguments": object}')
 
 
 def _read_function(text: str) -> ToolCall:
-    name, _, body = text.partition(">")
-    arguments = {}
+    name, _, body = text.partition("</function>")[0].partition(">")
+    if body.lstrip().startswith("{"):
+        return _read({"name": name.strip(), "arguments": _parsed(body.strip())})
+    texts = {}
     for part in body.split("<parameter=")[1:]:
         key, _, value = part.partition(">")
-        value = value.partition("</parameter>")[0].strip("\n")
-        found = _parsed(value)
-        arguments[key.strip()] = value if isinstance(found, Exception) else found
-    return ToolCall(name.strip(), arguments)
+        texts[key.strip()] = value.partition("</parameter>")[0].strip("\n")
+    return ToolCall(name.strip(), {key: _parsed(value) for key, value in texts.items()}, texts=texts)
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
-from multitask_rl.environments.calls import CallCounts, read_calls
-from multitask_rl.errors import PluginError
+from multitask_rl.environments.calls import CallCounts, ToolCall, read_calls
+from multitask_rl.errors import DataError, PluginError, SandboxError
 
 NO_TOOLS = ("reset", "get_reward", "close")
 """Public methods of an environment that are no tools."""
@@ -25,8 +25,7 @@ class Tool:
     """
 
     def __init__(self, method: Callable[..., Any], where: str) -> None:
-        from pydantic import ConfigDict, create_model
-        from pydantic.errors import PydanticUserError
+        from pydantic import ConfigDict, Field, create_model
 
         self.method = method
         self.name = method.__name__
@@ -34,38 +33,47 @@ class Tool:
         text = inspect.getdoc(method)
         if not text:
             raise PluginError(f"{here} has no docstring; the actor is told what a tool does by its docstring")
-        hints = typing.get_type_hints(method)
+        parameters = inspect.signature(method).parameters
+        try:
+            hints = typing.get_type_hints(method)
+        except Exception as error:
+            raise PluginError(f"{here}: its types cannot be read: {error}") from error
         fields: dict[str, Any] = {}
-        for name, parameter in inspect.signature(method).parameters.items():
+        for number, (name, parameter) in enumerate(parameters.items()):
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
                 raise PluginError(
                     f"{here}: the argument {name!r} needs a name and a type, e.g. '{name}: str'"
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (hints[name], default)
+            # a model reserves names that an argument may have
+            fields[f"argument{number}"] = (hints[name], Field(default, alias=name))
         try:
             self._model = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
             schema = self._model.model_json_schema()
-        except (PydanticUserError, TypeError) as error:
+        except Exception as error:
             raise PluginError(f"{here}: its arguments have no JSON schema: {error}") from error
         summary, *rest = re.split(r"\n\s*(?:Args|Arguments|Parameters):\s*\n", text, maxsplit=1)
-        described = dict(re.findall(r"^\s*(\w+)[^:\n]*:\s*(.+)$", rest[0], re.MULTILINE)) if rest else {}
-        for name, field in schema.get("properties", {}).items():
+        described = _described(rest[0], parameters) if rest else {}
+        for name, field in schema.setdefault("properties", {}).items():
             field.pop("title", None)
             if name in described:
-                field["description"] = described[name].strip()
-        parameters = {k: v for k, v in schema.items() if k not in ("title", "additionalProperties")}
-        parameters.setdefault("properties", {})
+                field["description"] = described[name]
         self.schema = {
             "type": "function",
             "function": {
                 "name": self.name,
-                "description": summary.partition("\nReturns:")[0].strip(),
-                "parameters": parameters,
+                "description": re.split(r"\n\s*(?:Returns|Raises):", summary)[0].strip(),
+                "parameters": {k: v for k, v in schema.items() if k not in ("title", "additionalProperties")},
             },
         }
+        self._texts = {
+            name
+            for name, field in schema["properties"].items()
+            if "string" in [field.get("type"), *(part.get("type") for part in field.get("anyOf", ()))]
+        }
+        """Arguments that may be a text."""
 
-    def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, call: ToolCall) -> dict[str, Any]:
         """Return the arguments by name, of the declared types.
 
         Raises:
@@ -73,12 +81,29 @@ class Tool:
         """
         from pydantic import ValidationError
 
+        written = {name: text for name, text in call.texts.items() if name in self._texts}
         try:
-            read = self._model.model_validate(dict(arguments))
+            read = self._model.model_validate({**call.arguments, **written})
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             raise ValueError("; ".join(problems)) from error
-        return {name: getattr(read, name) for name in type(read).model_fields}
+        return {field.alias or "": getattr(read, own) for own, field in self._model.model_fields.items()}
+
+
+def _described(text: str, names: Collection[str]) -> dict[str, str]:
+    """Return the descriptions of arguments in the section of a docstring (Google's format)."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        begin = re.match(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
+        if begin and begin[1] in names:
+            name = begin[1]
+            found[name] = begin[2].strip()
+        elif not line.strip() or re.match(r"\s*(?:Returns|Raises|Yields|Examples?):\s*$", line):
+            name = ""
+        elif name:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
 
 
 def tools_of(environment: Any, where: str) -> dict[str, Tool]:
@@ -129,8 +154,13 @@ class ToolWorld(AuthorWorld):
         reset = self._environment.reset
         parameters = inspect.signature(reset).parameters.values()
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        names = {p.name for p in parameters}
-        text = self._run(reset, **{str(k): v for k, v in row.items() if takes_all or k in names})
+        named = {p.name: p.default is p.empty for p in parameters if p.kind is not p.VAR_KEYWORD}
+        for name, is_needed in named.items():
+            if is_needed and name not in row:
+                raise DataError(f"reset() needs a row with {name!r}, it has: {', '.join(map(str, row))}")
+        text = self._run(reset, **{str(k): v for k, v in row.items() if takes_all or k in named})
+        if not isinstance(text, str | None):
+            raise TypeError(f"reset() of an environment with tools returned {text!r}, expected text or None")
         return Opening(suffix=text or "", tools=[tool.schema for tool in self._tools.values()])
 
     def step(self, message: Message) -> StepResult:
@@ -145,7 +175,7 @@ class ToolWorld(AuthorWorld):
             if not content:
                 tool = self._tools[call.name]
                 try:
-                    arguments = tool.bind(call.arguments)
+                    arguments = tool.bind(call)
                 except ValueError as error:
                     counts.called[call.name] -= 1
                     counts.wrong["bad_arguments"] += 1
@@ -153,8 +183,11 @@ class ToolWorld(AuthorWorld):
                 else:
                     try:
                         result = self._run(tool.method, **arguments)
-                        content = result if isinstance(result, str) else json.dumps(result, default=str)
-                    except Exception as error:  # noqa: BLE001 - the actor is told
+                        is_text = isinstance(result, str)
+                        content = result if is_text else json.dumps(result, default=str, ensure_ascii=False)
+                    except (SandboxError, MemoryError):  # not the actor's fault
+                        raise
+                    except (Exception, SystemExit) as error:  # noqa: BLE001 - the actor is told
                         counts.failed[call.name] += 1
                         content = f"Error: {type(error).__name__}: {error}"
             messages.append({"role": "tool", "name": call.name, "content": content})

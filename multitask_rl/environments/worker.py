@@ -102,7 +102,7 @@ class WorldWorker:
         for thread in list(self._threads.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, also an async one, and return its result; all async ones share an event loop."""
         result = function(*args, **kwargs)
         if not inspect.isawaitable(result):

@@ -1,12 +1,14 @@
 """Tool calls in answers, schemas of methods, and the world that makes the calls."""
 
+import functools
 import json
 
 import pytest
 
 from multitask_rl.environments.calls import read_calls
 from multitask_rl.environments.tools import Tool, ToolWorld
-from multitask_rl.errors import PluginError
+from multitask_rl.environments.worker import WorldWorker
+from multitask_rl.errors import DataError, PluginError, SandboxError
 
 
 class Box:
@@ -48,6 +50,15 @@ CALL = {"name": "put", "arguments": {"item": "key", "times": 2}}
         f"[TOOL_CALLS] {json.dumps([CALL])}",
         json.dumps({"name": "put", "parameters": {"item": "key", "times": 2}}),
         "<|python_tag|>" + json.dumps(CALL),
+        json.dumps([CALL]),  # Mistral, whose mark is a special token
+        "[TOOL_CALLS]put[ARGS]" + json.dumps(CALL["arguments"]),
+        "put" + json.dumps(CALL["arguments"]),
+        json.dumps(
+            {"type": "function", "function": {"name": "put", "arguments": json.dumps(CALL["arguments"])}}
+        ),
+        "<think>\n<tool_call>{}</tool_call> perhaps\n</think>\n<tool_call>"
+        + json.dumps(CALL)
+        + "</tool_call>",
     ],
 )
 def test_every_known_form_of_a_call_is_made(text):
@@ -60,7 +71,20 @@ def test_every_known_form_of_a_call_is_made(text):
     assert box.earned() == 2.0
 
 
-@pytest.mark.parametrize("text", ["The answer is 4.", "", '{"a": 1}', "a < b <tool> c"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 4.",
+        "",
+        '{"a": 1}',
+        "a < b <tool> c",
+        '{"name": "Ada", "born": 1815}',
+        "[1, 2]",
+        "f{x}",
+        'The call {"name": "put", "arguments": {}} would work.',
+        "<think>I may <tool_call>{}</tool_call>",
+    ],
+)
 def test_an_answer_without_a_call_ends_the_episode(text):
     assert read_calls(text)[1] == []
     assert world().step({"role": "assistant", "content": text}).done
@@ -85,19 +109,102 @@ def test_a_wrong_call_is_told_to_the_actor_and_counted(body, kind, says):
     assert not result.done
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>%s\n%s</tool_call>",
+        "<tool_call>%s</tool_call>\n<tool_call>%s</tool_call>",
+        "%s; %s",
+        "[%s, %s]",
+        "[TOOL_CALLS][%s, %s] that is all",
+    ],
+)
+def test_calls_of_one_answer_are_made_in_order(text):
+    calls = [json.dumps({"name": "put", "arguments": {"item": item}}) for item in "ab"]
+    box = world()
+    said = box.step({"content": text % tuple(calls)}).messages
+    assert [m["content"] for m in said] == ["1 items", "2 items"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "put", "arguments": {"item": "a',
+        '[{"name": "put", "parameters": {"item": "a"}',
+        "[TOOL_CALLS]",
+    ],
+)
+def test_a_call_that_is_cut_is_told(text):
+    result = world().step({"content": text})
+    assert result.info == {"wrong_calls": {"bad_json": 1}}
+
+
+def test_a_text_argument_between_tags_stays_text_and_others_are_read():
+    class Notes:
+        def reset(self):
+            pass
+
+        def note(self, text: str, also: str | None = None, pages: list[int] | None = None) -> str:
+            """Note."""
+            return repr((text, also, pages))
+
+    call = "<function=note><parameter=text>\n12\n</parameter><parameter=also>{}</parameter>"
+    call += "<parameter=pages>[1, 2]</parameter></function>"
+    notes = ToolWorld(Notes(), "here", lambda function, *a, **k: function(*a, **k))
+    assert notes.step({"content": call}).messages[0]["content"] == "('12', '{}', [1, 2])"
+
+
+def test_arguments_may_have_any_name():
+    class Names:
+        def reset(self, self_, function):
+            return function
+
+        def look(self, function: str, schema: int, _x: bool, model_config: str = "") -> dict:
+            """Look.
+
+            Args:
+                function (str): One.
+                schema: Two,
+                    on two lines.
+            """
+            return {"all": [function, schema, _x]}
+
+    names = ToolWorld(Names(), "here", functools.partial(WorldWorker.run, None))
+    opening = names.reset({"self_": 1, "function": "why"})
+    assert opening.suffix == "why"
+    properties = opening.tools[0]["function"]["parameters"]["properties"]
+    assert list(properties) == ["function", "schema", "_x", "model_config"]
+    assert properties["function"] == {"type": "string", "description": "One."}
+    assert properties["schema"]["description"] == "Two, on two lines."
+    call = {"name": "look", "arguments": {"function": "f", "schema": 1, "_x": True}}
+    assert names.step({"content": json.dumps(call)}).messages[0]["content"] == '{"all": ["f", 1, true]}'
+
+
+def test_a_row_without_a_column_that_reset_needs_is_bad_data():
+    with pytest.raises(DataError, match=r"needs a row with .question., it has: other"):
+        world().reset({"other": 1})
+
+
+def test_a_sandbox_that_fails_is_no_error_of_the_actor():
+    class Broken(Box):
+        def put(self, item: str) -> str:
+            """Put."""
+            raise SandboxError("gone") if item == "sandbox" else SystemExit(2)
+
+    def call(item):
+        return {"content": json.dumps({"name": "put", "arguments": {"item": item}})}
+
+    broken = ToolWorld(Broken(), "here", lambda function, *a, **k: function(*a, **k))
+    with pytest.raises(SandboxError):
+        broken.step(call("sandbox"))
+    assert broken.step(call("exit")).info["tool_errors"] == {"put": 1}
+
+
 def test_a_tool_that_raises_tells_the_actor_its_error():
     text = '<tool_call>{"name": "put", "arguments": {"item": "bomb"}}</tool_call>'
     result = world().step({"role": "assistant", "content": text})
     assert result.messages[0]["content"] == "Error: RuntimeError: it exploded"
     assert result.info == {"tool_calls": {"put": 1}, "tool_errors": {"put": 1}}
-
-
-def test_calls_of_one_answer_are_made_in_order():
-    text = "".join(
-        f'<tool_call>{{"name": "put", "arguments": {{"item": "{item}"}}}}</tool_call>' for item in "ab"
-    )
-    box = world()
-    assert [m["content"] for m in box.step({"content": text}).messages] == ["1 items", "2 items"]
 
 
 def test_the_schema_is_that_of_chat_templates():
