@@ -2,6 +2,8 @@
 
 import functools
 import json
+import random
+import time
 
 import pytest
 
@@ -137,6 +139,62 @@ def test_calls_of_one_answer_are_made_in_order(text):
 def test_a_call_that_is_cut_is_told(text):
     result = world().step({"content": text})
     assert result.info == {"wrong_calls": {"bad_json": 1}}
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<function=put>", "<function=", "</function>", "<parameter=item>"),
+    *("</parameter>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "put", "\\", '"'),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        "\n",
+        " ",
+        "9" * 5000,
+        "1e999",
+        "NaN",
+        "null",
+        "\ud800",
+        "\0",
+        "é",
+        "\\u00",
+    ),
+    *(
+        json.dumps(CALL),
+        json.dumps([CALL, None, 3]),
+        '{"name": 3}',
+        '{"function": {}}',
+        '{"arguments": "{}"}',
+    ),
+    *('{"name": "put", "arguments": ', '{"name": "put", "parameters": "[[', "[" * 20_000, '{"a":' * 20_000),
+]
+
+
+def test_no_text_breaks_the_world():
+    chance = random.Random(1)
+    box = world()
+    seen = set()
+    began = time.monotonic()
+    for _ in range(3000):
+        text = "".join(chance.choices(PIECES, k=chance.randint(1, 8)))
+        result = box.step(
+            {"role": "assistant", "content": text[: chance.choice([None, None, len(text) // 2])]}
+        )
+        assert result.done != bool(result.messages)
+        assert all(isinstance(message["content"], str) for message in result.messages)
+        seen |= result.info.get("wrong_calls", {}).keys() | result.info.keys()
+    assert seen == {"tool_calls", "wrong_calls", "bad_json", "unknown_tool", "bad_arguments"}
+    assert time.monotonic() - began < 10
+
+
+def test_long_answers_are_read_in_little_time():
+    began = time.monotonic()
+    for piece in ("{}", "<tool_call>", "<think>", "[TOOL_CALLS]", "<function=a>", "[", "a" * 64, " "):
+        read_calls(piece * (60_000 // len(piece)))
+    assert time.monotonic() - began < 2
 
 
 def test_a_text_argument_between_tags_stays_text_and_others_are_read():
