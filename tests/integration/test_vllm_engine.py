@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,6 +40,7 @@ def tied() -> Any:
 
 @pytest.fixture(scope="module")
 def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+    importlib.import_module("numba")  # as bm25s and others do: vLLM 0.32 then did not start
     directory = tmp_path_factory.mktemp("model")
     tied.save_pretrained(directory)
     small_tokenizer().save_pretrained(directory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
         cache_bytes = config.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if on_cpu else 0)
         if cache_bytes:
             arguments["kv_cache_memory_bytes"] = cache_bytes
+        _hide_dunders_of_llvmlite()
         try:
             architecture = AutoConfig.from_pretrained(model_dir)
             if config.tensor_parallel_size != 1:
@@ -134,6 +136,30 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
                 f"vLLM does not start on {model_dir} with rollout.engine_config = {config}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _hide_dunders_of_llvmlite() -> None:
+    """Let vLLM 0.32 start in a process that has imported numba (which bm25s and others do).
+
+    Its CPU build reads ``__dict__`` of every object of every module. llvmlite's library answers any name with
+    a function, so that vLLM finds a function where it expects a dict.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
+    try:
+        vars(ffi.lib)
+    except TypeError:  # has none: a former start, or a later version of llvmlite
+        return
+    library = type(ffi.lib)
+    find = library.__getattr__
+
+    def find_function(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return find(self, name)
+
+    library.__getattr__ = find_function
 
 
 def _check_heads(architecture: Any) -> None:
