@@ -33,6 +33,12 @@ MOST_EPISODES = 1024
 CLEAN_ENDS = 8
 """Episodes that must end in order before a worker may hold twice as many."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost(Failure):
+    """The process of the world ended, perhaps because of another episode in it."""
+
+
 Answer = Opening | StepResult | Ended | Failure
 
 
@@ -323,7 +329,8 @@ class WorldPool:
         for ticket in list(worker.tickets):
             episode = self._episodes[ticket]
             where = self._specs[episode.task].where
-            self._fail(ticket, FailureKind.infra, f"{where}: the process of this world{shared} {reason}")
+            message = f"{where}: the process of this world{shared} {reason}"
+            self._fail(ticket, FailureKind.infra, message, Lost if shared or worker.is_retired else Failure)
 
     def _give_up(self, ticket: int, episode: _Episode) -> None:
         """Fail an episode whose call is too late, and retire its worker: a thread cannot be killed."""
@@ -342,9 +349,9 @@ class WorldPool:
         elif len(retired) > self._num_workers:
             min(retired, key=lambda w: len(w.tickets)).kill()
 
-    def _fail(self, ticket: int, kind: FailureKind, message: str) -> None:
+    def _fail(self, ticket: int, kind: FailureKind, message: str, cls: type[Failure] = Failure) -> None:
         if self._episodes[ticket].is_open:
-            self._answers.append((ticket, Failure(kind=kind, message=message, source="environment")))
+            self._answers.append((ticket, cls(kind=kind, message=message, source="environment")))
         self._release(ticket)
 
     def _release(self, ticket: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from multitask_rl.data.render import Conversation
 from multitask_rl.environments.base import Earned, Opening, StepResult
-from multitask_rl.environments.pool import WorldPool
+from multitask_rl.environments.pool import Lost, WorldPool
 from multitask_rl.environments.worker import Ended
 from multitask_rl.errors import DataError
 from multitask_rl.models.actor import Actor
@@ -21,12 +21,14 @@ from multitask_rl.rollout.base import Generation
 from multitask_rl.step.task_state import TaskState
 
 MOST_TRIES = 3
-"""An episode whose world fails begins again so often; then it is a failure."""
+"""An episode whose world fails begins again until it has begun so often; then it is a failure."""
+MOST_LOST = 10
+"""The same for worlds that end with those of other episodes, of which one may be the cause."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """One episode under way; ``rollout`` grows turn by turn."""
+    """One try at an episode; ``rollout`` grows turn by turn."""
 
     slot: Rollout
     rollout: Rollout
@@ -35,7 +37,12 @@ class Episode:
     """[C] everything before the next answer."""
     following: Turn = field(default_factory=lambda: Turn(num_tokens=0))
     """The turn to come: what the world said."""
-    tries: int = 1
+    ticket: int = 0
+    """Of its world."""
+    num_failed: int = 0
+    """Tries before, whose worlds have failed."""
+    num_lost: int = 0
+    """Tries before, whose worlds have ended with others."""
     num_calls: int = 0
 
     @property
@@ -63,12 +70,15 @@ class Episodes:
         self._evaluation = evaluation
         self._open: dict[int, Episode] = {}
         """Ticket of the world -> episode that waits for it or that the engine samples."""
-        self._tickets: dict[int, int] = {}
-        """id of an episode -> ticket."""
+        self._waiting: set[int] = set()
+        """Tickets of episodes that wait for their worlds."""
         self._prompts: dict[tuple[str, str], Prompt] = {}
         """Prompts by group and rendered text: siblings share one, so that the engine reads it once."""
-        self.num_waiting = 0
-        """Episodes that wait for their worlds."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of episodes that wait for their worlds."""
+        return len(self._waiting)
 
     def begin(self, slots: Iterable[Rollout]) -> None:
         """Open a world for every empty rollout."""
@@ -80,13 +90,15 @@ class Episodes:
         sampling = episode.slot.sampling
         limit = spec.max_response_tokens or spec.max_turns * sampling.max_new_tokens
         episode.rollout = replace(
-            episode.slot, turns=[], response_ids=[], rollout_logprobs=[], token_limit=limit
+            episode.slot, turns=[], response_ids=[], rollout_logprobs=[], verdicts={}, token_limit=limit
         )
-        episode.following = Turn(num_tokens=0)
-        episode.num_calls = 0
-        ticket = self._pool.open(episode.slot.task, episode.slot.row)
-        self._open[ticket], self._tickets[id(episode)] = episode, ticket
-        self.num_waiting += 1
+        episode.ticket = self._pool.open(episode.slot.task, episode.slot.row)
+        self._open[episode.ticket] = episode
+        self._waiting.add(episode.ticket)
+
+    def is_open(self, episode: Episode) -> bool:
+        """Whether the world lives. If it has failed while the engine sampled, another try is under way."""
+        return episode.ticket in self._open
 
     def poll(self, timeout_s: float) -> tuple[list[Episode], list[Rollout]]:
         """Return the episodes whose next turn may be sampled, and the rollouts that are complete.
@@ -99,21 +111,24 @@ class Episodes:
             episode = self._open.get(ticket)
             if episode is None:  # cancelled
                 continue
-            self.num_waiting -= 1
+            self._waiting.discard(ticket)
             if isinstance(answer, Failure):
-                self._forget(episode)
-                if episode.tries < MOST_TRIES and answer.kind is not FailureKind.data:
-                    episode.tries += 1
-                    self._begin(episode)
+                del self._open[ticket]
+                is_lost = isinstance(answer, Lost)
+                num_failed, num_lost = episode.num_failed + (not is_lost), episode.num_lost + is_lost
+                if num_failed < MOST_TRIES and num_lost < MOST_LOST and answer.kind is not FailureKind.data:
+                    # the engine may hold the old record
+                    self._begin(Episode(episode.slot, episode.slot, num_failed=num_failed, num_lost=num_lost))
                 else:
                     done.append(replace(episode.rollout, failure=answer, finish_reason="error"))
             elif isinstance(answer, Ended):
-                self._forget(episode)
+                del self._open[ticket]
                 earned = added([turn.reward for turn in episode.rollout.turns] + [answer.earned])
                 done.append(replace(episode.rollout, earned=earned))
             elif isinstance(answer, Opening):
                 if problem := self._open_prompt(episode, answer):
-                    self._forget(episode, cancel=True)
+                    del self._open[ticket]
+                    self._pool.cancel(ticket)
                     failure = Failure(kind=FailureKind.data, message=problem, source="environment")
                     done.append(replace(episode.rollout, failure=failure, finish_reason="error"))
                 else:
@@ -131,7 +146,12 @@ class Episodes:
         return min(rooms)
 
     def answer(self, episode: Episode, generation: Generation, text: str) -> None:
-        """Take the actor's answer and pass it to the world; a streaming constraint's end is the episode's."""
+        """Take the actor's answer and pass it to the world; a streaming constraint's end is the episode's.
+
+        Nothing happens if the world has failed meanwhile.
+        """
+        if not self.is_open(episode):
+            return
         rollout, ids = episode.rollout, generation.response_ids
         following = episode.following
         following.num_tokens, following.response = len(ids), text
@@ -141,21 +161,19 @@ class Episodes:
         rollout.rollout_logprobs += generation.rollout_logprobs
         rollout.response, rollout.finish_reason = text, generation.finish_reason
         episode.context_ids = [*episode.context_ids, *ids]
-        ticket = self._tickets[id(episode)]
         if generation.finish_reason == FLAGGED:
-            self._pool.finish(ticket)
+            self._pool.finish(episode.ticket)
         else:
             reason = generation.finish_reason
-            self._pool.step(ticket, {"role": "assistant", "content": text, "finish_reason": reason})
-        self.num_waiting += 1
+            self._pool.step(episode.ticket, {"role": "assistant", "content": text, "finish_reason": reason})
+        self._waiting.add(episode.ticket)
 
     def close(self) -> None:
         """Cancel what is under way. Idempotent."""
         for ticket in list(self._open):
             self._pool.cancel(ticket)
         self._open.clear()
-        self._tickets.clear()
-        self.num_waiting = 0
+        self._waiting.clear()
 
     def _open_prompt(self, episode: Episode, opening: Opening) -> str:
         """Render the prompt with what the world says; return why that is impossible, or ''."""
@@ -227,16 +245,10 @@ class Episodes:
         if said.done or is_cut:
             if is_cut:
                 rollout.finish_reason = "length"
-            self._pool.finish(self._tickets[id(episode)])
-            self.num_waiting += 1
+            self._pool.finish(episode.ticket)
+            self._waiting.add(episode.ticket)
             return False
         return True
-
-    def _forget(self, episode: Episode, *, cancel: bool = False) -> None:
-        ticket = self._tickets.pop(id(episode))
-        del self._open[ticket]
-        if cancel:
-            self._pool.cancel(ticket)
 
 
 def added(parts: Sequence[Earned]) -> Earned:

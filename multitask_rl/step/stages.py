@@ -202,9 +202,11 @@ class RolloutStage(StreamingStage):
         return filled
 
     def _requests(self, call: _Call, slots: Sequence[Rollout | Episode]) -> list[GenerationRequest]:
-        """Add the slots to ``call``; return one request per group."""
+        """Add the slots to ``call``, without episodes whose worlds failed; return one request per group."""
         requests: list[GenerationRequest] = []
         for slot in slots:
+            if isinstance(slot, Episode) and call.episodes is not None and not call.episodes.is_open(slot):
+                continue
             rollout = slot.rollout if isinstance(slot, Episode) else slot
             turn = (slot.number,) if isinstance(slot, Episode) and slot.number else ()
             seed = derive_seed(

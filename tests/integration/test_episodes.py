@@ -1,18 +1,25 @@
 """Runs with tasks of many turns beside tasks of one."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 
+import psutil
 import pytest
 import torch
 
-from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig
+from multitask_rl.config.run import BatchConfig, EvalConfig, GuardConfig, RolloutConfig
+from multitask_rl.run.interrupts import stopping_on_signals
 from multitask_rl.tracking.jsonl import rollout_from_dict
 from run_builders import TASKS, lines, run_config, train, weights_hash, write_run
 
 WORLD = """
-import os
+import itertools, os, random, time
 from multitask_rl.environments.base import StepResult
 
 
@@ -46,6 +53,51 @@ class Echo:
         if self.log:
             with open(self.log, "a") as file:
                 file.write(what + "\\n")
+
+
+NUMBERS = itertools.count()
+
+
+class Waits:
+    '''Notes what becomes of it. Some rows have no world; one world in five dies, wherever it is.'''
+
+    def __init__(self, log, wait=0.0, dying=0.0):
+        self.log, self.wait, self.name = log, wait, f"{os.getpid()}/{next(NUMBERS)}"
+        chance = random.Random()
+        self.death = chance.choice(["exit", "raise", "hang"]) if chance.random() < dying else ""
+        self.call = chance.randrange(3)
+        self.dying = dying
+        self.note("built")
+
+    def reset(self, row):
+        self.turn = 0
+        if self.dying and row["id"] % 4 == 0:
+            raise OSError("this row has no world")
+        self.live()
+        return []
+
+    def step(self, message):
+        self.turn += 1
+        self.live()
+        time.sleep(self.wait)
+        reply = {"role": "user", "content": "a"}
+        return StepResult(messages=[reply], done=self.turn == 2, reward=1.0)
+
+    def live(self):
+        if self.death and self.turn == self.call:
+            self.note(self.death)
+            if self.death == "exit":
+                os._exit(9)
+            if self.death == "hang":
+                time.sleep(1000)
+            raise OSError("dead")
+
+    def note(self, what):
+        with open(self.log, "a") as file:
+            file.write(f"{what} {self.name}\\n")
+
+    def close(self):
+        self.note("closed")
 
 
 class Counter:
@@ -262,3 +314,94 @@ def test_stored_episodes_are_rescored_turn_by_turn(tmp_path):
     again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
     counts = [float(len(row["turns"])) for row in stored(tmp_path / "out")]
     assert [row["breakdown"]["turns"]["value"] for row in again] == counts
+
+
+def waits(directory, **config):
+    """Write a run of one task whose worlds note what becomes of them."""
+    settings = ", ".join(f"{k}: {v}" for k, v in (config | {"log": directory / "log"}).items())
+    task = "  waits: {type: grpo, dataset: digit.jsonl, environment: worlds.py:Waits, max_turns: 3,\n"
+    task += f"    turn_timeout_s: 1, environment_config: {{{settings}}}}}\n"
+    (directory / "worlds.py").write_text(WORLD)
+    write_run(directory, "tasks:\n" + task)
+
+
+def closings(directory):
+    """Return how often each world was closed; without processes that ended or held a call that hangs."""
+    lines = [line.split() for line in (directory / "log").read_text().splitlines()]
+    dead = {name.partition("/")[0] for what, name in lines if what in ("exit", "hang")}
+    built = {name for what, name in lines if what == "built"}
+    assert len(built) == sum(what == "built" for what, _ in lines)
+    closed = Counter(name for what, name in lines if what == "closed")
+    assert max(closed.values()) == 1
+    return {name: closed[name] for name in built if name.partition("/")[0] not in dead}
+
+
+def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path):
+    waits(tmp_path, dying=0.2)
+    batch = BatchConfig(prompts_per_step=4, group_size=3)
+    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0), batch=batch))
+    rows = stored(tmp_path / "out", "waits")
+    slots = {(row["draw"], row["sample"]) for row in rows}
+    assert len(slots) == len(rows)
+    assert {sample for _, sample in slots} == {0, 1, 2}
+    without_world = [row for row in rows if row["row"]["id"] % 4 == 0]
+    failed = [row for row in rows if row["reward"] is None]
+    assert 0 < len(without_world) <= len(failed) < len(rows)
+    assert {row["reward"] for row in rows} == {None, 2.0}
+    assert all(row["failure"]["kind"] in ("infra", "timeout") for row in failed)
+    assert all(row["failure"]["source"] == "environment" for row in failed)
+    metrics = all_metrics(tmp_path / "out")
+    assert metrics["task/waits/failure_rate"] == pytest.approx(len(failed) / len(rows))
+    assert metrics["task/waits/reward_mean"] == 2.0
+    assert set(closings(tmp_path).values()) <= {1}
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness):
+    waits(tmp_path, wait=0.5)
+
+    def interrupt():
+        while not (tmp_path / "log").exists() or (tmp_path / "log").read_text().count("built") < 20:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    rollout = RolloutConfig(max_new_tokens=4, max_staleness=max_staleness)
+    with stopping_on_signals(), pytest.raises(KeyboardInterrupt):
+        train(run_config(tmp_path, "out", 9, rollout=rollout, eval=EvalConfig(every=0)))
+    thread.join()
+    assert set(closings(tmp_path).values()) == {1}
+    assert psutil.Process().children(recursive=True) == []
+
+
+ROLLS_BACK = """
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardAction, GuardDecision
+
+
+class Once(Guard):
+    seen = 0
+
+    def observe(self, step, evaluations, confirm=None):
+        self.seen += 1
+        if self.seen == 2:
+            return GuardDecision(action=GuardAction.rollback, task="waits", reason="counted")
+        return GuardDecision(judged_good=True)
+"""
+
+
+def test_worlds_are_closed_once_when_a_run_is_taken_back(tmp_path):
+    waits(tmp_path)
+    (tmp_path / "guards.py").write_text(ROLLS_BACK)
+    settings = {
+        "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1),
+        "batch": BatchConfig(prompts_per_step=2, group_size=2),
+        "eval": EvalConfig(every=1, num_prompts=2),
+        "guard": GuardConfig(plugin=f"{tmp_path / 'guards.py'}:Once"),
+    }
+    trainer = train(run_config(tmp_path, "out", 3, **settings))
+    assert any(event.kind == "rolled_back" for event in trainer.events)
+    assert set(closings(tmp_path).values()) == {1}

@@ -1,0 +1,148 @@
+"""Episodes whose worlds fail while the engine samples them or others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from model_builders import build_actor
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.pool import WorldPool
+from multitask_rl.records import FailureKind, Prompt, Rollout, SamplingParams
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
+from multitask_rl.step.episodes import Episodes
+from multitask_rl.step.stages import RolloutStage
+
+WORLDS = """
+import os, time
+from multitask_rl.environments.base import StepResult
+
+
+class World:
+    def __init__(self, log):
+        self.log = log
+        self.note("built")
+
+    def note(self, what):
+        with open(self.log, "a") as file:
+            file.write(f"{what}\\n")
+
+    def reset(self, row):
+        self.name, self.turn = row["name"], 0
+        while open(self.log).read().count("built") < 3:  # the first answers share a batch
+            time.sleep(0.001)
+        if self.name == "dies":
+            os._exit(3)
+        return []
+
+    def step(self, message):
+        self.turn += 1
+        reply = [{"role": "user", "content": "on"}]
+        return StepResult(messages=reply, done=self.turn == 2, reward=1.0)
+
+    def close(self):
+        self.note("closed")
+"""
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+class Engine(RolloutEngine):
+    """Yields one answer after the other; ``between`` is called behind the first of a call of many."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self.num_answers: list[int] = []
+        self._between = between
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        places = [(i, sample) for i, request in enumerate(requests) for sample in range(len(request.seeds))]
+        self.num_answers.append(len(places))
+        for place in places:
+            yield [
+                (*place, Generation(response_ids=[5, 6], rollout_logprobs=[0.0] * 2, finish_reason="stop"))
+            ]
+            if place == places[0] != places[-1]:
+                self._between()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., list[Rollout]]]:
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    world = WorldSpec(
+        reference=f"{tmp_path / 'worlds.py'}:World", config={"log": str(tmp_path / "log")}, timeout_s=20.0
+    )
+    pool = WorldPool({"t": world}, num_workers=1)
+    actor = build_actor()
+
+    def sample(engine: RolloutEngine, names: Sequence[str]) -> list[Rollout]:
+        task: Any = SimpleNamespace(
+            spec=TaskSpec(name="t", environment="here", max_turns=3),
+            sampling=SamplingParams(max_new_tokens=4),
+            group_size=1,
+            algorithm=SimpleNamespace(condition=lambda ids, *, evaluation: ids),
+            max_prompt_tokens=0,
+        )
+        stage = RolloutStage(
+            engine,
+            {"t": task},
+            lambda ids: str(actor.tokenizer.decode(ids)),
+            seed=0,
+            episodes=lambda: Episodes(pool, {"t": task}, actor, evaluation=False),
+        )
+        prompts = [
+            Prompt(
+                task="t",
+                prompt_id=f"t/{i}",
+                draw=i,
+                row={"prompt": "a", "name": name},
+                text="",
+                prompt_ids=[5],
+            )
+            for i, name in enumerate(names)
+        ]
+        return sorted((r for part in stage.stream([prompts]) for r in part), key=lambda r: r.order)
+
+    yield sample
+    pool.close()
+    assert children() == []
+
+
+def test_a_world_that_dies_while_the_engine_samples_its_turn_begins_again_once(run, tmp_path):
+    killed = []
+
+    def kill() -> None:
+        if not killed:
+            killed.extend(children())
+            os.kill(killed[0].pid, signal.SIGKILL)
+            time.sleep(0.3)  # the pool's thread hears of it
+
+    engine = Engine(kill)
+    rollouts = run(engine, ["a", "b", "c"])
+    assert [r.prompt.draw for r in rollouts] == [0, 1, 2]
+    assert all(r.failure is None and r.earned == 2.0 and len(r.turns) == 2 for r in rollouts)
+    assert sum(engine.num_answers) > 6, "answers of the first tries are lost"
+    lines = (tmp_path / "log").read_text().split()
+    assert (lines.count("built"), lines.count("closed")) == (6, 3)
+
+
+def test_a_world_that_ends_its_process_takes_no_other_episode_with_it(run):
+    names = ["a", "dies", "b", "c", "d"]
+    rollouts = run(Engine(lambda: None), names)
+    assert [r.row["name"] for r in rollouts if r.failure is not None] == ["dies"]
+    failure = rollouts[1].failure
+    assert failure is not None
+    assert failure.kind is FailureKind.infra
+    assert "ended with code 3" in failure.message
+    assert rollouts[1].earned is None
+    assert [r.earned for r in rollouts if r.failure is None] == [2.0] * 4
