@@ -148,6 +148,10 @@ class RolloutConfig(SamplingSettings):
     beside rewards and update; more = as many rollouts ahead, for slow rewards."""
     environment_workers: Count = 2
     """Processes that hold the worlds of tasks with an environment; each holds many episodes."""
+    lockstep: bool = False
+    """Sample the next turns when the worlds of all episodes have answered. Without it, the time that worlds
+    take decides which turns share a pass of the model, and rounding with it: a repeated run is equal up to
+    that. With it the same seed gives the same run, and all episodes wait for the slowest world."""
     engine_config: dict[str, Any] = field(default_factory=dict)
     """Keys of the engine's own ``Config`` (vLLM: ``max_num_seqs``, ``tensor_parallel_size``...)."""
 

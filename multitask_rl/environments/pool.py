@@ -151,9 +151,13 @@ class WorldPool:
     Args:
         specs: task -> its environment.
         num_workers: processes; each starts when it is first needed. As many retired ones may still run.
+        in_lockstep: for ``RolloutStage``: see ``rollout.lockstep``.
     """
 
-    def __init__(self, specs: Mapping[str, WorldSpec], *, num_workers: int = 2) -> None:
+    def __init__(
+        self, specs: Mapping[str, WorldSpec], *, num_workers: int = 2, in_lockstep: bool = False
+    ) -> None:
+        self.in_lockstep = in_lockstep
         self._specs = specs
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
@@ -168,6 +172,11 @@ class WorldPool:
         """That ``poll`` has not returned yet."""
         self._numbers = itertools.count(1)
         self._output = PluginOutput("environment")
+
+    @property
+    def num_queued(self) -> int:
+        """Episodes that wait for a place in a worker."""
+        return len(self._waiting)
 
     def check(self, task: str) -> None:
         """Build the task's environment once, in a worker, and close it.

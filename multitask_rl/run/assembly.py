@@ -255,7 +255,8 @@ def build_worlds(plan: RunPlan) -> WorldPool | None:
     }
     if not specs:
         return None
-    pool = WorldPool(specs, num_workers=plan.config.rollout.environment_workers)
+    rollout = plan.config.rollout
+    pool = WorldPool(specs, num_workers=rollout.environment_workers, in_lockstep=rollout.lockstep)
     try:
         for name in specs:
             pool.check(name)

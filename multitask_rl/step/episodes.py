@@ -64,6 +64,7 @@ class Episodes:
     def __init__(
         self, pool: WorldPool, tasks: Mapping[str, TaskState], actor: Actor, *, evaluation: bool
     ) -> None:
+        self.in_lockstep = pool.in_lockstep
         self._pool = pool
         self._tasks = tasks
         self._actor = actor
@@ -79,6 +80,11 @@ class Episodes:
     def num_waiting(self) -> int:
         """Number of episodes that wait for their worlds."""
         return len(self._waiting)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether a world has yet to answer, not counting those whose place other episodes hold."""
+        return self.num_waiting > self._pool.num_queued
 
     def begin(self, slots: Iterable[Rollout]) -> None:
         """Open a world for every empty rollout."""

@@ -138,9 +138,14 @@ class RolloutStage(StreamingStage):
                 if not requests and episodes is not None:
                     # worlds that answer soon share a batch: waiting costs less than another pass
                     until = time.monotonic() + max(0.02, took / 2)
-                    while episodes.num_waiting and not (ready and time.monotonic() > until):
-                        left = until - time.monotonic() if ready else 60.0
-                        now_ready, done = episodes.poll(max(0.0, left))
+                    while episodes.num_waiting:
+                        left = 60.0
+                        if ready and episodes.in_lockstep:
+                            if not episodes.must_wait:
+                                break
+                        elif ready and (left := until - time.monotonic()) < 0.0:
+                            break
+                        now_ready, done = episodes.poll(left)
                         ready += now_ready
                         if done:
                             yield done
@@ -151,7 +156,7 @@ class RolloutStage(StreamingStage):
                 began = time.monotonic()
                 for ended in self.engine.generate_stream(requests):
                     done = self._take(call, ended)
-                    if episodes is not None:
+                    if episodes is not None and not episodes.in_lockstep:
                         now_ready, now_done = episodes.poll(0.0)
                         ready += now_ready
                         done += now_done

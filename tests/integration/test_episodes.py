@@ -26,8 +26,8 @@ from multitask_rl.environments.base import StepResult
 class Echo:
     '''Says the actor's letter back three times, then gives 1 for a letter that it has said before.'''
 
-    def __init__(self, dies_at="", log=""):
-        self.dies_at, self.log = dies_at, log
+    def __init__(self, dies_at="", log="", is_slow=False):
+        self.dies_at, self.log, self.is_slow = dies_at, log, is_slow
 
     def reset(self, row):
         self.note("reset")
@@ -36,6 +36,8 @@ class Echo:
 
     def step(self, message):
         text = message["content"]
+        if self.is_slow:
+            time.sleep(random.SystemRandom().random() / 10)
         if self.dies_at and not os.path.exists(self.dies_at):
             open(self.dies_at, "w").close()
             os._exit(9)
@@ -125,6 +127,9 @@ ECHO = """
 """
 
 
+IN_LOCKSTEP = RolloutConfig(max_new_tokens=4, lockstep=True)
+
+
 def write(directory, tasks=TASKS + ECHO):
     (directory / "worlds.py").write_text(WORLD)
     return write_run(directory, tasks)
@@ -167,7 +172,7 @@ def test_a_run_mixes_tasks_of_many_turns_with_tasks_of_one(tmp_path):
 
 def test_the_same_seed_gives_the_same_episodes_and_weights(tmp_path):
     write(tmp_path)
-    first, second = (train(run_config(tmp_path, name, 2)) for name in ("one", "two"))
+    first, second = (train(run_config(tmp_path, name, 2, rollout=IN_LOCKSTEP)) for name in ("one", "two"))
     assert weights_hash(first) == weights_hash(second)
     without = ("time", "_s", "per_s", "memory", "share", "tokens/s")
     assert lines(tmp_path / "one", "rollouts.jsonl", without=without) == lines(
@@ -175,30 +180,37 @@ def test_the_same_seed_gives_the_same_episodes_and_weights(tmp_path):
     )
 
 
+def test_in_lockstep_slow_worlds_change_nothing(tmp_path):
+    write(tmp_path, TASKS + ECHO.replace("max_turns", "environment_config: {is_slow: true}\n    max_turns"))
+    runs = [run_config(tmp_path, name, 3, rollout=IN_LOCKSTEP) for name in ("one", "two", "three")]
+    hashes = {weights_hash(train(config)) for config in runs}
+    assert len(hashes) == 1
+
+
 def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
     write(tmp_path)
-    whole = train(run_config(tmp_path, "whole", 4))
-    train(run_config(tmp_path, "cut", 2))
-    resumed = train(run_config(tmp_path, "cut", 4))
+    whole = train(run_config(tmp_path, "whole", 4, rollout=IN_LOCKSTEP))
+    train(run_config(tmp_path, "cut", 2, rollout=IN_LOCKSTEP))
+    resumed = train(run_config(tmp_path, "cut", 4, rollout=IN_LOCKSTEP))
     assert weights_hash(resumed) == weights_hash(whole)
 
 
 def test_an_overlapped_run_samples_episodes_ahead(tmp_path):
     write(tmp_path)
-    rollout = RolloutConfig(max_new_tokens=4, max_staleness=1)
+    rollout = RolloutConfig(max_new_tokens=4, max_staleness=1, lockstep=True)
     first, second = (train(run_config(tmp_path, name, 3, rollout=rollout)) for name in ("one", "two"))
     assert weights_hash(first) == weights_hash(second)
 
 
 def test_a_world_that_dies_begins_again_and_changes_nothing(tmp_path):
     write(tmp_path)
-    calm = train(run_config(tmp_path, "calm", 1, eval=EvalConfig(every=0)))
+    calm = train(run_config(tmp_path, "calm", 1, eval=EvalConfig(every=0), rollout=IN_LOCKSTEP))
     died = tmp_path / "died"
     dying = ECHO.replace(
         "max_turns", f"environment_config: {{dies_at: {died}, log: {tmp_path / 'log'}}}\n    max_turns"
     )
     (tmp_path / "tasks.yaml").write_text(TASKS + dying)
-    shaken = train(run_config(tmp_path, "shaken", 1, eval=EvalConfig(every=0)))
+    shaken = train(run_config(tmp_path, "shaken", 1, eval=EvalConfig(every=0), rollout=IN_LOCKSTEP))
     assert died.exists()
     assert weights_hash(shaken) == weights_hash(calm)
     notes = (tmp_path / "log").read_text().split()
