@@ -147,7 +147,7 @@ def _guarded(arm: Arm, seed: int, options: Options) -> Metrics:
     delay = (late[0] - PLANT_AT + EVERY - 1) // EVERY if late else math.nan
     flag.unlink(missing_ok=True)
     if stopped_at is None:
-        run = _run(arm, seed, options, 0, {"game": game(3)}, checkpoint={"every": 0, "resume": "never"})
+        run = _run(arm, seed, options, 1, {"game": game(3)}, checkpoint={"every": 0, "resume": "never"})
         honest = unseen_levels(run, trainer.actor)["game"]
     else:
         # the checkpoint that is handed over was evaluated before the lie
