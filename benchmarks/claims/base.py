@@ -87,7 +87,9 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
         for number, future in enumerate(as_completed(futures), start=1):
             arm, seed = futures[future]
             if future.exception() is not None:
-                pool.shutdown(wait=False, cancel_futures=True)  # else the error shows when all others have ended
+                pool.shutdown(
+                    wait=False, cancel_futures=True
+                )  # else the error shows when all others have ended
             metrics = future.result()
             done[arm.name, seed] = metrics
             _store(claim, arm, seed, options, metrics)

@@ -117,7 +117,11 @@ def _run(
         directory=options.directory,
         name=f"turns-{arm.name}",
         tasks=tasks,
-        overrides={"optimizer": {"learning_rate": 1e-3 if len(tasks) == 1 else 3e-4}, **overrides},
+        overrides={
+            "optimizer": {"learning_rate": 1e-3 if len(tasks) == 1 else 3e-4},
+            "rollout": {"lockstep": True},  # arms of a pair are equal up to what they differ in
+            **overrides,
+        },
         num_held_out=256,
     )
 
