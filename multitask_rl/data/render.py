@@ -32,7 +32,8 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
         ``(text, prompt_ids)``; prompt_ids [P], P >= 1.
 
     Raises:
-        DataError: a column is missing, null or no text, or the prompt is empty; names the row.
+        DataError: a column is missing, null or no text, the prompt is empty, or the chat template refuses
+            the messages; names the row.
         ConfigError: ``chat: true`` with a tokenizer that has no chat template.
     """
     conversation = Conversation(spec, row, tokenizer)
@@ -72,6 +73,7 @@ class Conversation:
                 f"{spec.source or 'tasks'}: tasks.{spec.name}.chat is true, but the tokenizer has no chat "
                 f"template; set chat: false or use a model with one"
             )
+        self._task = spec.name
         self._tokenizer = tokenizer
         self._options: dict[str, Any] = {"tools": [*tools]} if tools else {}
         self._is_chat = has_template and spec.chat is not False
@@ -106,6 +108,9 @@ class Conversation:
         Returns:
             The tokens between this answer and the next; and the whole next context [C] if the chat template
             has rewritten what was said before, else None.
+
+        Raises:
+            DataError: the chat template refuses the conversation.
         """
         before = [*self._said, {"role": "assistant", "content": response}]
         hidden = _Hidden({"messages": messages}, self._tokenizer)
@@ -142,11 +147,17 @@ class Conversation:
 
     def _template(self, said: Sequence[Mapping[str, Any]]) -> str:
         messages = [*self._system, *self._own, *said]
-        return str(
-            self._tokenizer.apply_chat_template(
+        try:
+            text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._options
             )
-        )
+        except Exception as error:  # templates refuse by any exception: roles that do not alternate, ...
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise DataError(
+                f"task {self._task!r}: the chat template of the model refuses the conversation "
+                f"(roles: {roles}): {type(error).__name__}: {error}"
+            ) from error
+        return str(text)
 
 
 class _Hidden:

@@ -109,6 +109,10 @@ def _read_function(text: str) -> ToolCall:
     return ToolCall(name.strip(), {key: _parsed(value) for key, value in texts.items()}, texts=texts)
 
 
+CALL_FACTS = frozenset({"tool_calls", "wrong_calls", "tool_errors"})
+"""Keys of ``StepResult.info`` that hold counts by name."""
+
+
 @dataclass(slots=True)
 class CallCounts:
     """Calls of one message: how often by name, and how often wrong."""

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import inspect
 import json
-import math
 import os
 import queue
 import signal
@@ -27,6 +26,7 @@ from typing import Any
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.base import Earned, Opening, StepResult, World
+from multitask_rl.environments.calls import CALL_FACTS
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError
 from multitask_rl.records import Failure, FailureKind
 from multitask_rl.scoring.worker import enter
@@ -36,6 +36,8 @@ BUILT, CLOSED = "built", "closed"
 CLOSING_S = 3.0
 """Seconds that worlds have to close after the trainer has closed its end."""
 _PR_SET_PDEATHSIG = 1
+_LARGEST = 1e30
+"""Largest reward: sums and squares of rewards stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +186,11 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
     if not isinstance(answer, expected):
         raise TypeError(f"the world returned {answer!r}; expected a {expected.__name__}")
     for message in answer.messages:
-        if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
-            raise TypeError(f"{message!r} is no message; expected a mapping with 'role' and 'content'")
+        is_message = isinstance(message, Mapping)
+        if not (is_message and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise TypeError(
+                f"{message!r:.500} is no message; expected a mapping with the texts 'role' and 'content'"
+            )
     messages = _plain([dict(message) for message in answer.messages])
     if isinstance(answer, Opening):
         return Opening(
@@ -198,17 +203,22 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
     assert not isinstance(anew, StepResult)
     if not (answer.done or messages or anew):
         raise ValueError("step(message) returned no message; an episode that is over has done=True")
+    info = _plain(dict(answer.info))
+    for key in CALL_FACTS & info.keys():
+        counts = info[key].values() if isinstance(info[key], Mapping) else [None]
+        if not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise TypeError(f"info[{key!r}] is {info[key]!r:.200}, expected how often, by name")
     return StepResult(
         messages=messages,
         done=bool(answer.done),
         reward=_checked_earned(answer.reward),
-        info=_plain(dict(answer.info)),
+        info=info,
         anew=anew,
     )
 
 
 def _checked_earned(earned: Any) -> Earned:
-    """Return finite numbers; a part of None is unscored and left out."""
+    """Return numbers of usual size; a part of None is unscored and left out."""
     try:
         if isinstance(earned, Mapping):
             parts = {str(name): float(value) for name, value in earned.items() if value is not None}
@@ -216,8 +226,8 @@ def _checked_earned(earned: Any) -> Earned:
             parts = {} if earned is None else {"": float(earned)}
     except (TypeError, ValueError) as error:
         raise TypeError(f"the reward {earned!r} is no number, no mapping of numbers, and not None") from error
-    if not all(map(math.isfinite, parts.values())):
-        raise ValueError(f"the reward {earned!r} is not finite")
+    if not all(abs(value) <= _LARGEST for value in parts.values()):
+        raise ValueError(f"the reward {earned!r} is not finite, or larger than {_LARGEST:g}")
     return parts.get("") if not isinstance(earned, Mapping) else parts or None
 
 

@@ -277,15 +277,19 @@ def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) ->
     return _summary(_BAD_RATE, own, [_violates(s, constraint) for s in own], _groups(final))
 
 
+_LARGEST_FACT = 1e30
+"""Sums and squares of facts stay finite; a larger one is left out, and NaN."""
+
+
 def _facts(turns: Sequence[Turn]) -> dict[str, float]:
     """Return the numbers of an episode's ``info``: counts by name as sums, others as the world said last."""
     facts: dict[str, float] = {}
     for key, value in ((k, v) for turn in turns for k, v in turn.info.items()):
         if isinstance(value, Mapping):
             for name, count in value.items():
-                if isinstance(count, int | float):
+                if isinstance(count, int | float) and abs(count) <= _LARGEST_FACT:
                     facts[f"{key}/{name}"] = facts.get(f"{key}/{name}", 0.0) + count
-        elif isinstance(value, int | float) and math.isfinite(value):
+        elif isinstance(value, int | float) and abs(value) <= _LARGEST_FACT:
             facts[key] = float(value)
     return facts
 

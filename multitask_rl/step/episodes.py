@@ -131,16 +131,20 @@ class Episodes:
                 del self._open[ticket]
                 earned = added([turn.reward for turn in episode.rollout.turns] + [answer.earned])
                 done.append(replace(episode.rollout, earned=earned))
-            elif isinstance(answer, Opening):
-                if problem := self._open_prompt(episode, answer):
+            else:
+                try:
+                    goes_on = True
+                    if isinstance(answer, Opening):
+                        self._open_prompt(episode, answer)
+                    else:
+                        goes_on = self._hear(episode, answer)
+                except DataError as error:  # what the world said makes no prompt
                     del self._open[ticket]
                     self._pool.cancel(ticket)
-                    failure = Failure(kind=FailureKind.data, message=problem, source="environment")
+                    failure = Failure(kind=FailureKind.data, message=str(error), source="environment")
                     done.append(replace(episode.rollout, failure=failure, finish_reason="error"))
                 else:
-                    ready.append(episode)
-            elif self._hear(episode, answer):
-                ready.append(episode)
+                    ready += [episode] if goes_on else []
         return ready, done
 
     def room(self, episode: Episode) -> int:
@@ -181,27 +185,27 @@ class Episodes:
         self._open.clear()
         self._waiting.clear()
 
-    def _open_prompt(self, episode: Episode, opening: Opening) -> str:
-        """Render the prompt with what the world says; return why that is impossible, or ''."""
+    def _conversation(self, episode: Episode, opening: Opening) -> Conversation:
+        return Conversation(
+            self._tasks[episode.slot.task].spec,
+            episode.slot.row,
+            self._actor.tokenizer,
+            messages=opening.messages,
+            suffix=opening.suffix,
+            tools=opening.tools,
+            is_whole=opening.is_whole,
+        )
+
+    def _open_prompt(self, episode: Episode, opening: Opening) -> None:
+        """Render the prompt with what the world says; ``DataError`` if that is impossible."""
         slot = episode.slot
         task = self._tasks[slot.task]
-        try:
-            conversation = Conversation(
-                task.spec,
-                slot.row,
-                self._actor.tokenizer,
-                messages=opening.messages,
-                suffix=opening.suffix,
-                tools=opening.tools,
-                is_whole=opening.is_whole,
-            )
-        except DataError as error:
-            return str(error)
+        conversation = self._conversation(episode, opening)
         key = slot.group_id, conversation.text
         if key not in self._prompts:
             ids = task.algorithm.condition(conversation.prompt_ids, evaluation=self._evaluation)
             if task.max_prompt_tokens and len(ids) > task.max_prompt_tokens:
-                return (
+                raise DataError(
                     f"task {slot.task!r}: the prompt with what the environment adds has {len(ids)} tokens, "
                     f"more than {task.max_prompt_tokens}; raise rollout.max_prompt_tokens"
                 )
@@ -211,10 +215,13 @@ class Episodes:
         episode.conversation, episode.context_ids = conversation, prompt.prompt_ids
         episode.rollout = replace(episode.rollout, prompt=prompt)
         episode.following.messages = [dict(m) for m in opening.messages]
-        return ""
 
     def _hear(self, episode: Episode, said: StepResult) -> bool:
-        """Take the world's reply; return whether the actor answers again, else end the episode."""
+        """Take the world's reply; return whether the actor answers again, else end the episode.
+
+        Raises:
+            DataError: the reply makes no prompt.
+        """
         assert episode.conversation is not None
         rollout, spec = episode.rollout, self._tasks[episode.slot.task].spec
         turn = rollout.turns[-1]
@@ -227,15 +234,7 @@ class Episodes:
                 answer = rollout.response_ids[len(rollout.response_ids) - turn.num_tokens :]
                 given, context = episode.conversation.reply(turn.response, answer, said.messages)
             else:
-                episode.conversation = Conversation(
-                    spec,
-                    episode.slot.row,
-                    self._actor.tokenizer,
-                    messages=said.anew.messages,
-                    suffix=said.anew.suffix,
-                    tools=said.anew.tools,
-                    is_whole=said.anew.is_whole,
-                )
+                episode.conversation = self._conversation(episode, said.anew)
                 given, context = [], episode.conversation.prompt_ids
             if context is not None:
                 context = task.algorithm.condition(context, evaluation=self._evaluation)

@@ -12,7 +12,7 @@ from multitask_rl.constraints.streaming import StreamJudge
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
-from multitask_rl.records import Failure, Prompt, Rollout, Scored, TrainSample, Verdict
+from multitask_rl.records import FLAGGED, Failure, Prompt, Rollout, Scored, TrainSample, Verdict
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
 from multitask_rl.scoring.round import Pending
 from multitask_rl.seeding import derive_seed
@@ -186,7 +186,8 @@ class RolloutStage(StreamingStage):
         for request, sample, generation in ended:
             position = call.owners[request][sample]
             slot, ids = call.slots[position], generation.response_ids
-            verdicts = call.judge.verdicts.get(call.seeds[position], {}) if call.judge else {}
+            is_flagged = generation.finish_reason == FLAGGED
+            verdicts = call.judge.verdicts[call.seeds[position]] if call.judge and is_flagged else {}
             if isinstance(slot, Episode):
                 assert call.episodes is not None
                 slot.rollout.verdicts.update(verdicts)
