@@ -12,7 +12,7 @@ from typing import Any
 from multitask_rl.environments.base import Message, Opening, StepResult, World
 from multitask_rl.environments.foreign import FOREIGN, TrlWorld, build_foreign
 from multitask_rl.environments.tools import AuthorWorld, ToolWorld
-from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.errors import DataError, MultitaskRLError, PluginError
 from multitask_rl.plugins import ENVIRONMENTS, REWARDS, Located, build_plugin, locate
 
 _LOADING = threading.Lock()
@@ -96,7 +96,12 @@ class _MessageWorld(AuthorWorld):
     """An environment that answers messages as a ``World``."""
 
     def reset(self, row: Mapping[str, Any]) -> Opening:
-        said = self._run(self._environment.reset, row)
+        try:
+            said = self._run(self._environment.reset, row)
+        except KeyError as error:
+            if error.args and isinstance(name := error.args[0], str) and name not in row:
+                raise DataError(f"reset(row) needs a row with {name!r}, it has: {', '.join(row)}") from error
+            raise
         return Opening(messages=[{"role": "user", "content": said}] if isinstance(said, str) else said or ())
 
     def step(self, message: Message) -> StepResult:

@@ -11,6 +11,7 @@ from multitask_rl.testing.check import (
     assert_task_contract,
 )
 from multitask_rl.testing.contract import assert_constraint_contract, assert_reward_contract
+from multitask_rl.testing.environment import assert_environment_contract
 from multitask_rl.testing.fakes import FakeEngine
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "assert_algorithm_contract",
     "assert_constraint_contract",
     "assert_contract",
+    "assert_environment_contract",
     "assert_guard_contract",
     "assert_reward_contract",
     "assert_scheduler_contract",

@@ -18,7 +18,7 @@ from typing import Any
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError, path_errors
-from multitask_rl.plugins import list_plugins
+from multitask_rl.plugins import ENVIRONMENTS, list_plugins, locate
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.testing.contract import Finding, assert_findings, check_constraint, check_reward
 from multitask_rl.testing.scaffold import KINDS
@@ -79,9 +79,9 @@ def check_plugin(
 
     Args:
         name_or_ref: as in a tasks file or run configuration.
-        row: a row of its data (rewards, constraints); None = a sum.
-        kind: a key of ``scaffold.KINDS``; None = the kind of its entry point, else ``constraint`` for an
-            object that is one and no reward, else ``reward``.
+        row: a row of its data (rewards, constraints, environments); None = a sum.
+        kind: a key of ``scaffold.KINDS``; None = the kind of its entry point, else ``environment`` for an
+            object with ``reset``, ``constraint`` for one that is no reward, else ``reward``.
         gold: a response that deserves the full score (rewards).
         config: keys of its ``Config``.
 
@@ -91,6 +91,8 @@ def check_plugin(
 
     def fits(other: str) -> bool:
         try:
+            if other == "environment":
+                return hasattr(locate(name_or_ref, ENVIRONMENTS, "check").value, "reset")
             find_plugin(other, name_or_ref, "check")
         except PluginError:
             return False
@@ -100,10 +102,11 @@ def check_plugin(
         groups = {info.group for info in list_plugins() if info.name == name_or_ref}
         kind = next((kind for kind, one in KINDS.items() if one.group in groups), "reward")
     elif kind is None:
-        kind = "constraint" if not fits("reward") and fits("constraint") else "reward"
+        kind = next((kind for kind in ("reward", "constraint", "environment") if fits(kind)), "reward")
     if kind not in ("reward", "constraint"):
         suite = pkgutil.resolve_name(f"{KINDS[kind].suite}:check_{kind}")
-        return CheckReport(name_or_ref, kind, None, tuple(suite(name_or_ref, config)))
+        own = {"row": row} if kind == "environment" else {}
+        return CheckReport(name_or_ref, kind, None, tuple(suite(name_or_ref, config, **own)))
     source = find_plugin(kind, name_or_ref, "check")
     own_row = dict(_EXAMPLE_ROW if row is None else row)
     if kind == "constraint":
@@ -120,18 +123,25 @@ def check_plugin(
     return CheckReport(name_or_ref, kind, source.traits, tuple(findings))
 
 
-def assert_contract(kind: str, plugin: str, config: Mapping[str, Any] | None = None) -> None:
+def assert_contract(
+    kind: str,
+    plugin: str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    row: Mapping[str, Any] | None = None,
+) -> None:
     """Assert that a plugin keeps the contract of its kind.
 
     Args:
         kind: a key of ``scaffold.KINDS``.
         plugin: as a tasks file or a run configuration names it.
         config: keys of its ``Config`` (tracker: of ``tracking``).
+        row: a row of its data (rewards, constraints, environments).
 
     Raises:
         AssertionError: lists every check that failed.
     """
-    assert_findings(check_plugin(plugin, kind=kind, config=config).findings)
+    assert_findings(check_plugin(plugin, row, kind=kind, config=config).findings)
 
 
 assert_algorithm_contract = partial(assert_contract, "algorithm")

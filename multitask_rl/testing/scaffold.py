@@ -15,6 +15,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import (
     ALGORITHMS,
     CONSTRAINTS,
+    ENVIRONMENTS,
     GUARDS,
     REWARDS,
     ROLLOUT_ENGINES,
@@ -48,6 +49,12 @@ KINDS: dict[str, Kind] = {
         CONSTRAINTS, _TASK_KEYS + "constraints: [{plugin: $name}]", test="constraint_test.txt"
     ),
     "task": Kind(TASKS, "tasks:\n      my_task: {dataset: plugin:$name}"),
+    "environment": Kind(
+        ENVIRONMENTS,
+        _TASK_KEYS + "environment: $name",
+        "multitask_rl.testing.environment",
+        "environment_test.txt",
+    ),
     "algorithm": Kind(ALGORITHMS, _TASK_KEYS + "type: $name"),
     "scheduler": Kind(SCHEDULERS, "multitask-rl train scheduler.policy=$name"),
     "guard": Kind(GUARDS, "multitask-rl train guard.plugin=$name"),

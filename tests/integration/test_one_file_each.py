@@ -43,6 +43,9 @@ tasks:
   by_module:
     dataset: plugin:multitask_rl_own_task:own_task
     type: multitask_rl_own_algorithm:own_algorithm
+    environment: own_environment
+    max_turns: 2
+    rewards: [environment]
 """
 
 
@@ -107,4 +110,6 @@ def test_a_run_uses_each(site, tmp_path, monkeypatch):
     }
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert {"own_reward"} == {name for row in rows if row["task"] == "sums" for name in row["breakdown"]}
+    worlds = [row for row in rows if row["task"] == "by_module"]
+    assert {row["reward"] for row in worlds if row["turns"]} == {1.0}, "it called no tool"
     assert open_sandbox("own_sandbox", answer=3).run("") == 3

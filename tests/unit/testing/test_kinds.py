@@ -15,8 +15,10 @@ from multitask_rl.testing import (
     assert_scheduler_contract,
     assert_task_contract,
 )
+from multitask_rl.testing.check import check_plugin
 from multitask_rl.testing.contract import Finding
 from multitask_rl.testing.engine import check_engine
+from multitask_rl.testing.environment import check_environment
 from multitask_rl.testing.kinds import (
     check_algorithm,
     check_guard,
@@ -178,3 +180,81 @@ def test_what_breaks_the_contract_of_engines_is_named(tmp_path: Path, body: str,
     findings = check_engine(f"{file}:E")
     broken = [f"{finding.name}: {finding.detail}" for finding in findings if not finding.passed]
     assert len(broken) == failed, broken
+
+
+ENVIRONMENTS = """
+import os, time
+from multitask_rl.environments.base import StepResult
+
+
+class Talks:
+    def reset(self, row):
+        self.heard, self.word = [], row["word"]
+        return f"Say {self.word}."
+
+    def step(self, message):
+        self.heard.append(message["content"])
+        said = {"role": "user", "content": f"{len(self.heard)} words"}
+        return StepResult(messages=[said], reward=1.0, done=len(self.heard) == 3)
+
+
+class Shares(Talks):
+    words = []
+
+    def reset(self, row):
+        self.heard = self.words
+
+
+class Breaks(Talks):
+    def step(self, message):
+        return super().step({"content": message["content"].encode("latin-1")})
+
+
+class Leaves(Talks):
+    def step(self, message):
+        os._exit(3)
+
+
+class Hangs(Talks):
+    def close(self):
+        if hasattr(self, "heard"):
+            time.sleep(1000)
+
+
+class NeedsMore(Talks):
+    def reset(self, row):
+        raise OSError(f"no server for {row}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "finding", "says"),
+    [
+        ("Talks", "", ""),
+        ("Shares", "episodes at once do not disturb each other", "state belongs in self"),
+        ("Breaks", "answers hostile texts and calls", "broken text: "),
+        ("Leaves", "answers hostile texts and calls", "ended with code 3"),
+        ("Hangs", "its worlds close in time", "hangs"),
+        ("NeedsMore", "begins an episode on a row", "infra failure"),
+        ("Missing", "is built and closed in a worker process", "has no 'Missing'"),
+    ],
+)
+def test_an_environment_that_breaks_its_contract_is_told(
+    tmp_path: Path, name: str, finding: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "Hangs":
+        monkeypatch.setattr("multitask_rl.environments.pool.CLOSING_S", 0.5)
+        monkeypatch.setattr("multitask_rl.testing.environment.LATE_S", 0.4)
+    (tmp_path / "worlds.py").write_text(ENVIRONMENTS)
+    findings = check_environment(f"{tmp_path / 'worlds.py'}:{name}", row={"word": "yes"})
+    failed = {f.name: f.detail for f in findings if not f.passed}
+    assert says in failed.get(finding, "")
+    assert bool(failed) == bool(finding)
+
+
+def test_what_an_environment_needs_beyond_a_row_is_not_tried(tmp_path: Path) -> None:
+    (tmp_path / "worlds.py").write_text(ENVIRONMENTS)
+    report = check_plugin(f"{tmp_path / 'worlds.py'}:Talks")
+    assert report.kind == "environment"
+    assert report.passed
+    assert "not tried, give --row (data failure" in report.text()
