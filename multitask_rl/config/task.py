@@ -198,7 +198,8 @@ class TaskSpec(Settings):
     max_turns: Count = 8
     """Most answers of the actor in an episode; the world replies to the last one, too."""
     max_tool_calls: Natural = 0
-    """An episode ends with the turn in which its tool calls reach this number; 0 = no limit."""
+    """Most tool calls of an episode; 0 = no limit. Further calls are refused with a text that asks for the
+    answer, and count as wrong (``over_limit``)."""
     turn_timeout_s: Positive = 30.0
     """Longest call of an environment, in seconds; afterwards its process is killed, and the episode begins
     again."""

@@ -28,6 +28,8 @@ class WorldSpec:
     """Its place, for messages."""
     timeout_s: float = 30.0
     """Longest call."""
+    max_tool_calls: int = 0
+    """Most calls of tools in an episode; 0 = any number."""
 
     def build(self, run: Callable[..., Any]) -> World:
         """Return a new world; ``run`` calls a function, also an async one, and returns its result.
@@ -53,9 +55,9 @@ class WorldSpec:
                 f"{self.where}: {self.reference!r} is {found.value!r}; expected a class or a function"
             )
         built = _instance(found, config, self.where)
-        if is_trl:
-            return TrlWorld(built, self.where, run, function)
-        return as_world(built, self.where, run)
+        world = TrlWorld(built, self.where, run, function) if is_trl else as_world(built, self.where, run)
+        world.calls_left = self.max_tool_calls or None
+        return world
 
 
 def _instance(located: Located, config: Mapping[str, Any], where: str) -> Any:

@@ -41,8 +41,9 @@ class ToolEnvironment(Protocol):
 
     Every public method but ``reset``, ``get_reward`` and ``close`` is a tool: its name, docstring and typed
     arguments become the schema that the chat template shows to the actor, its result becomes a message of
-    role ``tool``. A tool that raises gives the actor its error text. The episode ends with the first answer
-    that calls no tool. The shape is that of TRL's ``environment_factory``.
+    role ``tool``. A tool that raises gives the actor its error text; calls beyond ``max_tool_calls`` are
+    refused. The episode ends with the first answer that calls no tool. The shape is that of TRL's
+    ``environment_factory``.
     """
 
     def reset(self, **row: Any) -> str | None:
@@ -83,6 +84,10 @@ class World:
     is called exactly once, whatever happened before. An exception of ``reset``, ``step`` or ``earned`` is an
     ``infra`` failure of the episode: errors that the actor caused are messages to it.
     """
+
+    calls_left: int | None = None
+    """Calls of tools that may still be made in the episode; a world with tools refuses further ones. None =
+    any number. Set before ``reset``."""
 
     def reset(self, row: Mapping[str, Any]) -> Opening:
         """Begin the episode."""

@@ -117,6 +117,8 @@ CALL_FACTS = frozenset({"tool_calls", "wrong_calls", "tool_errors"})
 class CallCounts:
     """Calls of one message: how often by name, and how often wrong."""
 
+    left: int | None = None
+    """Calls that may still be made in the episode; None = any number."""
     called: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
@@ -129,8 +131,20 @@ class CallCounts:
         if call.name not in names:
             self.wrong["unknown_tool"] += 1
             return f"Error: there is no tool {call.name!r}; there are: {', '.join(sorted(names))}"
+        if self.left == 0:
+            self.wrong["over_limit"] += 1
+            return "Error: the limit of tool calls is reached; answer now, without a call"
         self.called[call.name] += 1
+        if self.left is not None:
+            self.left -= 1
         return ""
+
+    def refuse(self, call: ToolCall) -> None:
+        """Count a call as wrong that ``check`` let pass: its arguments do not fit."""
+        self.called[call.name] -= 1
+        self.wrong["bad_arguments"] += 1
+        if self.left is not None:
+            self.left += 1
 
     @property
     def info(self) -> dict[str, dict[str, int]]:

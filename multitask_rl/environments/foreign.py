@@ -306,7 +306,7 @@ class OpenEnvWorld(World):
         names = [tool["function"]["name"] for tool in self._tools]
         messages: list[Message] = []
         rewards: list[float] = []
-        counts, is_done = CallCounts(), not calls
+        counts, is_done = CallCounts(left=self.calls_left), not calls
         for call in calls:
             said = counts.check(call, names)
             if not said:
@@ -315,12 +315,13 @@ class OpenEnvWorld(World):
                 rewards += [] if result.reward is None else [float(result.reward)]
                 is_done = result.done
                 if said.startswith(_BAD_ARGUMENTS):
-                    counts.wrong["bad_arguments"] += 1
+                    counts.refuse(call)
                 elif said.startswith(_ERROR):
                     counts.failed[call.name] += 1
             messages.append({"role": "tool", "name": call.name, "content": said})
             if is_done:
                 break
+        self.calls_left = counts.left
         return self._answer(messages, is_done, sum(rewards) if rewards else None, counts.info)
 
     def _act(self, action: dict[str, Any]) -> tuple[Any, str]:

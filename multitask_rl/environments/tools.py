@@ -168,7 +168,7 @@ class ToolWorld(AuthorWorld):
         _, calls = read_calls(message["content"])
         if not calls:
             return StepResult(done=True)
-        counts = CallCounts()
+        counts = CallCounts(left=self.calls_left)
         messages: list[Message] = []
         for call in calls:
             content = counts.check(call, self._tools)
@@ -177,8 +177,7 @@ class ToolWorld(AuthorWorld):
                 try:
                     arguments = tool.bind(call)
                 except ValueError as error:
-                    counts.called[call.name] -= 1
-                    counts.wrong["bad_arguments"] += 1
+                    counts.refuse(call)
                     content = f"Error: wrong arguments of {call.name}: {error}"
                 else:
                     try:
@@ -191,4 +190,5 @@ class ToolWorld(AuthorWorld):
                         counts.failed[call.name] += 1
                         content = f"Error: {type(error).__name__}: {error}"
             messages.append({"role": "tool", "name": call.name, "content": content})
+        self.calls_left = counts.left
         return StepResult(messages=messages, info=counts.info)

@@ -249,6 +249,7 @@ def build_worlds(plan: RunPlan) -> WorldPool | None:
             config=spec.environment_config,
             where=f"{spec.source or 'tasks'}: tasks.{name}.environment",
             timeout_s=spec.turn_timeout_s,
+            max_tool_calls=spec.max_tool_calls,
         )
         for name, spec in plan.specs.items()
         if spec.environment

@@ -245,7 +245,8 @@ class Episodes:
                 messages=[dict(m) for m in (said.anew.messages if said.anew else said.messages)],
             )
             episode.context_ids = [*episode.context_ids, *given] if context is None else context
-            out_of_calls = 0 < spec.max_tool_calls <= episode.num_calls
+            # a world with tools refuses calls beyond the limit; another may report more
+            out_of_calls = 0 < spec.max_tool_calls < episode.num_calls
             is_cut = episode.number >= spec.max_turns or out_of_calls or self.room(episode) < 1
         if said.done or is_cut:
             if is_cut:

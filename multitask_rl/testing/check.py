@@ -92,7 +92,7 @@ def check_plugin(
     def fits(other: str) -> bool:
         try:
             if other == "environment":
-                return hasattr(locate(name_or_ref, ENVIRONMENTS, "check").value, "reset")
+                return "reset" in dir(locate(name_or_ref, ENVIRONMENTS, "check").value)
             find_plugin(other, name_or_ref, "check")
         except PluginError:
             return False

@@ -194,7 +194,7 @@ def test_tools_of_a_server_are_called_and_an_answer_without_a_call_ends_the_epis
     assert all(m["role"] == "tool" for m in result.messages)
     assert result.reward == 0.25
     assert result.info == {
-        "tool_calls": {"double": 3},
+        "tool_calls": {"double": 2},
         "wrong_calls": {"unknown_tool": 1, "bad_arguments": 1, "bad_json": 1},
         "tool_errors": {"double": 1},
     }

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.calls import read_calls
 from multitask_rl.environments.tools import Tool, ToolWorld
 from multitask_rl.environments.worker import WorldWorker
@@ -256,6 +257,28 @@ def test_a_sandbox_that_fails_is_no_error_of_the_actor():
     with pytest.raises(SandboxError):
         broken.step(call("sandbox"))
     assert broken.step(call("exit")).info["tool_errors"] == {"put": 1}
+
+
+def test_calls_beyond_the_limit_are_refused_and_the_actor_may_answer():
+    def call(item, **more):
+        return f"<tool_call>{json.dumps({'name': 'put', 'arguments': {'item': item, **more}})}</tool_call>"
+
+    spec = WorldSpec(reference=f"{__file__}:Box", max_tool_calls=2)
+    box = spec.build(lambda function, *args, **kwargs: function(*args, **kwargs))
+    box.reset({"question": "why"})
+    first = box.step({"content": call("a") + call("b", times="no")})
+    assert first.info == {"tool_calls": {"put": 1}, "wrong_calls": {"bad_arguments": 1}}, "it is not made"
+    second = box.step({"content": call("b") + call("c")})
+    assert [m["content"] for m in second.messages] == [
+        "2 items",
+        "Error: the limit of tool calls is reached; answer now, without a call",
+    ]
+    assert second.info == {"tool_calls": {"put": 1}, "wrong_calls": {"over_limit": 1}}
+    third = box.step({"content": call("d")})
+    assert not third.done
+    assert third.info == {"wrong_calls": {"over_limit": 1}}
+    assert box.step({"content": "two"}).done
+    assert box.earned() == 2.0
 
 
 def test_a_tool_that_raises_tells_the_actor_its_error():

@@ -38,7 +38,8 @@ class World:
 
     def reset(self, row):
         self.name, self.turn = row["name"], 0
-        while open(self.log).read().count("built") < 3:  # the first answers share a batch
+        # the first answers share a batch
+        while self.name != "calls on" and open(self.log).read().count("built") < 3:
             time.sleep(0.001)
         if self.name == "dies":
             os._exit(3)
@@ -47,7 +48,8 @@ class World:
     def step(self, message):
         self.turn += 1
         reply = [{"role": "user", "content": "on"}]
-        return StepResult(messages=reply, done=self.turn == 2, reward=1.0)
+        done = self.turn == 2 and self.name != "calls on"
+        return StepResult(messages=reply, done=done, reward=1.0, info={"tool_calls": {"look": 1}})
 
     def close(self):
         self.note("closed")
@@ -85,9 +87,9 @@ def run(tmp_path: Path) -> Iterator[Callable[..., list[Rollout]]]:
     pool = WorldPool({"t": world}, num_workers=1)
     actor = build_actor()
 
-    def sample(engine: RolloutEngine, names: Sequence[str]) -> list[Rollout]:
+    def sample(engine: RolloutEngine, names: Sequence[str], **limits: int) -> list[Rollout]:
         task: Any = SimpleNamespace(
-            spec=TaskSpec(name="t", environment="here", max_turns=3),
+            spec=TaskSpec(name="t", environment="here", **{"max_turns": 3, **limits}),
             sampling=SamplingParams(max_new_tokens=4),
             group_size=1,
             algorithm=SimpleNamespace(condition=lambda ids, *, evaluation: ids),
@@ -146,3 +148,8 @@ def test_a_world_that_ends_its_process_takes_no_other_episode_with_it(run):
     assert "ended with code 3" in failure.message
     assert rollouts[1].earned is None
     assert [r.earned for r in rollouts if r.failure is None] == [2.0] * 4
+
+
+def test_a_world_that_reports_more_calls_than_allowed_ends_its_episode(run):
+    (rollout,) = run(Engine(lambda: None), ["calls on"], max_turns=9, max_tool_calls=2)
+    assert (len(rollout.turns), rollout.finish_reason, rollout.earned) == (3, "length", 3.0)
