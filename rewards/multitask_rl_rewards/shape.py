@@ -185,6 +185,8 @@ class Format:
 class JsonSchema:
     """1 if the response is JSON that fits the schema, 0.5 if it is JSON that does not, 0 if it is no JSON.
 
+    Component ``valid``: 1 if it fits, else 0.
+
     A markdown fence around the whole response is allowed; text beside it is not. The schema is the
     configuration's, else the row's column ``schema``.
     """
@@ -225,7 +227,7 @@ class JsonSchema:
         try:
             value = json.loads(fence[1] if fence else text)
         except (ValueError, RecursionError):
-            return Score(value=0.0)
+            return Score(value=0.0, components={"valid": 0.0})
         validator = _validator(schema)
         from referencing.exceptions import Unresolvable
 

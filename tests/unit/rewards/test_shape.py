@@ -85,6 +85,8 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 def test_json_schema_grades_validity(response, expected):
     assert value(JsonSchema(JsonSchema.Config(schema=SCHEMA)), response) == expected
     assert value(JsonSchema(JsonSchema.Config()), response, schema=SCHEMA) == expected
+    (score,) = JsonSchema(JsonSchema.Config(schema=SCHEMA)).score([rollout(response)])
+    assert score.components == {"valid": float(expected == 1.0)}, "a response without JSON counts in the mean"
 
 
 @pytest.mark.parametrize(
