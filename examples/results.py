@@ -1,0 +1,114 @@
+"""What the examples print and write of a run: tables before and after, scheduler weights, guard events."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.records import Direction, Event, TaskEvaluation
+from multitask_rl.statistics.intervals import compare_means
+from multitask_rl.trainer import Trainer
+
+__all__ = ["Evaluations", "print_next_steps", "print_prepared", "print_run", "print_table", "summarise"]
+
+Evaluations = Mapping[str, TaskEvaluation]
+"""By task."""
+NUM_WEIGHT_ROWS = 8
+
+
+def summarise(trainer: Trainer, before: Evaluations, after: Evaluations, **further: Any) -> dict[str, Any]:
+    """Return the content of ``summary.json``; ``further`` are values of its own keys."""
+    return {
+        "tasks": {name: {"before": _figures(before[name]), "after": _figures(after[name])} for name in after},
+        **further,
+        "guard_events": [asdict(event) for event in _guard_events(trainer)],
+    }
+
+
+def _figures(evaluation: TaskEvaluation) -> dict[str, float]:
+    low, high = evaluation.primary.interval
+    return {"mean": evaluation.primary.mean, "low": low, "high": high, "n": evaluation.primary.n}
+
+
+def _guard_events(trainer: Trainer) -> list[Event]:
+    return [event for event in trainer.events if event.source == "guard"]
+
+
+def print_prepared(directory: Path, figures: Mapping[str, Mapping[str, Any]], seconds: float) -> None:
+    """Print what was prepared and measured meanwhile, by model."""
+    print(f"prepared in {seconds:.0f} s: {directory}")
+    for name, own in figures.items():
+        shown = ", ".join(
+            f"{key.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in own.items()
+        )
+        print(f"  {name.replace('_', ' ')}: {shown}")
+
+
+def print_table(title: str, before: Evaluations, after: Evaluations) -> None:
+    """Print per task the primary metric and further ones, before and after, with their paired difference."""
+    print(f"\n{title} (mean [95 % interval], paired difference)")
+    width = max(map(len, after))
+    for name, evaluation in after.items():
+        first = before[name]
+        change = compare_means(first.values, evaluation.values, paired=True)
+        print(
+            f"  {name:<{width}}  {evaluation.metric:<20} {_interval(first)} -> {_interval(evaluation)}"
+            f"  n {evaluation.primary.n}  {change.delta:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"
+            f" {change.verdict(evaluation.primary.direction is not Direction.lower)}"
+        )
+        for metric in _secondary(evaluation):
+            print(
+                f"  {'':<{width}}  {metric:<20} {first.metrics[metric].mean:.3f} -> "
+                f"{evaluation.metrics[metric].mean:.3f}"
+            )
+
+
+def _interval(evaluation: TaskEvaluation) -> str:
+    figures = _figures(evaluation)
+    return f"{figures['mean']:.3f} [{figures['low']:.3f}, {figures['high']:.3f}]"
+
+
+def _secondary(evaluation: TaskEvaluation) -> list[str]:
+    """Names of the further held-out means worth a line: other rewards, violations."""
+    return [
+        name
+        for name in evaluation.metrics
+        if name.endswith("violation_rate")
+        or (name.startswith("reward/") and name != f"reward/{evaluation.metric}")
+    ]
+
+
+def print_run(trainer: Trainer) -> None:
+    """Print the scheduler's weights at a few steps of the run, and the guard's events."""
+    _print_weights(Path(trainer.config.output_dir) / "metrics.jsonl", trainer.plan.trained)
+    events = _guard_events(trainer)
+    print(f"\nguard events: {len(events) or 'none'}")
+    for event in events:
+        print(f"  step {event.step} {event.kind} {event.task}: {event.reason}")
+
+
+def _print_weights(metrics_file: Path, tasks: Sequence[str]) -> None:
+    rows = []
+    for line in metrics_file.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        numbers = record.get("metrics", record)
+        if f"task/{tasks[0]}/weight" in numbers:
+            rows.append((record["step"], [numbers[f"task/{name}/weight"] for name in tasks]))
+    chosen = sorted({round(i * (len(rows) - 1) / (NUM_WEIGHT_ROWS - 1)) for i in range(NUM_WEIGHT_ROWS)})
+    print("\nweights of the scheduler\n  step  " + "  ".join(f"{name:>12}" for name in tasks))
+    for i in chosen if rows else ():
+        step, weights = rows[i]
+        print(f"  {step:>4}  " + "  ".join(f"{weight:>12.3f}" for weight in weights))
+
+
+def print_next_steps(directory: Path, trainer: Trainer, summary: Path) -> None:
+    """Print where the results are, and the commands that show them."""
+    python = Path(sys.executable)
+    print(f"\nsummary: {summary}\nrun: {trainer.config.output_dir}")
+    print(f"MLflow: {python.with_name('mlflow')} ui --backend-store-uri {trainer.config.tracking.uri}")
+    print(f"report: {python.with_name('multitask-rl')} report {directory / 'run'}")

@@ -1,0 +1,214 @@
+"""What the example needs before it trains: the chat model, rows, two trained judges, a tasks file.
+
+Takes about ten minutes on two cores the first time, seconds afterwards (cached by a hash of all that shapes
+the result). The judges are the same for every seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+from generators import extraction_rows, instruction_rows
+from model import find_model
+
+from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl_tasks.hh_preference import HHPreference
+from multitask_rl_tasks.ifeval import IFEval
+from multitask_rl_tasks.math_easy import MathEasy
+from multitask_rl_tasks.safety import Safety
+from multitask_rl_tasks.sourced import SourcedTask
+from multitask_rl_tasks.suite.settings import FIGURES_FILE, cached_directory
+
+__all__ = ["Prepared", "prepare"]
+
+HERE = Path(__file__).resolve().parent
+NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 2000, 256, 512
+MAX_CHARS = 400
+"""Longest prompt of a data set that is used: a step on two cores has few tokens."""
+NON_COMMERCIAL = ("do_not_answer",)
+"""Sources of the safety prompts that are left out: their licence forbids commercial use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """Where everything is, and what was measured while making it."""
+
+    directory: Path
+    actor: Path
+    tasks_file: Path
+    tests: Mapping[str, Any]
+    """Overrides of the tasks for an evaluation on the splits ``test``."""
+    figures: Mapping[str, Mapping[str, Any]]
+    """By judge: parameters, seconds, error rates."""
+    left_out: Mapping[str, str]
+    """Task -> why it is not trained."""
+
+
+def prepare(
+    directory: Path, seed: int, cache_dir: Path, *, model: Path | None, data: Path | None, effort: float = 1.0
+) -> Prepared:
+    """Write data, judges and the tasks file under ``directory``.
+
+    Args:
+        directory: becomes ``data/``, ``reward_model/``, ``safety_classifier/``, ``tasks.yaml``.
+        seed: of the generated rows.
+        cache_dir: where models are kept for the next call.
+        model: directory of a chat model; None = SmolLM2-135M-Instruct.
+        data: directory of data sets (README.md names the files); None = the hub. Tasks without data are left
+            out.
+        effort: share of the judges' training, in [0.05, 1].
+
+    Raises:
+        UnavailableError: the model cannot be had.
+    """
+    directory, cache_dir = directory.resolve(), cache_dir.resolve()
+    (directory / "data").mkdir(parents=True, exist_ok=True)
+    packages = HERE.parents[1] / ".venv" / "smollm2"
+    actor = model.resolve() if model is not None else find_model(cache_dir, packages)
+    left_out = _write_rows(directory / "data", seed, data)
+    tests: dict[str, Any] = {}
+    text = Template((HERE / "tasks.yaml").read_text(encoding="utf-8"))
+    tasks = yaml.safe_load(text.substitute(directory=directory.as_posix()))["tasks"]
+    template = tasks["safety"]["prompt"]
+    for name in left_out:
+        tasks.pop(name, None)
+    for name in tasks:
+        tests[name] = {"eval_split": "test"}
+    ifeval = directory / "data" / "ifeval.jsonl"
+    if ifeval.is_file():
+        tests["ifeval"] = {
+            "dataset": ifeval.as_posix(),
+            "split": "test",
+            "eval_split": "test",
+            "evaluation_only": True,
+            "rewards": ["ifeval"],
+            "primary_metric": "ifeval/all",
+            "sampling": {"max_new_tokens": 128},
+        }
+    tasks_file = directory / "tasks.yaml"
+    whole = text.substitute(directory=directory.as_posix())
+    tasks_file.write_text(whole if not left_out else yaml.safe_dump({"tasks": tasks}, sort_keys=False))
+    figures = _make_judges(directory, actor, cache_dir, template, effort, [*tasks])
+    return Prepared(
+        directory=directory,
+        actor=actor,
+        tasks_file=tasks_file,
+        tests=tests,
+        figures=figures,
+        left_out=left_out,
+    )
+
+
+def _write_rows(directory: Path, seed: int, data: Path | None) -> dict[str, str]:
+    """Write ``<task>.jsonl`` of each task with rows of all splits; return why tasks have none."""
+    sizes = {"train": NUM_TRAIN, "validation": NUM_VALIDATION, "test": NUM_TEST}
+    sources: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
+        "instructions": lambda: (r for s, n in sizes.items() for r in instruction_rows(seed, s, n)),
+        "extraction": lambda: (r for s, n in sizes.items() for r in extraction_rows(seed, s, n)),
+        "math": lambda: _of_task(MathEasy, data),
+        "safety": lambda: _of_task(Safety, data),
+        "preference": lambda: _of_task(HHPreference, data),
+        "ifeval": lambda: _of_task(IFEval, data, ["test"]),
+    }
+    left_out: dict[str, str] = {}
+    for name, rows in sources.items():
+        file = directory / f"{name}.jsonl"
+        file.unlink(missing_ok=True)
+        try:
+            lines = [json.dumps(dict(row)) + "\n" for row in rows()]
+        except MultitaskRLError as error:
+            left_out[name] = str(error)
+        else:
+            file.write_text("".join(lines), encoding="utf-8")
+    return left_out
+
+
+def _of_task(
+    kind: type[SourcedTask], data: Path | None, splits: Iterable[str] = ("train", "test")
+) -> list[dict[str, Any]]:
+    """Return the rows of a bundled task whose prompts are short enough, from ``data`` or the hub."""
+    source = {} if data is None else {"source": str(data)}
+    task = kind(kind.Config(**source))
+    rows: list[dict[str, Any]] = []
+    for split in splits:
+        own = [dict(row) for row in task.rows(split)]
+        if not own:
+            raise ConfigError(f"{task.name}: its data has no split {split!r}")
+        rows += [
+            {**row, "task": ""}
+            for row in own
+            if len(row["prompt"]) <= MAX_CHARS and row.get("source") not in NON_COMMERCIAL
+        ]
+    return rows
+
+
+def _make_judges(
+    directory: Path, actor: Path, cache_dir: Path, template: str, effort: float, tasks: list[str]
+) -> dict[str, Any]:
+    """Train the judges of ``tasks``, each in a process of its own with one thread."""
+    jobs = {"reward_model": "preference", "safety_classifier": "safety"}
+    wanted = [judge for judge, task in jobs.items() if task in tasks]
+    commands = [
+        [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            judge,
+            *map(str, (directory, actor, cache_dir, template, effort)),
+        ]
+        for judge in wanted
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen(command, env=environment) for command in commands]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise RuntimeError(f"training the judges failed with exit codes {codes}; the error is above")
+    return {
+        judge: json.loads((directory / judge / FIGURES_FILE).read_text(encoding="utf-8")) for judge in wanted
+    }
+
+
+def _make_judge(
+    judge: str, directory: Path, actor: Path, cache_dir: Path, template: str, effort: float
+) -> None:
+    import torch
+    from judges import JudgeSettings, save_reward_model, save_safety_classifier
+
+    torch.set_num_threads(1)
+    file = directory / "data" / ("preference.jsonl" if judge == "reward_model" else "safety.jsonl")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
+    settings = JudgeSettings()
+    settings = replace(
+        settings,
+        number=round(effort * settings.number),
+        answers=round(effort * settings.answers),
+        test_number=max(16, round(effort * settings.test_number)),
+    )
+
+    def build(target: Path) -> dict[str, Any]:
+        if judge == "reward_model":
+            return save_reward_model(target, actor, settings, train=train, test=test)
+        return save_safety_classifier(target, actor, settings, train=train, test=test, prompt=template)
+
+    digest = hashlib.sha256()
+    for part in (actor / "config.json", HERE / "judges.py", file):
+        digest.update(part.read_bytes())
+    digest.update(template.encode())
+    kind = f"smollm2-{judge}-{digest.hexdigest()[:12]}"
+    cached_directory(directory / judge, cache_dir=cache_dir, kind=kind, settings=settings, build=build)
+
+
+if __name__ == "__main__":
+    _make_judge(
+        sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5], float(sys.argv[6])
+    )

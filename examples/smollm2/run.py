@@ -1,0 +1,192 @@
+"""The example on a real chat model (``make real``): SmolLM2-135M-Instruct, five tasks, two CPU cores.
+
+Prepares model, judges and data (``prepare.py``), reads the splits ``test`` once, trains with the settings of
+``configs/experiment/smollm2.yaml`` through the same trainer as ``multitask-rl train``, and reads them once
+more. Every number it prints and writes to ``summary.json`` was measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+# Before torch loads: the judges' processes have one thread each, this one those of the configuration.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from prepare import Prepared, prepare
+from results import Evaluations, print_next_steps, print_prepared, print_run, print_table, summarise
+
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import load_yaml
+from multitask_rl.errors import GuardStop, MultitaskRLError
+from multitask_rl.trainer import Trainer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = REPOSITORY / "configs" / "experiment" / "smollm2.yaml"
+DATA_VARIABLE = "MULTITASK_RL_DATA"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example and return the exit code of the command line (0 done, 3 stopped by the guard)."""
+    options = _parse(arguments)
+    began = time.perf_counter()
+    seconds: dict[str, float] = {}
+
+    def mark(part: str) -> None:
+        seconds[part] = time.perf_counter() - began - sum(seconds.values())
+
+    try:
+        prepared = prepare(
+            options.directory / "prepared",
+            options.seed,
+            options.directory / "cache",
+            model=options.model,
+            data=options.data,
+            effort=options.effort,
+        )
+        mark("prepare")
+        print_prepared(prepared.directory, prepared.figures, seconds["prepare"])
+        for task, reason in prepared.left_out.items():
+            print(f"  left out: {task}: {reason}")
+        config = _configuration(options, prepared)
+        before = _evaluate_tests(config, prepared, options.test_prompts)
+        mark("test_before")
+        trainer, exit_code = _train(config)
+        mark("train")
+        saved = trainer.parts.store.checkpoints
+        weights = saved.path(max(saved.entries)) / "actor"
+        after = _evaluate_tests(
+            replace(config, model=replace(config.model, name_or_path=str(weights))),
+            prepared,
+            options.test_prompts,
+        )
+        mark("test_after")
+    except MultitaskRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    summary = summarise(
+        trainer,
+        before,
+        after,
+        wall_s=sum(seconds.values()),
+        seconds=seconds,
+        peak_gib=peak,
+        seed=options.seed,
+    )
+    first, last = trainer.history[0][1], trainer.history[-1][1]
+    print_table(
+        f"validation prompts, which the guard reads, before and after {trainer.step} steps", first, last
+    )
+    print_table(f"test prompts, read only here, before and after {trainer.step} steps", before, after)
+    print_run(trainer)
+    target = options.directory / "summary.json"
+    target.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    parts = ", ".join(f"{part.replace('_', ' ')} {value / 60:.1f}" for part, value in seconds.items())
+    print(f"\nminutes: {parts}; at most {peak:.1f} GiB")
+    print_next_steps(options.directory, trainer, target)
+    return exit_code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    beside = REPOSITORY.parent / "shared" / "data"
+    given = os.environ.get(DATA_VARIABLE, "")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of generated rows, rollouts and training (default 0)"
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs/smollm2"), help="output (default runs/smollm2)"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(given) if given else beside if beside.is_dir() else None,
+        help=f"directory of the data sets of README.md (default: ${DATA_VARIABLE}, else the hub)",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="directory of a chat model (default: SmolLM2-135M-Instruct)"
+    )
+    parser.add_argument(
+        "--max-steps", type=int, default=0, help="training steps (default: the configuration's)"
+    )
+    parser.add_argument("--prompts-per-step", type=int, default=0, help="(default: the configuration's)")
+    parser.add_argument("--eval-prompts", type=int, default=0, help="validation prompts of a task")
+    parser.add_argument("--test-prompts", type=int, default=256, help="test prompts of a task (default 256)")
+    parser.add_argument("--threads", type=int, default=0, help="of torch (default: the configuration's)")
+    parser.add_argument(
+        "--effort", type=_share, default=1.0, help="share of the judges' training: quicker and worse"
+    )
+    return parser.parse_args(arguments)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0.05, 1]")
+    return value
+
+
+def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:
+    document, where = load_yaml(CONFIG)
+    config: RunConfig = build_dataclass(RunConfig, document, where)
+    directory = options.directory.resolve()
+    return replace(
+        config,
+        tasks_file=str(prepared.tasks_file),
+        model=replace(config.model, name_or_path=str(prepared.actor)),
+        batch=replace(
+            config.batch, prompts_per_step=options.prompts_per_step or config.batch.prompts_per_step
+        ),
+        eval=replace(config.eval, num_prompts=options.eval_prompts or config.eval.num_prompts),
+        output_dir=str(directory / "run"),
+        seed=options.seed,
+        num_threads=options.threads or config.num_threads,
+        max_steps=options.max_steps or config.max_steps,
+        tracking=replace(config.tracking, uri=f"sqlite:///{directory / 'mlflow.db'}"),
+    )
+
+
+def _evaluate_tests(config: RunConfig, prepared: Prepared, num_prompts: int) -> Evaluations:
+    """Return evaluations of the configured weights on the splits ``test``; nothing is selected by them."""
+    trainer = Trainer.from_config(
+        replace(
+            config,
+            tasks=dict(prepared.tests),
+            eval=replace(config.eval, num_prompts=num_prompts),
+            output_dir=f"{config.output_dir}-test",
+            checkpoint=replace(config.checkpoint, resume="never"),
+            tracking=replace(config.tracking, trackers=["console"]),
+        )
+    )
+    return trainer.evaluate()
+
+
+def _train(config: RunConfig) -> tuple[Trainer, int]:
+    """Train from the start; a stop by the guard is a result, not a crash."""
+    shutil.rmtree(config.output_dir, ignore_errors=True)
+    trainer = Trainer.from_config(config)
+    print(trainer.plan.describe(), flush=True)
+    try:
+        trainer.train()
+    except GuardStop as stop:
+        print(f"stopped by the guard: {stop}", file=sys.stderr)
+        return trainer, stop.exit_code
+    return trainer, 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The example on a real chat model: its generated rows, its tasks file, and its model where it can be had."""
+
+import json
+from pathlib import Path
+from string import Template
+
+import pytest
+import yaml
+
+from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.errors import UnavailableError
+from multitask_rl_rewards.ifeval import IFEval
+from multitask_rl_rewards.shape import JsonSchema
+from reward_builders import real_rows, rollout
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "smollm2"
+SPLITS = {"train": 600, "validation": 100, "test": 100}
+
+
+@pytest.fixture
+def generators(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    import generators
+
+    return generators
+
+
+@pytest.mark.parametrize("kind", ["instruction_rows", "extraction_rows"])
+def test_generated_rows_repeat_by_seed_and_share_no_prompt_between_splits(generators, kind):
+    make = getattr(generators, kind)
+    rows = {split: make(3, split, number) for split, number in SPLITS.items()}
+    prompts = [row["prompt"] for own in rows.values() for row in own]
+    assert {split: len(own) for split, own in rows.items()} == SPLITS
+    assert len(set(prompts)) == len(prompts)
+    assert all(row["split"] == split for split, own in rows.items() for row in own)
+    assert make(3, "test", 100) == rows["test"]
+    assert make(4, "test", 100) != rows["test"]
+
+
+def test_ifeval_reads_every_generated_instruction(generators):
+    rows = generators.instruction_rows(0, "train", 600)
+    results = IFEval().score([rollout("Some words.", **row) for row in rows])
+    assert all(hasattr(result, "value") for result in results)
+    names = {test["instruction_id"] for row in rows for test in row["tests"]}
+    assert len(names) >= 20
+
+
+def test_no_instruction_is_a_prompt_of_ifeval(generators):
+    theirs = {row["prompt"].strip().lower() for row in real_rows("ifeval")}
+    ours = {row["prompt"].lower() for s, n in SPLITS.items() for row in generators.instruction_rows(0, s, n)}
+    assert len(theirs) == 541
+    assert not ours & theirs
+
+
+def test_only_the_right_values_of_an_extraction_score_one(generators):
+    rows = generators.extraction_rows(0, "train", 50)
+    exact, shape = (
+        JsonSchema(JsonSchema.Config(schema_column="exact_schema")),
+        JsonSchema(JsonSchema.Config()),
+    )
+    wrong = [json.dumps(dict.fromkeys(json.loads(row["reference"]), "?")) for row in rows]
+    right = [rollout(row["reference"], **row) for row in rows]
+    for reward in (exact, shape):
+        assert {result.value for result in reward.score(right)} == {1.0}
+    others = exact.score([rollout(text, **row) for text, row in zip(wrong, rows, strict=True)])
+    assert {result.value for result in others} == {0.5}
+
+
+def test_no_task_selects_by_the_split_test(tmp_path):
+    text = (EXAMPLE / "tasks.yaml").read_text(encoding="utf-8")
+    document = yaml.safe_load(Template(text).substitute(directory=tmp_path.as_posix()))
+    (tmp_path / "data").mkdir()
+    for name in document["tasks"]:
+        (tmp_path / "data" / f"{name}.jsonl").touch()
+    specs = parse_tasks(document, "tasks.yaml")
+    assert set(specs) == {"math", "instructions", "safety", "extraction", "preference"}
+    assert all(spec.split == "train" and spec.eval_split == "" for spec in specs.values())
+
+
+def test_a_missing_model_is_one_error_that_names_the_packages(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    import model
+
+    monkeypatch.setattr(model, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(model, "HUB_NAME", "nobody/no-such-model")
+    with pytest.raises(UnavailableError, match=r"no_such_package.*requirements/smollm2\.txt"):
+        model.find_model(tmp_path)
