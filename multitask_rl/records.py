@@ -63,6 +63,9 @@ class Score:
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts for the log (``{"tests": 0.5, "codebleu": 0.8}``); they do not add to ``value``."""
+    answer: str = ""
+    """The final answer that the reward read, in a form in which equal answers are equal texts: the majority
+    of an evaluation counts it. Empty = none was found, or the reward reads none."""
 
 
 RewardResult = Score | Failure | NotApplicable
@@ -441,8 +444,10 @@ class TaskEvaluation:
     policy_version: int
     prompts: str = ""
     """Hash of the prompts in their order: evaluations with the same hash are paired."""
+    num_samples: int = 1
+    """Responses per prompt; a value of a prompt is their mean."""
     num_failed: int = 0
-    """Prompts whose scoring failed; for other prompts without a value the primary metric does not apply."""
+    """Responses whose scoring failed; to others without a value the primary metric does not apply."""
     metrics: Mapping[str, Statistic] = field(default_factory=dict)
     """Further metrics (``violation_rate``, ``reward/<name>``, ``length``...)."""
 

@@ -19,7 +19,10 @@ from multitask_rl.errors import ConfigError, MultitaskRLError
 
 _COMMANDS = {
     "train": ("cli.train:train", "train: key=value overrides, --multirun for sweeps"),
-    "eval": ("cli.train:evaluate", "evaluate the newest checkpoint of a run on held-out prompts"),
+    "eval": (
+        "cli.evaluation:main",
+        "MODEL tasks.yaml [--other MODEL2], or a run: held-out prompts, with intervals",
+    ),
     "tasks": (
         "cli.tasks:main",
         "validate FILE | show FILE | schema: check or print a tasks file, or its schema",

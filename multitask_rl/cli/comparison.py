@@ -49,8 +49,8 @@ def main_compare(argv: Sequence[str]) -> int:
         parser.error("give at least two runs")
     with contextlib.ExitStack() as stack:
         base, *others = (stack.enter_context(_open_run(name, options.tracking_uri)) for name in options.runs)
-    results = [_compare_runs(base, other, options.step) for other in others]
-    _write(results, options.json, lambda: "\n\n".join(map(_render_comparison, results)))
+    results = [compare_runs(base, other, options.step) for other in others]
+    _write(results, options.json, lambda: "\n\n".join(map(render_comparison, results)))
     return 0
 
 
@@ -101,7 +101,12 @@ def _open_run(name: str, tracking_uri: str) -> Iterator[RunRecord]:
         yield read_run(Path(directory), name)
 
 
-def _compare_runs(base: RunRecord, other: RunRecord, step: int | None) -> dict[str, Any]:
+def compare_runs(base: RunRecord, other: RunRecord, step: int | None = None) -> dict[str, Any]:
+    """Return a row per task that both have, of the evaluation at ``step`` (None = the last).
+
+    Raises:
+        ConfigError: the runs share no task, have no such evaluation, or judge a task by other metrics.
+    """
     tasks = [task for task in base.evaluations if task in other.evaluations]
     if not tasks:
         raise ConfigError(
@@ -251,7 +256,8 @@ def _task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str]) -
     return text
 
 
-def _render_comparison(result: Mapping[str, Any]) -> str:
+def render_comparison(result: Mapping[str, Any]) -> str:
+    """Return the table of ``compare_runs``."""
     counts = dict.fromkeys(("better", "worse", "same", "unknown"), 0)
     for row in result["tasks"].values():
         counts[row["verdict"]] += 1
@@ -268,7 +274,7 @@ def _render_comparison(result: Mapping[str, Any]) -> str:
             for key, pair in result["config"].items()
         ]
         parts.append(_table([["configuration", "base", "other"], *rows]))
-    else:
+    elif result["config"] is not None:
         parts.append("the configurations do not differ")
     return "\n\n".join(parts)
 

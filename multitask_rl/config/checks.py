@@ -71,9 +71,7 @@ def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
     """Check what concerns all tasks together: weights, floors and former names."""
     file = where.file or "tasks"
     trained = [s for s in specs.values() if not s.evaluation_only]
-    if not trained:
-        raise ConfigError(f"{file}: every task is evaluation_only; nothing would be trained")
-    if max(s.weight for s in trained) <= 0:
+    if trained and max(s.weight for s in trained) <= 0:
         raise ConfigError(
             f"{file}: the weights of {', '.join(s.name for s in trained)} are all 0; "
             f"give at least one task a weight > 0, or leave them out for equal weights"

@@ -217,6 +217,12 @@ class TaskSpec(Settings):
     """Direction of the primary metric; None = as its reward declares."""
     target: float = 1.0
     """Value of the primary metric at which a scheduler treats the task as learnt."""
+    eval_samples: Count = 1
+    """k responses per held-out prompt. A prompt's value is their mean (avg@k); above 1, ``pass@j`` for powers
+    j of two and j = k, and ``maj@k``, are reported."""
+    solved_at: float | None = None
+    """Value of the primary metric from which on a response solves its prompt (``pass@k``); None = the good
+    end of its declared range, and no ``pass@k`` without one."""
     renamed_from: str = ""
     """Name of the task in an older checkpoint."""
     source: str = field(default="", metadata={"derived": True})

@@ -13,6 +13,7 @@ Paths are looked up beside the tasks file first, then in the working directory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -201,7 +202,8 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
     spec.environment = _resolve_plugin(spec.environment, where)
     if spec.environment and not spec.rewards and not spec.constraints:
         spec.rewards = [RewardSpec(plugin="environment", name="environment")]
-    given = [key for key in _ENVIRONMENT_KEYS if key in values]
+    usual = asdict(TaskSpec(name=name))  # a run's record has every key
+    given = [key for key in _ENVIRONMENT_KEYS if key in values and values[key] != usual[key]]
     if given and not spec.environment:
         raise ConfigError(f"{where.at(given[0])}: {given[0]!r} needs 'environment' beside it")
     spec.sampling_keys = tuple(values.get("sampling") or ())

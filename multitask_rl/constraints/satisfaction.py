@@ -18,6 +18,8 @@ PREFIX = "constraint/"
 def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, Statistic]:
     """Return the statistics of every constraint with a limit, from all attempts of held-out responses.
 
+    Of several responses of a prompt only the first counts: the bound is that of independent responses.
+
     Names are ``constraint/<name>/...``:
 
     - ``violation_rate``: rate over first attempts; missing if the constraint applies to no response.
@@ -27,6 +29,7 @@ def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, St
     - ``served_violation_rate``: rate over last attempts; for mode ``reject`` only.
     """
     numbers: dict[str, Statistic] = {}
+    scored = [s for s in scored if s.rollout.sample == 0]
     for constraint in spec.constraints:
         if constraint.limit is None:
             continue

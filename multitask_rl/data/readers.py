@@ -57,6 +57,10 @@ class RowView(LazyRows):
         super().__init__(len(chosen), lambda i: rows[chosen[i]])
 
 
+class ReportedRows(RowView):
+    """Held-out rows of the split ``test``: they are evaluated and reported, and decide nothing."""
+
+
 class GeneratedRows(LazyRows):
     """Rows that a program makes: all have the same columns, and making one may be slow."""
 

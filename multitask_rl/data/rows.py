@@ -2,9 +2,9 @@
 
 Held-out rows are, in this order: ``eval_dataset``; the rows of ``eval_split``; the first of the splits
 ``validation``, ``dev`` that has rows; a tenth of the training rows, chosen by a hash of the row's id. Split
-``test`` is used only if ``eval_split`` names it or no other rows can be held out: guard, scheduler and best
-checkpoint select by held-out rows, so these are no longer an unbiased test. The hash has no seed: a row is
-held out in every run, so that runs are comparable and no held-out row leaks into training.
+``test`` is used only if ``eval_split`` names it or no other rows can be held out. Its rows are
+``ReportedRows``: guard, scheduler and best checkpoint do not read their results. The hash has no seed: a row
+is held out in every run, so that runs are comparable and no held-out row leaks into training.
 """
 
 from __future__ import annotations
@@ -16,14 +16,22 @@ from collections.abc import Mapping
 
 from multitask_rl.config.checks import GENERATOR_PREFIX, is_data_path
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.data.readers import Row, Rows, RowView, read_dataset_dict, read_file
+from multitask_rl.data.readers import (
+    ReportedRows,
+    Row,
+    Rows,
+    RowView,
+    read_dataset_dict,
+    read_file,
+)
 from multitask_rl.data.reasoning_gym import generate_rows
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
 logger = logging.getLogger(__name__)
 
-EVAL_SPLITS = ("validation", "dev", "test")
+_TEST = "test"
+EVAL_SPLITS = ("validation", "dev", _TEST)
 """Splits not trained on, by preference."""
 _HELD_OUT = 0.1
 
@@ -55,7 +63,7 @@ def load_rows(
     if split == "eval" and (spec.eval_dataset or spec.evaluation_only):
         named = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
         if named or len(splits) == 1:
-            return _take(spec, splits, named) if named else next(iter(splits.values()))
+            return _hold_out(spec, splits, named) if named else next(iter(splits.values()))
         return [row for rows in splits.values() for row in rows]
     train, held_out = _split_rows(spec, splits, train_split or spec.split)
     return train if split == "train" else held_out
@@ -76,10 +84,10 @@ def _split_rows(spec: TaskSpec, splits: Mapping[str, Rows], wanted: str) -> tupl
     if spec.eval_dataset:
         return train, train[:0]
     if spec.eval_split:
-        return train, _take(spec, splits, spec.eval_split)
+        return train, _hold_out(spec, splits, spec.eval_split)
     for name in EVAL_SPLITS:
         if name != wanted and splits.get(name) and (name != "test" or len(train) < 2):
-            return train, splits[name]
+            return train, _hold_out(spec, splits, name)
     # a tenth by hash; at least one row on each side where there are two
     keys = []
     for row in train:
@@ -173,13 +181,18 @@ def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
     return rows
 
 
+def _hold_out(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
+    rows = _take(spec, splits, split)
+    return ReportedRows(rows, range(len(rows))) if split == _TEST else rows
+
+
 def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
     """Return a warning if held-out rows say little about other prompts; else ""."""
-    if spec.eval_split == "test" and not spec.eval_dataset and len(train) > 1:
+    if isinstance(held_out, ReportedRows) and len(train) > 1:
         return (
-            "eval_split: test: scheduler, guard and best checkpoint choose by these rows, so that "
-            "they test nothing any more; leave eval_split out, and other rows are held out, or name a split "
-            "that is not kept for the final test"
+            "the held-out rows are of the split test: they are only reported, so that scheduler, guard and "
+            "best checkpoint know no held-out value of this task; leave eval_split out, and other rows are "
+            "held out, and evaluate the test split with `multitask-rl eval RUN tasks.yaml --split test`"
         )
     if not len(train) or len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
         return ""

@@ -15,6 +15,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
+from multitask_rl.errors import ConfigError
 from multitask_rl.executor.engine import RayEngine
 from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
@@ -224,15 +225,26 @@ def bind_controllers(
         ConfigError: a setting of scheduler or guard does not fit the tasks.
     """
     specs = plan.specs
-    scheduler.bind(
-        plan.trained,
-        targets={n: specs[n].target for n in plan.trained},
-        min_shares={n: specs[n].min_share for n in plan.trained},
-        reward_ranges={n: own for n in plan.trained if n in tasks and (own := tasks[n].metrics.reward_range)},
-        seed=plan.config.seed,
-    )
+    if plan.trained:
+        ranges = {n: own for n in plan.trained if n in tasks and (own := tasks[n].metrics.reward_range)}
+        scheduler.bind(
+            plan.trained,
+            targets={n: specs[n].target for n in plan.trained},
+            min_shares={n: specs[n].min_share for n in plan.trained},
+            reward_ranges=ranges,
+            seed=plan.config.seed,
+        )
     if guard is not None:
-        guard.bind(list(specs), {n: metric_names(spec) for n, spec in specs.items()})
+        names = [n for n in specs if n not in plan.reported]
+        try:
+            guard.bind(names, {n: metric_names(specs[n]) for n in names})
+        except ConfigError as error:
+            if not plan.reported:
+                raise
+            raise ConfigError(
+                f"{error}. Not watched are {', '.join(sorted(plan.reported))}: their held-out rows are of "
+                "the split test, which is only reported"
+            ) from error
         if tasks and (warning := reach_warning(plan.config.eval.every, guard.rollback_steps)):
             logger.warning("%s", warning)
 

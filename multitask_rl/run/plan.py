@@ -17,7 +17,7 @@ from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data import load_rows, pools_by_column
-from multitask_rl.data.readers import Row
+from multitask_rl.data.readers import ReportedRows, Row
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import held_out_warning
 from multitask_rl.errors import ConfigError, path_errors
@@ -60,6 +60,11 @@ class RunPlan:
     def trained(self) -> list[str]:
         """Names of the tasks that are trained, in order."""
         return [name for name, spec in self.specs.items() if not spec.evaluation_only]
+
+    @property
+    def reported(self) -> set[str]:
+        """Names of the tasks whose held-out rows are of the split ``test``: no controller reads them."""
+        return {name for name, (_, held_out) in self.rows.items() if isinstance(held_out, ReportedRows)}
 
     def describe(self) -> str:
         """Return the resolved arithmetic of a step, as text."""
@@ -276,6 +281,11 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
         )
     check_learnable(spec, algorithm, spec.group_size or config.batch.group_size)
+    if spec.eval_samples > 1 and config.eval.temperature == 0:
+        raise ConfigError(
+            f"{where}.eval_samples={spec.eval_samples} with eval.temperature=0: greedy responses of a prompt "
+            "are all the same; set eval_samples: 1, or a temperature above 0"
+        )
     stop = spec.sampling_params(run_sampling(config)).stop
     if spec.grammar and stop:
         raise ConfigError(

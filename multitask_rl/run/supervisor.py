@@ -128,7 +128,7 @@ class Supervisor:
                 seconds = time.perf_counter() - began
                 decision = None
                 if guard is not None:
-                    decision = guard.observe(self.progress.step, evaluations, self._confirm)
+                    decision = guard.observe(self.progress.step, self._deciding(evaluations), self._confirm)
                 self.store.check()
                 return evaluations, seconds, decision
             except BaseException:
@@ -143,7 +143,8 @@ class Supervisor:
         """Record the evaluation and carry out the guard's decision; False if the run was rolled back."""
         step = self.progress.step
         self.progress.evaluated_at = step
-        finite = [e.primary.score for e in evaluations.values() if math.isfinite(e.primary.score)]
+        deciding = self._deciding(evaluations)
+        finite = [e.primary.score for e in deciding.values() if math.isfinite(e.primary.score)]
         score = math.fsum(finite) / len(finite) if finite else None
         self._known = CheckpointEntry(step=step, score=score)
         self.progress.history.append((step, evaluations))
@@ -160,7 +161,7 @@ class Supervisor:
         numbers = {**aggregate(per_task, "eval", directions), **limits, "time/evaluation_s": seconds}
         self.trackers.log_metrics(numbers, step)
         if _is_due(step, self.config.eval.every):
-            rewards = {n: e.metrics[REWARD] for n, e in evaluations.items() if REWARD in e.metrics}
+            rewards = {n: e.metrics[REWARD] for n, e in deciding.items() if REWARD in e.metrics}
             means = {n: reward.mean for n, reward in rewards.items()}
             errors = {n: reward.error for n, reward in rewards.items()}
             self.scheduler.calibrate(means, step, errors)
@@ -187,6 +188,10 @@ class Supervisor:
             # the restored checkpoint does not record the rollback: a killed run would repeat it
             self.save()
         return not is_back
+
+    def _deciding(self, evaluations: Mapping[str, TaskEvaluation]) -> dict[str, TaskEvaluation]:
+        """Return the evaluations that guard, scheduler and best checkpoint read: none of a split ``test``."""
+        return {name: e for name, e in evaluations.items() if not self.tasks[name].only_reported}
 
     def _checkpoints(self) -> list[CheckpointInfo]:
         entries = self.store.checkpoints.entries

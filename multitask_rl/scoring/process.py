@@ -54,7 +54,7 @@ class Progress:
 def encode(result: Result) -> tuple[Any, ...]:
     """Return ``result`` as a tuple of plain values (a frozen slots dataclass pickles ten times slower)."""
     if isinstance(result, records.Score):
-        return ("s", result.value, dict(result.components))
+        return ("s", result.value, dict(result.components), result.answer)
     if isinstance(result, records.NotApplicable):
         return ("n",)
     if isinstance(result, records.Verdict):
@@ -67,7 +67,7 @@ def decode(parts: tuple[Any, ...]) -> Result:
     tag = parts[0]
     if tag == "s":
         return (
-            records.Score(value=parts[1], components=parts[2])
+            records.Score(value=parts[1], components=parts[2], answer=parts[3])
             if len(parts) > 2
             else records.Score(value=parts[1])
         )

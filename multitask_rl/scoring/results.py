@@ -36,8 +36,8 @@ _MEMORY = "raised MemoryError"
 def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
     """Return the result of a reward for ``raw``, the value that the plugin ``source`` returned.
 
-    ``raw`` is a number, None (not applicable), a ``Score``, a ``Failure``, or a mapping with ``score`` and
-    further numbers, which become components.
+    ``raw`` is a number, None (not applicable), a ``Score``, a ``Failure``, or a mapping with ``score``,
+    perhaps ``answer`` or verl's ``pred`` (text), and further numbers, which become components.
     """
     if type(raw) is float:  # almost every score: skips the checks of types
         return _checked(raw, {}, traits, source)
@@ -46,7 +46,7 @@ def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
     if isinstance(raw, Failure):
         return raw if raw.source else replace(raw, source=source)
     if isinstance(raw, Score):
-        return _checked(raw.value, raw.components, traits, source)
+        return _checked(raw.value, raw.components, traits, source, raw.answer)
     if isinstance(raw, Mapping):
         key = next((k for k in _VALUE_KEYS if k in raw), None)
         if key is None:
@@ -54,7 +54,8 @@ def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
         # A foreign dict may hold text beside its numbers (verl's "pred"); only numbers are components.
         components = {str(k): _number(v) for k, v in raw.items() if k != key}
         finite = {k: v for k, v in components.items() if v is not None and math.isfinite(v)}
-        return _checked(raw[key], finite, traits, source)
+        answer = raw.get("answer", raw.get("pred"))
+        return _checked(raw[key], finite, traits, source, answer if isinstance(answer, str) else "")
     return _checked(raw, {}, traits, source)
 
 
@@ -115,7 +116,9 @@ def is_out_of_memory(result: Result) -> bool:
     return isinstance(result, Failure) and result.message.startswith(_MEMORY)
 
 
-def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, source: str) -> RewardResult:
+def _checked(
+    value: Any, components: Mapping[str, Any], traits: PluginTraits, source: str, answer: str = ""
+) -> RewardResult:
     number = _number(value)
     if number is None:
         hint = "; a batch function names its parameter 'responses'" * isinstance(value, (list, tuple))
@@ -131,7 +134,7 @@ def _checked(value: Any, components: Mapping[str, Any], traits: PluginTraits, so
         if converted is None or not math.isfinite(converted):
             return failed(f"returned the component {name!r} = {_show(part)}, not a finite number", source)
         parts[str(name)] = converted
-    return Score(value=number, components=parts)
+    return Score(value=number, components=parts, answer=str(answer))
 
 
 def _number(value: Any) -> float | None:

@@ -7,6 +7,7 @@ which a user would see; if that was rejected, the slot has the *rejected value*.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,8 @@ from multitask_rl.statistics.intervals import summarise
 
 REWARD = "reward_mean"
 """Name of the reward's statistic."""
+OF_PROMPTS = ("pass@", "maj@")
+"""Beginnings of the names of metrics that have a value per prompt, from several responses."""
 ENOUGH_EARNED = 64
 """Scored responses after which their best reward stands for the best of the task."""
 
@@ -57,6 +60,8 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
     """
     found = {REWARD: True, "length": False, "truncated_rate": True, "failure_rate": True}
     found |= {f"reward/{r.name or r.plugin}": True for r in spec.rewards}
+    if (samples := spec.eval_samples) > 1:
+        found |= {f"pass@{k}": True for k in _sizes(samples)} | {f"maj@{samples}": True}
     if spec.grammar:
         found["grammar/accepted_rate"] = True
     if not spec.constraints:
@@ -163,9 +168,47 @@ class TaskMetrics:
         first = [s for s in judged if s.rollout.attempt == 0]
         numbers["violation_rate"] = _BAD_RATE, first, [_violates(s) for s in first]
         numbers["served_violation_rate"] = _BAD_RATE, ends, [_violates(s) for s in ends]
+        if held_out:
+            numbers |= self._of_prompts(final)
         keep = _groups(final) if held_out else ()
         found = {name: _summary(*column, keep) for name, column in numbers.items()}
         return {name: statistic for name, statistic in found.items() if statistic.n}
+
+    def _of_prompts(self, final: Sequence[Scored]) -> dict[str, _Column]:
+        """Return ``pass@j`` and ``maj@k`` of prompts with k > 1 responses: one value per prompt."""
+        groups: dict[str, list[int]] = {}
+        for index, s in enumerate(final):
+            groups.setdefault(s.rollout.group_id, []).append(index)
+        samples = max(map(len, groups.values()), default=1)
+        if samples == 1:
+            return {}
+        name = self._spec.primary_metric
+        kind = replace(self._kind(name), direction=self.primary_direction)
+        values = self._over_slots(name, kind, final, key=f"primary/{name}/{kind.direction.value}")
+        end = {1: kind.high, -1: kind.low}[kind.direction.sign]
+        bar = self._spec.solved_at if self._spec.solved_at is not None else end
+        first = [final[own[0]] for own in groups.values()]
+        counted = [[i for i in own if math.isfinite(values[i])] for own in groups.values()]
+        found: dict[str, _Column] = {}
+        if math.isfinite(bar):
+            is_solved = [
+                not s.rollout.rejected and kind.direction.sign * (value - bar) >= -1e-9
+                for s, value in zip(final, values, strict=True)
+            ]
+            for k in _sizes(samples):
+                rates = [pass_at_k(len(own), sum(is_solved[i] for i in own), k) for own in counted]
+                found[f"pass@{k}"] = _GOOD_RATE, first, rates
+        answers = [self._answer(s) for s in final]
+        if any(answers):
+            majority = [_majority([(answers[i], values[i]) for i in own]) for own in counted]
+            found[f"maj@{samples}"] = kind, first, majority
+        return found
+
+    def _answer(self, scored: Scored) -> str:
+        """Return the answer that the reward of the primary metric read; of the reward: the first one read."""
+        plugin = self._spec.primary_metric.partition("/")[0]
+        results = scored.breakdown.values() if plugin == "reward" else [scored.breakdown.get(plugin)]
+        return next((r.answer for r in results if isinstance(r, Score) and r.answer), "")
 
     def slot_rewards(self, scored: Sequence[Scored]) -> dict[str, list[float]]:
         """Return the slots' rewards by group, without failed slots."""
@@ -256,6 +299,39 @@ class TaskMetrics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         self._rejected = {name: float(value) for name, value in state.items()}
+
+
+def pass_at_k(n: int, solved: int, k: int) -> float:
+    """Return the chance that one of ``k`` responses solves a prompt that ``solved`` of ``n`` responses solve.
+
+    ``1 - C(n - solved, k) / C(n, k)``, unbiased; NaN with fewer than ``k`` responses.
+
+    Source: Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), equation 1.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    return 1.0 - math.comb(n - solved, k) / math.comb(n, k) if n >= k else math.nan
+
+
+def _sizes(samples: int) -> list[int]:
+    """Return the k of ``pass@k``: powers of two up to ``samples``, and ``samples``."""
+    return sorted({*(2**i for i in range(samples.bit_length())), samples})
+
+
+def _majority(votes: Sequence[tuple[str, float]]) -> float:
+    """Return the mean value of the most frequent answer; the mean of all that are most frequent.
+
+    A response without an answer (empty) does not vote. Without any vote all count.
+    """
+    counts = Counter(answer for answer, _ in votes if answer)
+    most = max(counts.values(), default=0)
+    own: dict[str, list[float]] = {}
+    for answer, value in votes:
+        if counts[answer] == most:
+            own.setdefault(answer, []).append(value)
+    means = [math.fsum(values) / len(values) for values in own.values()]
+    return math.fsum(means) / len(means) if means else math.nan
 
 
 def served(scored: Sequence[Scored]) -> list[Scored]:

@@ -27,7 +27,10 @@ from multitask_rl.tracking.jsonl import RecordFile
 
 @dataclass
 class Evaluator:
-    """Runs the sampling stages of training over each task's held-out prompts, one response a prompt."""
+    """Runs the sampling stages of training over each task's held-out prompts.
+
+    A prompt gets ``eval_samples`` responses of its task. The first one does not depend on their number.
+    """
 
     actor: Actor
     engine: RolloutEngine
@@ -62,7 +65,7 @@ class Evaluator:
             self.tasks,
             seed=self.seed,
             purpose=purpose,
-            group_size=1,
+            group_sizes={name: self.tasks[name].spec.eval_samples for name in names},
             temperature=self.temperature,
             worlds=self.worlds,
         )
@@ -77,7 +80,7 @@ class Evaluator:
         for name in names:
             task, own = self.tasks[name], [s for s in scored if s.rollout.task == name]
             digest = hashlib.blake2b(digest_size=8)
-            for s in served(own):
+            for s in (s for s in served(own) if s.rollout.sample == 0):
                 digest.update(json.dumps([s.rollout.prompt.prompt_id, s.rollout.prompt.text]).encode())
             found[name] = TaskEvaluation(
                 task=name,
@@ -86,6 +89,7 @@ class Evaluator:
                 step=step,
                 policy_version=version,
                 prompts=digest.hexdigest(),
+                num_samples=task.spec.eval_samples,
                 num_failed=task.metrics.num_failed(own),
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
             )
@@ -111,6 +115,7 @@ def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
         "metric": evaluation.metric,
         "policy_version": evaluation.policy_version,
         "prompts": evaluation.prompts,
+        "samples": evaluation.num_samples,
         **_numbers(evaluation.primary),
         "low": _plain(low),
         "high": _plain(high),

@@ -54,14 +54,14 @@ class RolloutStage(StreamingStage):
         seed: int,
         scorer: RunScorer | None = None,
         purpose: str = "rollout",
-        group_size: int | None = None,
+        group_sizes: Mapping[str, int] | None = None,
         temperature: float | None = None,
         episodes: Callable[[], Episodes] | None = None,
     ) -> None:
         """Set up the stage.
 
         Without ``scorer`` no partial response is judged; ``purpose`` names the random streams. Without
-        ``group_size`` and ``temperature`` each task has its own. ``episodes`` makes the driver of the tasks
+        ``group_sizes`` and ``temperature`` each task has its own. ``episodes`` makes the driver of the tasks
         with an environment.
         """
         self._episodes = episodes
@@ -71,7 +71,7 @@ class RolloutStage(StreamingStage):
         self._seed = seed
         self._scorer = scorer
         self._purpose = purpose
-        self._group_size = group_size
+        self._group_sizes = group_sizes or {}
         self._temperature = temperature
         self._call: _Call | None = None
         self._joined: list[Rollout] = []
@@ -91,7 +91,7 @@ class RolloutStage(StreamingStage):
             sampling = task.sampling
             if self._temperature is not None:
                 sampling = replace(sampling, temperature=self._temperature)
-            for sample in range(self._group_size or task.group_size):
+            for sample in range(self._group_sizes.get(prompt.task, task.group_size)):
                 slots.append(Rollout(prompt=prompt, sample=sample, sampling=sampling))
         for ended in self._run(slots):
             self._joined += [rollout for rollout in ended if rollout.attempt]
@@ -686,7 +686,7 @@ def sampling_stages(
     *,
     seed: int,
     purpose: str = "rollout",
-    group_size: int | None = None,
+    group_sizes: Mapping[str, int] | None = None,
     temperature: float | None = None,
     quorum: float = 1.0,
     worlds: WorldPool | None = None,
@@ -703,7 +703,7 @@ def sampling_stages(
         seed=seed,
         scorer=scorer,
         purpose=purpose,
-        group_size=group_size,
+        group_sizes=group_sizes,
         temperature=temperature,
         episodes=None
         if worlds is None

@@ -13,7 +13,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, render_prompt
-from multitask_rl.data.readers import Row
+from multitask_rl.data.readers import ReportedRows, Row
 from multitask_rl.data.rows import row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
@@ -44,6 +44,8 @@ class TaskState:
     """None: the task is evaluated only."""
     eval_rows: list[Row] = field(default_factory=list)
     """Held-out rows, always the same ones in the same order."""
+    only_reported: bool = False
+    """They are of the split ``test``: no controller reads their results."""
     max_prompt_tokens: int = 0
     """0 = no limit."""
     warnings: list[str] = field(default_factory=list)
@@ -161,6 +163,7 @@ def build_task_states(
                     f"the model's {actor.max_length} positions; lower rollout.max_new_tokens"
                 )
             limit = min(limit, room) if limit else room
+        only_reported = isinstance(eval_rows, ReportedRows)
         if len(eval_rows) > config.eval.num_prompts:
             chosen = random_stream(config.seed, "eval-rows", name)
             eval_rows = [eval_rows[i] for i in chosen.sample(range(len(eval_rows)), config.eval.num_prompts)]
@@ -186,6 +189,7 @@ def build_task_states(
             },
             stream=stream,
             eval_rows=list(eval_rows),
+            only_reported=only_reported,
             max_prompt_tokens=limit,
         )
         task.sync_learner()

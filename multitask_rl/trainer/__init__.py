@@ -340,6 +340,11 @@ class Trainer:
             )
         if self._parts is None:
             with self._closing_on_error():
+                if track and not self.plan.trained:
+                    raise ConfigError(
+                        f"{self.config.tasks_file or 'tasks'}: every task is evaluation_only; nothing would "
+                        "be trained. `multitask-rl eval MODEL tasks.yaml` evaluates them"
+                    )
                 self._parts = build_parts(
                     self.plan,
                     actor=self.actor,

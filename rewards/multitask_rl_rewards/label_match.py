@@ -51,7 +51,7 @@ class LabelMatch:
         if isinstance(labels, str) or reference not in labels:
             return data_failure(f"reference {reference!r} is not in labels {labels!r}", _NAME)
         named = find_labels(without_question(strip_thinking(rollout.response), rollout), labels)
-        return Score(value=float(named == {reference}))
+        return Score(value=float(named == {reference}), answer=", ".join(sorted(named)))
 
 
 def find_labels(text: str, labels: Sequence[str]) -> set[str]:

@@ -99,7 +99,7 @@ class MathAnswer:
         is_right = any(
             _bare(text) == _bare(reference) or _equal(gold, text) for text in dict.fromkeys(readings)
         )
-        return Score(value=float(is_right))
+        return Score(value=float(is_right), answer=_canonical(readings[-1]))
 
     def _final_answer(self, response: str) -> str:
         """Return the text for math-verify to read, empty if there is no answer."""
@@ -157,6 +157,13 @@ def _parse_reference(reference: str) -> tuple[Any, ...]:
 def _equal(gold: tuple[Any, ...], answer: str) -> bool:
     parse, verify = _library()
     return bool(verify(list(gold), parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+
+def _canonical(answer: str) -> str:
+    """Return the text of the value that ``answer`` states, the same for 1/2 and 0.5; else its own text."""
+    parse, _ = _library()
+    found = parse(answer, parsing_timeout=None)
+    return str(found[0]) if found else _bare(answer)
 
 
 @lru_cache(maxsize=1)

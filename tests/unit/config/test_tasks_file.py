@@ -197,10 +197,6 @@ OK = "rewards: [math_answer]"
             ["tasks.yaml:4", "must be > 0 for a task that is trained", "eval.temperature=0"],
         ),
         (f"tasks:\n  m:\n    {OK}\n    primary_metric: math\n", ["tasks.yaml:4", "math_answer", "reward"]),
-        (
-            f"tasks:\n  m:\n    {OK}\n    evaluation_only: true\n",
-            ["evaluation_only", "nothing would be trained"],
-        ),
         (f"tasks: {{a: {{min_share: 0.6, {OK}}}, b: {{min_share: 0.6, {OK}}}}}", ["min_share", "1.2"]),
         (f"tasks: {{a: {{renamed_from: b, {OK}}}, b: {{{OK}}}}}", ["tasks.a.renamed_from", "'b'"]),
         (

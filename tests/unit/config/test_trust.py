@@ -191,7 +191,9 @@ def test_what_files_and_packages_say_is_printable(
     assert main(["tasks", "show", "--json", "tasks.yaml"]) == 0
     assert main(["tasks", "validate", "--quick", "tasks.yaml"]) == 0
     primary = SimpleNamespace(mean=0.0, n=0, error=0.0, values=())
-    print_evaluations({"math": SimpleNamespace(primary=primary, metric="d\x1b[2J", num_failed=0)})
+    print_evaluations(
+        {"math": SimpleNamespace(primary=primary, metric="d\x1b[2J", num_failed=0, num_samples=1, metrics={})}
+    )
     described = Description(summary="b\x1b[2J", needs=("c\x1b[2J",))
     monkeypatch.setattr("multitask_rl.cli.plugins.describe", lambda info: described)
     assert main(["plugins", "list", "rewards"]) == 0

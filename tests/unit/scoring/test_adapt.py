@@ -248,7 +248,7 @@ def test_verl_functions_run_unchanged() -> None:
     right, wrong = grade(
         f"verl:{file}:compute_score", [make_rollout(t, row=row) for t in ("... #### 72", "#### 7")]
     )
-    assert right == Score(value=1.0, components={"acc": 1.0}), "text beside the numbers is left out"
+    assert right == Score(value=1.0, components={"acc": 1.0}, answer="72"), "other text is left out"
     assert wrong.value == 0.0
     other = grade(f"verl:{file}:compute_score", [make_rollout("x", row={**row, "data_source": "other"})])[0]
     assert other.message == "raised NotImplementedError: other"

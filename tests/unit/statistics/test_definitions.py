@@ -1,5 +1,6 @@
 """What the numbers of a task mean, the same in training and held out (docs/definitions.md)."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from multitask_rl.records import (
     Scored,
     Verdict,
 )
-from multitask_rl.statistics.definitions import TaskMetrics
+from multitask_rl.statistics.definitions import TaskMetrics, metric_names, pass_at_k
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.testing import make_rollout
 
@@ -221,3 +222,60 @@ def test_what_failed_is_counted_apart_from_what_the_metric_does_not_concern():
     assert own.num_failed(scored) == 2
     primary = own.primary(scored)
     assert len(primary.values) - primary.n - own.num_failed(scored) == 1
+
+
+def sampled(draw, sample, value, answer=""):
+    rollout = replace(make_rollout(draw=draw), sample=sample)
+    return Scored(rollout=rollout, reward=value, breakdown={"r": Score(value=value, answer=answer)})
+
+
+def of_prompts(*prompts, traits=UNIT, **keys):
+    """Return the held-out metrics of prompts, each a list of (value, answer) of its responses."""
+    records = [
+        sampled(draw, i, *response) for draw, own in enumerate(prompts) for i, response in enumerate(own)
+    ]
+    return metrics(traits, **keys).describe(records, held_out=True)
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets_of_the_responses():
+    for n, solved, k in [(5, 2, 3), (4, 0, 2), (4, 4, 4), (8, 1, 4)]:
+        responses = [True] * solved + [False] * (n - solved)
+        subsets = [any(own) for own in itertools.combinations(responses, k)]
+        assert pass_at_k(n, solved, k) == pytest.approx(sum(subsets) / len(subsets))
+    assert math.isnan(pass_at_k(2, 1, 3))
+
+
+def test_prompts_with_several_responses_have_pass_at_k_and_a_majority_with_errors():
+    right, wrong = (1.0, "4"), (0.0, "5")
+    found = of_prompts([right, wrong, wrong, (0.0, "6")], [right, right, wrong, (0.0, "")])
+    assert found["reward_mean"].values == [0.25, 0.5]
+    assert found["pass@1"].mean == found["reward_mean"].mean
+    assert found["pass@2"].values == [0.5, pytest.approx(1 - 1 / 6)]
+    assert (found["pass@4"].mean, found["pass@4"].n) == (1.0, 2)
+    assert found["pass@2"].error > 0
+    assert found["maj@4"].values == [0.0, 1.0]
+    known = metric_names(task(eval_samples=4))
+    assert {name for name in found if name.startswith(("pass", "maj"))} <= known.keys()
+    assert all(known[name] for name in ("pass@4", "maj@4"))
+
+
+def test_a_tie_of_the_majority_is_its_mean_and_without_answers_there_is_none():
+    assert of_prompts([(1.0, "4"), (0.0, "5")])["maj@2"].values == [0.5]
+    assert of_prompts([(0.0, ""), (0.0, "")], [(1.0, "4"), (0.0, "")])["maj@2"].values == [0.0, 1.0]
+    assert "maj@2" not in of_prompts([(1.0, ""), (0.0, "")])
+
+
+def test_a_response_solves_at_the_good_end_of_the_range_or_at_solved_at():
+    graded = [(0.5, ""), (0.9, "")]
+    assert of_prompts(graded)["pass@2"].mean == 0.0
+    assert of_prompts(graded, solved_at=0.5)["pass@1"].mean == 1.0
+    assert "pass@2" not in of_prompts(graded, traits=PluginTraits())
+    lower = PluginTraits(low=0.0, high=9.0, higher_is_better=False)
+    assert of_prompts([(0.0, ""), (3.0, "")], traits=lower, primary_metric="r")["pass@1"].mean == 0.5
+
+
+def test_a_failed_response_leaves_the_sizes_that_it_is_missing_for():
+    records = [sampled(0, 0, 1.0), replace(sampled(0, 1, 0.0), failure=FAILED)]
+    found = metrics().describe(records, held_out=True)
+    assert found["pass@1"].mean == 1.0
+    assert "pass@2" not in found

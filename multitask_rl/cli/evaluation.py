@@ -1,0 +1,131 @@
+"""``multitask-rl eval``: a model, or two side by side, on the held-out prompts of a tasks file; or a run.
+
+A model is a directory of transformers, a run (its newest checkpoint), a checkpoint or a hub id. Both models
+answer the same prompts with the same seeds, so the difference is paired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from multitask_rl.cli.comparison import compare_runs, render_comparison
+from multitask_rl.cli.train import compose_and_run, evaluate, print_evaluations
+from multitask_rl.config.run import RunConfig, TrackingConfig
+from multitask_rl.config.trust import TRUST, refuse_code_in
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import TaskEvaluation
+from multitask_rl.run.plan import load_specs
+from multitask_rl.step.evaluation import append_evaluations, evaluation_row
+from multitask_rl.tracking.jsonl import dump_line
+from multitask_rl.tracking.reading import read_run
+from multitask_rl.training.checkpoint import CheckpointStore
+
+
+def main(arguments: list[str]) -> int:
+    """Evaluate; without MODEL in front, the keys name a run (``cli/train.py``).
+
+    Raises:
+        ConfigError: a model or a setting cannot be used.
+    """
+    is_model = bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("-")
+    if not is_model and not {"-h", "--help"} & set(arguments):
+        return evaluate(arguments)
+    parser = argparse.ArgumentParser(
+        prog="multitask-rl eval",
+        usage="multitask-rl eval MODEL TASKS [options] [key=value ...]\n"
+        "       multitask-rl eval output_dir=RUN [key=value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Keys as for train, for example eval.temperature=0 (greedy), "
+        "eval.num_prompts=1000, rollout.engine=vllm.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="directory of a model, run or checkpoint, or a hub id")
+    parser.add_argument("tasks", help="tasks file")
+    parser.add_argument("--other", default="", help="a second model: its difference to the first, per task")
+    parser.add_argument("--split", default="", help="eval_split of every task, such as test")
+    parser.add_argument("--samples", type=int, help="eval_samples of every task: pass@k, maj@k, avg@k")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options, overrides = parser.parse_known_args(arguments)
+    if TRUST not in overrides:
+        refuse_code_in(options.tasks)
+    if options.other == options.model:
+        raise ConfigError(f"--other: {options.other} is the first model too; give another one")
+    names = [options.model, *([options.other] if options.other else [])]
+    directories = [model_directory(name) for name in names]
+    compose_and_run(
+        overrides,
+        "eval",
+        lambda config: _evaluate(config, options, dict(zip(names, directories, strict=True))),
+    )
+    return 0
+
+
+def model_directory(name: str) -> str:
+    """Return the model directory of a run (its newest checkpoint) or of a checkpoint, else ``name``.
+
+    Raises:
+        ConfigError: a run without a checkpoint, or adapters alone.
+    """
+    path = Path(name)
+    if (path / "checkpoints").is_dir():
+        found = CheckpointStore(path / "checkpoints", keep=1, is_writer=False).newest()
+        if found is None:
+            raise ConfigError(f"{name} is a run without a checkpoint; give the directory of a model")
+        path = found.actor_dir
+    elif (path / "manifest.json").is_file() and (path / "actor").is_dir():
+        path /= "actor"
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{name} holds adapters (model.lora) without the model below them; evaluate the run that made "
+            "them: multitask-rl eval output_dir=RUN"
+        )
+    return name if path == Path(name) else str(path)
+
+
+def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[str, str]) -> None:
+    config = replace(
+        config,
+        tasks_file=options.tasks,
+        guard=replace(config.guard, enabled=False),
+        checkpoint=replace(config.checkpoint, resume="never"),
+        tracking=TrackingConfig(trackers=[]),
+    )
+    keys = {"eval_split": options.split or None, "eval_samples": options.samples}
+    if given := {key: value for key, value in keys.items() if value is not None}:
+        own_keys = {name: dict(config.tasks.get(name, {})) for name in load_specs(config)}
+        config = replace(config, tasks={name: {**own, **given} for name, own in own_keys.items()})
+    with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
+        results: dict[str, dict[str, TaskEvaluation]] = {}
+        for number, (name, directory) in enumerate(models.items()):
+            model = replace(config.model, name_or_path=directory)
+            own = Path(folder) / str(number)
+            results[name] = _of_model(replace(config, model=model, output_dir=str(own)))
+            append_evaluations(own / "evaluations.jsonl", results[name])
+        compared = None
+        if len(models) > 1:
+            base, other = (read_run(Path(folder) / str(i), name) for i, name in enumerate(models))
+            compared = compare_runs(base, other)
+    if options.json:
+        rows = {m: {n: evaluation_row(e) for n, e in own.items()} for m, own in results.items()}
+        sys.stdout.write(dump_line({"models": rows, "difference": compared}))
+        return
+    for name, own_results in results.items():
+        print(f"{name}:")
+        print_evaluations(own_results)
+        print()
+    if compared is not None:
+        sys.stdout.write(render_comparison({**compared, "config": None}) + "\n")
+
+
+def _of_model(config: RunConfig) -> dict[str, TaskEvaluation]:
+    from multitask_rl.trainer import Trainer  # heavy: torch, transformers
+
+    with contextlib.closing(Trainer.from_config(config)) as trainer:
+        return trainer.evaluate()

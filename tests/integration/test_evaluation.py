@@ -1,0 +1,114 @@
+"""Evaluations with several responses a prompt, of any model, and what decides over a run."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from multitask_rl.cli import main
+from multitask_rl.errors import ConfigError
+from multitask_rl.trainer import Trainer
+from run_builders import build_actor, run_config, undocumented, write_run
+
+TASKS = """
+tasks:
+  copy: {dataset: copy.jsonl, rewards: [rewards.py:graded], primary_metric: graded}
+  benchmark: {dataset: test.jsonl, rewards: [rewards.py:graded], evaluation_only: true}
+"""
+GRADED = """
+from multitask_rl.contracts import PluginTraits
+
+
+def graded(response, reference):
+    return {"score": float(response[:1] == reference[:1]), "pred": response[:1]}
+
+
+graded.traits = PluginTraits(low=0.0, high=1.0)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A tasks file with a task whose held-out rows are of the split test."""
+    write_run(tmp_path, TASKS)
+    (tmp_path / "rewards.py").write_text(GRADED)
+    rows = [json.loads(line) for line in (tmp_path / "copy.jsonl").read_text().splitlines()[:12]]
+    text = "".join(json.dumps({**row, "split": "test"}) + "\n" for row in rows)
+    (tmp_path / "test.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_several_responses_a_prompt_are_recorded_and_a_test_split_decides_nothing(here):
+    config = run_config(here, "out", 2)
+    config = replace(config, tasks={"copy": {"eval_samples": 4}})
+    trainer = Trainer.from_config(config)
+    trainer.train()
+    last = trainer.history[-1][1]
+    assert len(last["copy"].values) == 8
+    assert last["copy"].primary.n == 32
+    one, four = last["copy"].metrics["pass@1"].mean, last["copy"].metrics["pass@4"].mean
+    assert one == pytest.approx(last["copy"].primary.mean)
+    assert one <= four
+    assert 0.0 <= last["copy"].metrics["maj@4"].mean <= 1.0
+    entries = trainer.parts.store.checkpoints.entries
+    assert entries[2].score == last["copy"].primary.mean, "the best checkpoint does not read the test split"
+    numbers = "".join((here / "out" / "metrics.jsonl").read_text())
+    assert "guard/copy/" in numbers
+    assert "guard/benchmark/" not in numbers
+    assert '"task/benchmark/eval"' in numbers
+    assert undocumented(here / "out") == set()
+    guard = replace(config.guard, monitor_metrics=["benchmark"])
+    with pytest.raises(ConfigError, match=r"Not watched are benchmark: .* split test"):
+        Trainer.from_config(replace(config, guard=guard))
+
+
+def test_the_first_response_does_not_depend_on_their_number(here):
+    def values(samples):
+        config = run_config(here, f"out{samples}", 1)
+        return Trainer.from_config(replace(config, tasks={"copy": {"eval_samples": samples}})).evaluate()
+
+    one, two = values(1)["copy"], values(2)["copy"]
+    assert one.prompts == two.prompts
+    assert all(b in (a / 2, (a + 1) / 2) for a, b in zip(one.values, two.values, strict=True))
+
+
+def test_any_model_is_evaluated_and_two_are_compared_in_pairs(here, capsys):
+    build_actor(seed=1).save(here / "other")
+    keys = ["eval.num_prompts=12", "--samples", "2", "rollout.max_new_tokens=4", "scoring.num_workers=1"]
+    assert main(["eval", "actor", "tasks.yaml", "--other", "other", "--json", *keys]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["models"].keys() == {"actor", "other"}
+    row = found["difference"]["tasks"]["copy"]
+    base, other = (found["models"][m]["copy"] for m in ("actor", "other"))
+    assert row["paired"]
+    assert row["delta"] == pytest.approx(other["mean"] - base["mean"])
+    assert row["low"] <= row["delta"] <= row["high"]
+    assert base["metrics"]["pass@2"]["n"] == len(base["values"]) == 8
+    assert not (here / "runs").exists()
+
+
+def test_a_file_of_benchmarks_alone_is_evaluated_greedily_but_not_trained(here, capsys):
+    (here / "all.yaml").write_text(TASKS.replace("  copy: {", "  copy: {evaluation_only: true, "))
+    keys = ["eval.temperature=0", "rollout.max_new_tokens=4", "scoring.num_workers=1", "eval.num_prompts=4"]
+    assert main(["eval", "actor", "all.yaml", *keys]) == 0
+    shown = capsys.readouterr().out
+    assert "benchmark" in shown
+    assert "pass@" not in shown
+    config = replace(run_config(here, "out", 1), tasks_file=str(here / "all.yaml"))
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        Trainer.from_config(config).train()
+
+
+def test_models_that_cannot_be_evaluated_are_refused_in_words(here, capsys):
+    (here / "run" / "checkpoints").mkdir(parents=True)
+    (here / "adapters").mkdir()
+    (here / "adapters" / "adapter_config.json").write_text("{}")
+    for model, told in (("run", "without a checkpoint"), ("adapters", "holds adapters")):
+        assert main(["eval", model, "tasks.yaml"]) == 2
+        assert told in capsys.readouterr().err
+    assert main(["eval", "actor", "tasks.yaml", "--split", "dev"]) == 2
+    assert "no rows of split 'dev'" in capsys.readouterr().err
+    assert main(["eval", "actor", "tasks.yaml", "--samples=2", "eval.temperature=0"]) == 2
+    assert "are all the same" in capsys.readouterr().err
+    assert main(["eval", "actor", "tasks.yaml", "--other", "actor"]) == 2
