@@ -81,6 +81,12 @@ class Verdict:
     reason: str = ""
     applicable: bool = True
     """False: the constraint does not apply to the sample, which counts in no rate and no mean cost."""
+    turn: int = 0
+    """Of an episode: the turn that it judges, from 1; 0 = the whole response."""
+
+    def of_turn(self, number: int) -> Verdict:
+        """Return the verdict on a response as one on the turn ``number`` of an episode."""
+        return replace(self, turn=number, reason=f"turn {number}: {self.reason}" if self.reason else "")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -103,9 +103,9 @@ class Grader:
         """
         if self._is_reward or self.traits.whole_episodes or not any(len(r.turns) > 1 for r in rollouts):
             return self._grade_all(rollouts)
-        answers = [r.answers() for r in rollouts]
+        answers = [r.answers() if len(r.turns) > 1 else [r] for r in rollouts]
         graded = iter(self._grade_all([answer for own in answers for answer in own]))
-        return [_worst([next(graded) for _ in own]) for own in answers]
+        return [_worst([next(graded) for _ in own]) if len(own) > 1 else next(graded) for own in answers]
 
     def _grade_all(self, rollouts: Sequence[Rollout]) -> list[Result]:
         needs = self.traits.needs
@@ -156,13 +156,17 @@ class Grader:
 
 
 def _worst(results: Sequence[Result]) -> Result:
-    """Return the result of an episode, given those of its answers: a failure, else the largest cost."""
+    """Return the result of an episode, given those of its answers: a failure, a violation, the most cost."""
     worst = results[0]
     for number, result in enumerate(results, 1):
         if isinstance(result, Failure):
             return result
         assert isinstance(result, Verdict)
         assert isinstance(worst, Verdict)
-        if result.applicable and (not worst.applicable or result.cost > worst.cost or number == 1):
-            worst = replace(result, reason=f"turn {number}: {result.reason}" if result.reason else "")
+        if number == 1 or _weight(result) > _weight(worst):
+            worst = result.of_turn(number)
     return worst
+
+
+def _weight(verdict: Verdict) -> tuple[bool, bool, float]:
+    return verdict.applicable, verdict.violated, verdict.cost

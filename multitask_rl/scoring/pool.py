@@ -151,7 +151,11 @@ class RewardPool:
                 if isinstance(verdict, Verdict) and verdict.violated:
                     asked.setdefault(plugin.lane, []).append((index, plugin.name, verdict))
         for lane, own in asked.items():
-            texts = lane.explain([rollouts[index] for index, _, _ in own], [verdict for *_, verdict in own])
+            judged = [
+                rollouts[index].answers()[verdict.turn - 1] if verdict.turn else rollouts[index]
+                for index, _, verdict in own
+            ]
+            texts = lane.explain(judged, [verdict for *_, verdict in own])
             for (index, name, _), text in zip(own, texts, strict=True):
                 if text:
                     found[index][name] = text

@@ -58,7 +58,7 @@ def encode(result: Result) -> tuple[Any, ...]:
     if isinstance(result, records.NotApplicable):
         return ("n",)
     if isinstance(result, records.Verdict):
-        return ("v", result.cost, result.violated, result.reason, result.applicable)
+        return ("v", result.cost, result.violated, result.reason, result.applicable, result.turn)
     return ("f", result.kind.value, result.message, result.source)
 
 
@@ -74,7 +74,8 @@ def decode(parts: tuple[Any, ...]) -> Result:
     if tag == "n":
         return records.NOT_APPLICABLE
     if tag == "v":
-        return records.Verdict(cost=parts[1], violated=parts[2], reason=parts[3], applicable=parts[4])
+        cost, violated, reason, applicable, turn = parts[1:]
+        return records.Verdict(cost=cost, violated=violated, reason=reason, applicable=applicable, turn=turn)
     return records.Failure(kind=records.FailureKind(parts[1]), message=parts[2], source=parts[3])
 
 

@@ -76,8 +76,8 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     if not 0.0 <= cost <= 1.0:  # also refuses NaN
         return failed(f"returned the cost {cost!r}, outside [0, 1]", source)
     if is_verdict:
-        violated, applicable = bool(raw.violated), bool(raw.applicable)
-        return Verdict(cost=cost, violated=violated, reason=str(raw.reason), applicable=applicable)
+        violated, applicable, turn = bool(raw.violated), bool(raw.applicable), int(raw.turn)
+        return Verdict(cost=cost, violated=violated, reason=str(raw.reason), applicable=applicable, turn=turn)
     return Verdict(cost=cost, violated=cost >= 0.5)
 
 

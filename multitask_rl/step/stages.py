@@ -190,7 +190,9 @@ class RolloutStage(StreamingStage):
             verdicts = call.judge.verdicts[call.seeds[position]] if call.judge and is_flagged else {}
             if isinstance(slot, Episode):
                 assert call.episodes is not None
-                slot.rollout.verdicts.update(verdicts)
+                for name, verdict in verdicts.items():
+                    assert isinstance(verdict, Verdict)
+                    slot.rollout.verdicts[name] = verdict.of_turn(slot.number + 1)
                 slot.rollout.policy_version = self.engine.policy_version
                 call.episodes.answer(slot, generation, self._text(slot.rollout, ids))
                 continue

@@ -65,7 +65,9 @@ def _result_to_dict(result: RewardResult | Verdict) -> dict[str, Any]:
         return {"value": result.value, "components": dict(result.components)}
     if isinstance(result, NotApplicable):
         return {"not_applicable": True}
-    return {"failure": asdict(result)} if isinstance(result, Failure) else asdict(result)
+    if isinstance(result, Failure):
+        return {"failure": asdict(result)}
+    return {key: value for key, value in asdict(result).items() if key != "turn" or value}
 
 
 def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:

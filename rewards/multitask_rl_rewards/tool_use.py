@@ -10,15 +10,16 @@ from typing import Any, ClassVar
 
 from multitask_rl.config.schema.ranges import Settings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.environments.calls import read_calls
+from multitask_rl.environments.calls import ToolCall, read_calls
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Rollout, Verdict
+from multitask_rl.records import FLAGGED, Rollout, Verdict
 
 
 class ToolUse:
     """A limit on the tool calls of an episode; the cost is 1 where one breaks it.
 
     It reads the calls as the environment does, and so also those that name no tool or have wrong arguments.
+    With ``stream_every`` it judges the calls that the answer has completed, without those of earlier turns.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(isolate=False, whole_episodes=True)
@@ -66,14 +67,18 @@ class ToolUse:
         """Return one verdict per episode; its reason names the first call that breaks a limit."""
         verdicts = []
         for rollout in rollouts:
-            reason = self._problem([turn.response for turn in rollout.turns] or [rollout.response])
+            answers = [read_calls(turn.response)[1] for turn in rollout.turns]
+            answers = answers or [read_calls(rollout.response)[1]]
+            if rollout.finish_reason == FLAGGED and _is_cut(rollout.response, answers[-1]):
+                del answers[-1][-1]  # the rest of the call may be right
+            reason = self._problem(answers)
             verdicts.append(Verdict(cost=float(bool(reason)), violated=bool(reason), reason=reason))
         return verdicts
 
-    def _problem(self, answers: Sequence[str]) -> str:
+    def _problem(self, answers: Sequence[Sequence[ToolCall]]) -> str:
         config, counts = self.config, Counter[str]()
-        for number, answer in enumerate(answers, 1):
-            for call in read_calls(answer)[1]:
+        for number, calls in enumerate(answers, 1):
+            for call in calls:
                 counts.update([call.name, "*"])
                 where = f"turn {number}: {call.name or 'an unreadable call'}"
                 if call.name in config.forbidden or (config.allowed and call.name not in config.allowed):
@@ -86,3 +91,13 @@ class ToolUse:
                     if pattern is not None and not pattern.fullmatch(str(value)):
                         return f"{where}: {key} does not match {pattern.pattern!r}"
         return ""
+
+
+def _is_cut(text: str, calls: Sequence[ToolCall]) -> bool:
+    """Whether ``text`` ends within the last of its calls."""
+    if not calls:
+        return False
+    _, mark, tail = text.rpartition("<function=")
+    return bool(calls[-1].problem) or (
+        bool(mark) and "</function>" not in tail and "</tool_call>" not in tail
+    )

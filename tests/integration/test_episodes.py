@@ -284,7 +284,8 @@ def test_a_constraint_judges_every_answer_of_an_episode(tmp_path, mode):
         assert verdict["violated"] == any(has_digit)
         if any(has_digit):
             violated += 1
-            assert verdict["reason"] == f"turn {has_digit.index(True) + 1}: a digit"
+            number = has_digit.index(True) + 1
+            assert verdict["reason"] == (f"turn {number}: a digit" if len(answers) > 1 else "a digit")
         assert row["rejected"] == (mode == "reject" and any(has_digit))
     assert 0 < violated < len(rows)
     if mode == "reject":
@@ -304,6 +305,7 @@ def test_a_streaming_constraint_ends_the_answer_and_the_episode(tmp_path):
         assert not any(c.isdigit() for answer in before for c in answer[:-1])
         assert any(c.isdigit() for c in last)
         assert row["verdicts"]["NoDigit"]["violated"]
+        assert row["verdicts"]["NoDigit"]["turn"] == len(row["turns"])
 
 
 def test_a_grammar_holds_in_every_turn(tmp_path):

@@ -1,9 +1,10 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Turn
+from multitask_rl.records import FLAGGED, Turn
 from multitask_rl.testing.builders import make_rollout
 from multitask_rl_rewards.tool_use import ToolUse
 
@@ -56,3 +57,22 @@ def test_expressions_of_the_user_run_in_a_worker_process_that_can_be_killed():
     for config in (endless, {"most": {"search": 2}}):
         assert ToolUse.isolates(config) == (config is endless)
         assert ToolUse(ToolUse.Config(**config)).traits.isolate == (config is endless)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_violated"),
+    [
+        ('<tool_call>{"name": "search", "argu', False),
+        ('<tool_call>{"name": "search", "arguments": {"query": "rain"}}', False),
+        ('<tool_call>{"name": "delete", "arguments": {}}', True),
+        ("<tool_call><function=sea", False),
+        ("<tool_call><function=search><parameter=query>", False),
+        ("<tool_call><function=delete></function>", True),
+        ('<tool_call>{"name": "delete", "arguments": {}}</tool_call> <tool_call>{"na', True),
+        ("no call", False),
+    ],
+)
+def test_a_call_that_is_being_written_is_not_judged(text, is_violated):
+    rollout = replace(make_rollout(text), finish_reason=FLAGGED)
+    config = ToolUse.Config(allowed=["search"], arguments={"search": {"query": "[a-z]+"}})
+    assert ToolUse(config).judge([rollout])[0].violated == is_violated

@@ -10,7 +10,7 @@ import pytest
 
 from multitask_rl.config.run import ScoringConfig, TrackingConfig
 from multitask_rl.config.task import ConstraintSpec, TaskSpec
-from multitask_rl.records import Rollout
+from multitask_rl.records import Rollout, Turn
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing.builders import make_rollout
 from run_builders import run_config, train, write_run
@@ -146,3 +146,33 @@ def test_a_run_explains_the_violations_that_it_stores(tmp_path, stored):
         text = f"odd: {len(row['response'])} characters" if row in violated else "odd"
         assert row["verdicts"]["odd"]["reason"] == text
     assert sum(map(int, calls.read_text().split())) == len(violated) > 0
+
+
+def test_the_violating_answer_of_an_episode_is_judged_and_explained(judges):
+    pool = judges("Judge")
+    pool.start()
+    try:
+        episode = make_rollout("xx", task="a")
+        episode.turns = [Turn(num_tokens=0, response=text) for text in ("xx", "xxxxx", "xxx", "xx")]
+        alone = make_rollout("x", task="b")
+        rollouts = [
+            replace(r, verdicts=v)
+            for r, v in zip([episode, alone], pool.judge([episode, alone]), strict=True)
+        ]
+        verdict = rollouts[0].verdicts["own"]
+        assert (verdict.violated, verdict.turn, verdict.reason) == (True, 2, "turn 2: odd")
+        assert rollouts[1].verdicts["own"].reason == "odd"
+        assert pool.explain(rollouts) == [{"own": "5 characters"}, {"own": "1 characters"}]
+    finally:
+        pool.close()
+
+
+def test_the_turn_of_a_verdict_comes_back_from_a_worker(judges):
+    pool = judges("Isolated")
+    pool.start()
+    try:
+        episode = make_rollout("xx", task="a")
+        episode.turns = [Turn(num_tokens=0, response=text) for text in ("xx", "x")]
+        assert pool.judge([episode])[0]["own"].turn == 2
+    finally:
+        pool.close()
