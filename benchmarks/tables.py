@@ -7,13 +7,13 @@ python benchmarks/tables.py --write    # write them between the pages' marks, th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from claims.base import table
+from result_files import by_delay, compiled, read, sort_steps
 
 RESULTS = Path(__file__).with_name("results")
 ROOT = Path(__file__).parents[1]
@@ -76,21 +76,6 @@ def render(results: Path = RESULTS) -> str:
     return "\n\n".join(parts)
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Return a result."""
-    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return document
-
-
-def sort_steps(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return results of ``speed.py`` in the order in which they are shown."""
-    return sorted(results, key=lambda r: (r["workload"], r["actor"], r["dtype"] != "float32", *_compiled(r)))
-
-
-def _compiled(result: dict[str, Any]) -> list[str]:
-    return ["compiled"] if result.get("compile") else []
-
-
 def _steps(results: Iterable[dict[str, Any]]) -> str:
     rows = []
     for r in sort_steps(results):
@@ -98,7 +83,7 @@ def _steps(results: Iterable[dict[str, Any]]) -> str:
         rows.append(
             [
                 r["workload"],
-                ", ".join([r["actor"], *_compiled(r)]),
+                ", ".join([r["actor"], *compiled(r)]),
                 r["dtype"],
                 _times(r["ratios"].get("trl"), stages.get("cpu_trl")),
                 _times(r["ratios"]["limit"], stages["cpu_limit"]),
@@ -134,12 +119,6 @@ def _tasks(results: Sequence[dict[str, Any]]) -> str:
     ]
     header = ["rewards take", "against one after another", "against one after another, each overlapped"]
     return "Four tasks in one overlapped run, samples/s:\n\n" + table(header, rows)
-
-
-def by_delay(results: Iterable[dict[str, Any]]) -> dict[float, dict[str, Any]]:
-    """Return the figures of ``pipeline.py --part rewards`` of all files by the seconds that rewards take."""
-    merged = {float(name.split()[0]): own for r in results for name, own in r["figures"].items()}
-    return dict(sorted(merged.items()))
 
 
 def _rewards(results: Sequence[dict[str, Any]]) -> str:
@@ -227,7 +206,7 @@ def _resident(results: Sequence[dict[str, Any]]) -> str:
     rows = [
         [
             r["workload"],
-            ", ".join([r["actor"], *_compiled(r)]),
+            ", ".join([r["actor"], *compiled(r)]),
             r["dtype"],
             *(
                 f"{r['sides'][side]['peak_rss_mib']:.0f}" if side in r["sides"] else "-"

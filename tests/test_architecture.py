@@ -165,6 +165,18 @@ def test_there_are_no_cycles() -> None:
                 target for target in imports(path, in_functions=False) if target.split(".")[0] in PACKAGES
             }
             graph[name] = found - {name}
+    assert_no_circle(graph)
+
+
+def test_scripts_of_benchmarks_have_no_cycles() -> None:
+    """Imports inside functions count."""
+    scripts = sorted((ROOT / "benchmarks").rglob("*.py"))
+    names = {".".join(p.relative_to(ROOT / "benchmarks").with_suffix("").parts): p for p in scripts}
+    assert_no_circle({name: set(imports(path)) & set(names) - {name} for name, path in names.items()})
+
+
+def assert_no_circle(graph: dict[str, set[str]]) -> None:
+    """Fail with the first circle of ``graph``: module -> modules that it imports."""
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
