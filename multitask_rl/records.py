@@ -205,6 +205,10 @@ class Rollout:
     """What the environment gave the whole episode; None = unscored."""
     token_limit: int = 0
     """Most sampled tokens of the episode; 0 = no episode."""
+    world_s: float = 0.0
+    """Seconds of the calls of the episode's world, from order to answer; the wait for a worker counts."""
+    world_failures: Mapping[str, int] = field(default_factory=dict)
+    """How many tries at the episode have failed, by ``FailureKind``."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from multitask_rl.boundary.channel import Channel
@@ -48,7 +48,7 @@ class _Worker:
     The pool's thread neither waits for a process that does not read, nor has to outlive it.
     """
 
-    def __init__(self, arrived: queue.SimpleQueue[tuple[_Worker, int, Any]], output: PluginOutput) -> None:
+    def __init__(self, arrived: queue.SimpleQueue[Arrival], output: PluginOutput) -> None:
         self.tickets: set[int] = set()
         """Of its episodes, also of those that are being closed."""
         self.is_retired = False
@@ -90,7 +90,7 @@ class _Worker:
                 self._process = start_interpreter("multitask_rl.environments.worker", fds, self._output)
         except OSError as error:
             ours.close()
-            self._arrived.put((self, 0, f"could not be started: {error}"))
+            self._put(0, f"could not be started: {error}")
             return
         finally:
             self._is_started.set()
@@ -99,7 +99,7 @@ class _Worker:
         sender.start()
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._arrived.put((self, *channel.receive()))
+                self._put(*channel.receive())
         with contextlib.suppress(subprocess.TimeoutExpired):  # its socket is closed, but it lives
             self._process.wait(timeout=5)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -108,7 +108,10 @@ class _Worker:
         self._orders.put(None)
         sender.join()
         channel.close()
-        self._arrived.put((self, 0, reason))
+        self._put(0, reason)
+
+    def _put(self, ticket: int, answer: Any) -> None:
+        self._arrived.put((self, ticket, answer, time.monotonic()))
 
     def _send(self, channel: Channel, sock: socket.socket) -> None:
         while (order := self._orders.get()) is not None:
@@ -117,13 +120,17 @@ class _Worker:
             except pickle.PicklingError as error:
                 message = f"a row or message cannot be sent to the environment: {error}"
                 failure = Failure(kind=FailureKind.data, message=message, source="environment")
-                self._arrived.put((self, order[1], failure))
+                self._put(order[1], failure)
                 if order[0] == "open":
-                    self._arrived.put((self, order[1], CLOSED))
+                    self._put(order[1], CLOSED)
             except OSError:
                 return
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
+
+
+Arrival = tuple[_Worker, int, Any, float]
+"""Worker, ticket (0 = the process has ended), answer, and when it arrived."""
 
 
 @dataclass(slots=True)
@@ -132,6 +139,8 @@ class _Episode:
     order: tuple[Any, ...]
     """That begins it, until it has a worker."""
     worker: _Worker | None = None
+    asked_at: float | None = field(default_factory=time.monotonic)
+    """When the call under way began, its wait for a worker included."""
     deadline: float | None = None
     """When the call under way is too late."""
     is_open: bool = True
@@ -167,7 +176,8 @@ class WorldPool:
         self._limit = MOST_EPISODES
         """Episodes of a worker."""
         self._num_clean = 0
-        self._arrived: queue.SimpleQueue[tuple[_Worker, int, Any]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._seconds: dict[int, float] = {}
         self._answers: list[tuple[int, Answer]] = []
         """That ``poll`` has not returned yet."""
         self._numbers = itertools.count(1)
@@ -211,6 +221,7 @@ class WorldPool:
     def cancel(self, ticket: int) -> None:
         """Close the world of an episode without an answer. Idempotent."""
         self._answers = [(one, answer) for one, answer in self._answers if one != ticket]
+        self._seconds.pop(ticket, None)
         episode = self._episodes.get(ticket)
         if episode is None or not episode.is_open:
             return
@@ -220,6 +231,10 @@ class WorldPool:
             del self._episodes[ticket]
         else:
             self._order(ticket, "cancel")
+
+    def take_seconds(self, ticket: int) -> float:
+        """Return how long the calls of an episode took since this was last asked."""
+        return self._seconds.pop(ticket, 0.0)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Answer]]:
         """Return the answers that have arrived: (ticket, answer). Waits for one, at most ``timeout_s``.
@@ -238,6 +253,7 @@ class WorldPool:
         self._episodes.clear()
         self._waiting.clear()
         self._answers.clear()
+        self._seconds.clear()
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.hang_up()
@@ -274,6 +290,7 @@ class WorldPool:
     def _order(self, ticket: int, order: str, *given: Any) -> None:
         episode = self._episodes.get(ticket)
         if episode is not None and episode.worker is not None:  # else its failure is on the way
+            episode.asked_at = time.monotonic()
             episode.deadline = time.monotonic() + self._time_limit(episode)
             episode.worker.send(order, ticket, *given)
 
@@ -286,10 +303,10 @@ class WorldPool:
         deadlines = [e.deadline for e in self._episodes.values() if e.deadline is not None]
         wait = min([timeout_s, *(deadline - now for deadline in deadlines)])
         try:
-            worker, ticket, answer = self._arrived.get(timeout=max(0.0, wait))
+            arrival = self._arrived.get(timeout=max(0.0, wait))
             while True:
-                self._take(worker, ticket, answer)
-                worker, ticket, answer = self._arrived.get_nowait()
+                self._take(*arrival)
+                arrival = self._arrived.get_nowait()
         except queue.Empty:
             pass
         now = time.monotonic()
@@ -298,7 +315,7 @@ class WorldPool:
                 self._give_up(ticket, episode)
         self._place()
 
-    def _take(self, worker: _Worker, ticket: int, answer: Any) -> None:
+    def _take(self, worker: _Worker, ticket: int, answer: Any, at: float) -> None:
         if ticket == 0:
             self._lose(worker, answer)
             return
@@ -321,7 +338,7 @@ class WorldPool:
             # the world is closed now, which has a time limit as well
             episode.deadline = time.monotonic() + self._time_limit(episode) if is_last else None
             if episode.is_open:
-                self._answers.append((ticket, answer))
+                self._answer(ticket, answer, at)
                 episode.is_open = not is_last
 
     def _lose(self, worker: _Worker, reason: str) -> None:
@@ -360,8 +377,16 @@ class WorldPool:
 
     def _fail(self, ticket: int, kind: FailureKind, message: str, cls: type[Failure] = Failure) -> None:
         if self._episodes[ticket].is_open:
-            self._answers.append((ticket, cls(kind=kind, message=message, source="environment")))
+            failure = cls(kind=kind, message=message, source="environment")
+            self._answer(ticket, failure, time.monotonic())
         self._release(ticket)
+
+    def _answer(self, ticket: int, answer: Answer, at: float) -> None:
+        self._answers.append((ticket, answer))
+        episode = self._episodes[ticket]
+        if episode.asked_at is not None:  # a worker may end while no call is under way
+            self._seconds[ticket] = self._seconds.get(ticket, 0.0) + at - episode.asked_at
+            episode.asked_at = None
 
     def _release(self, ticket: int) -> None:
         worker = self._episodes.pop(ticket).worker

@@ -147,10 +147,14 @@ class TaskMetrics:
         if episodes := [s for s in ends if s.rollout.turns]:
             numbers["turns"] = _PLAIN, episodes, [len(s.rollout.turns) for s in episodes]
             numbers["given_tokens"] = _PLAIN, episodes, [s.rollout.num_given for s in episodes]
+            numbers["world_s"] = _PLAIN, episodes, [s.rollout.world_s for s in episodes]
             facts = [_facts(s.rollout.turns) for s in episodes]
             for name in sorted({name for own in facts for name in own}):
                 zero = 0.0 if "/" in name else math.nan
                 numbers[f"environment/{name}"] = _PLAIN, episodes, [own.get(name, zero) for own in facts]
+        for name in sorted({name for s in final for name in s.rollout.world_failures}):
+            tries = [s.rollout.world_failures.get(name, 0) for s in final]
+            numbers[f"world_failures/{name}"] = _PLAIN, final, tries
         bound = [s for s in ends if s.rollout.sampling.grammar]
         # the grammar allows the end token only after a complete sentence
         sentences = [s.rollout.finish_reason == "stop" for s in bound]

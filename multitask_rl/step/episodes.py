@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from multitask_rl.data.render import Conversation
 from multitask_rl.environments.base import Earned, Opening, StepResult
@@ -39,10 +40,12 @@ class Episode:
     """The turn to come: what the world said."""
     ticket: int = 0
     """Of its world."""
-    num_failed: int = 0
-    """Tries before, whose worlds have failed."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Tries that have failed, this one included, by kind."""
     num_lost: int = 0
-    """Tries before, whose worlds have ended with others."""
+    """Those whose worlds have ended with others."""
+    world_s: float = 0.0
+    """Seconds of the calls of all tries."""
     num_calls: int = 0
 
     @property
@@ -118,19 +121,24 @@ class Episodes:
             if episode is None:  # cancelled
                 continue
             self._waiting.discard(ticket)
+            episode.world_s += self._pool.take_seconds(ticket)
             if isinstance(answer, Failure):
                 del self._open[ticket]
-                is_lost = isinstance(answer, Lost)
-                num_failed, num_lost = episode.num_failed + (not is_lost), episode.num_lost + is_lost
-                if num_failed < MOST_TRIES and num_lost < MOST_LOST and answer.kind is not FailureKind.data:
-                    # the engine may hold the old record
-                    self._begin(Episode(episode.slot, episode.slot, num_failed=num_failed, num_lost=num_lost))
+                kind, failures = answer.kind, episode.failures
+                failures[kind.value] = failures.get(kind.value, 0) + 1
+                episode.num_lost += isinstance(answer, Lost)
+                num_own = sum(failures.values()) - episode.num_lost
+                if num_own < MOST_TRIES and episode.num_lost < MOST_LOST and kind is not FailureKind.data:
+                    # a new record: the engine may hold this one
+                    again = Episode(episode.slot, episode.slot, failures=failures, num_lost=episode.num_lost)
+                    again.world_s = episode.world_s
+                    self._begin(again)
                 else:
-                    done.append(replace(episode.rollout, failure=answer, finish_reason="error"))
+                    done.append(_ended(episode, failure=answer, finish_reason="error"))
             elif isinstance(answer, Ended):
                 del self._open[ticket]
                 earned = added([turn.reward for turn in episode.rollout.turns] + [answer.earned])
-                done.append(replace(episode.rollout, earned=earned))
+                done.append(_ended(episode, earned=earned))
             else:
                 try:
                     goes_on = True
@@ -142,7 +150,7 @@ class Episodes:
                     del self._open[ticket]
                     self._pool.cancel(ticket)
                     failure = Failure(kind=FailureKind.data, message=str(error), source="environment")
-                    done.append(replace(episode.rollout, failure=failure, finish_reason="error"))
+                    done.append(_ended(episode, failure=failure, finish_reason="error"))
                 else:
                     ready += [episode] if goes_on else []
         return ready, done
@@ -255,6 +263,10 @@ class Episodes:
             self._waiting.add(episode.ticket)
             return False
         return True
+
+
+def _ended(episode: Episode, **end: Any) -> Rollout:
+    return replace(episode.rollout, world_s=episode.world_s, world_failures=episode.failures, **end)
 
 
 def added(parts: Sequence[Earned]) -> Earned:

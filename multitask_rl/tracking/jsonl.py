@@ -97,6 +97,8 @@ def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
         "response_ids": list(rollout.response_ids),
         # an episode, turn by turn
         **({"turns": [asdict(t) for t in rollout.turns], "earned": rollout.earned} if rollout.turns else {}),
+        **({"world_s": rollout.world_s} if rollout.world_s else {}),
+        **({"world_failures": dict(rollout.world_failures)} if rollout.world_failures else {}),
     }
 
 
@@ -125,6 +127,8 @@ def rollout_from_dict(line: Mapping[str, Any]) -> Rollout:
         sampling=SamplingParams.from_json(line["sampling"]),
         turns=[Turn(**turn) for turn in line.get("turns", ())],
         earned=line.get("earned"),
+        world_s=line.get("world_s", 0.0),
+        world_failures=line.get("world_failures", {}),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from multitask_rl.config.run import BatchConfig, EvalConfig, GuardConfig, RolloutConfig
 from multitask_rl.run.interrupts import stopping_on_signals
 from multitask_rl.tracking.jsonl import rollout_from_dict
-from run_builders import TASKS, lines, run_config, train, weights_hash, write_run
+from run_builders import TASKS, lines, run_config, train, undocumented, weights_hash, write_run
 
 WORLD = """
 import itertools, os, random, time
@@ -166,6 +166,8 @@ def test_a_run_mixes_tasks_of_many_turns_with_tasks_of_one(tmp_path):
     assert metrics["task/echo/turns"] > 1.0
     assert metrics["task/echo/environment/heard"] > 1.0
     assert metrics["task/echo/given_tokens"] > 0.0
+    assert 0.0 < metrics["task/echo/world_s"] < 5.0
+    assert undocumented(tmp_path / "out") == set()
     assert "task/copy/turns" not in metrics
     assert metrics["task/echo/eval_turns"] > 1.0
 
@@ -318,18 +320,6 @@ def test_a_grammar_holds_in_every_turn(tmp_path):
     assert all_metrics(tmp_path / "out")["task/echo/mismatch_max"] < 1e-3
 
 
-def test_stored_episodes_are_rescored_turn_by_turn(tmp_path):
-    write(tmp_path, "tasks:" + ECHO)
-    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
-    (tmp_path / "count.py").write_text("def turns(rollout):\n    return float(len(rollout.turns))\n")
-    run = "from multitask_rl.cli import main; main()"
-    asked = ["rescore", "out", "--output", "again.jsonl", "--reward", "count.py:turns"]
-    subprocess.run([sys.executable, "-c", run, *asked], cwd=tmp_path, check=True, capture_output=True)
-    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
-    counts = [float(len(row["turns"])) for row in stored(tmp_path / "out")]
-    assert [row["breakdown"]["turns"]["value"] for row in again] == counts
-
-
 def waits(directory, **config):
     """Write a run of one task whose worlds note what becomes of them."""
     settings = ", ".join(f"{k}: {v}" for k, v in (config | {"log": directory / "log"}).items())
@@ -367,6 +357,11 @@ def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path):
     metrics = all_metrics(tmp_path / "out")
     assert metrics["task/waits/failure_rate"] == pytest.approx(len(failed) / len(rows))
     assert metrics["task/waits/reward_mean"] == 2.0
+    tries = [sum(row.get("world_failures", {}).values()) for row in rows]
+    assert min(tries[rows.index(row)] for row in without_world) >= 3
+    counted = sum(v for name, v in metrics.items() if name.startswith("task/waits/world_failures/"))
+    assert counted == pytest.approx(sum(tries) / len(rows))
+    assert undocumented(tmp_path / "out") == set()
     assert set(closings(tmp_path).values()) <= {1}
     assert psutil.Process().children(recursive=True) == []
 
@@ -419,3 +414,29 @@ def test_worlds_are_closed_once_when_a_run_is_taken_back(tmp_path):
     trainer = train(run_config(tmp_path, "out", 3, **settings))
     assert any(event.kind == "rolled_back" for event in trainer.events)
     assert set(closings(tmp_path).values()) == {1}
+
+
+def test_stored_episodes_are_rescored_turn_by_turn(tmp_path):
+    waits(tmp_path, dying=1e-9)
+    batch = BatchConfig(prompts_per_step=4, group_size=3)
+    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0), batch=batch))
+    (tmp_path / "count.py").write_text(
+        "def answers(rollout):\n    return float(sum(len(t.response) for t in rollout.turns))\n"
+    )
+    script = "from multitask_rl.cli import main\n"
+    script += "assert main(['rescore', 'out', '--output', 'same.jsonl']) == 0\n"
+    script += (
+        "assert main(['rescore', 'out', '--output', 'new.jsonl', '--reward', 'count.py:answers']) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    rows = stored(tmp_path / "out", "waits")
+    same, new = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("same", "new")
+    )
+    assert [row["reward"] for row in rows].count(None) > 0
+    whole = [row for row in rows if row["reward"] is not None]
+    assert [row["breakdown"]["environment"]["value"] for row in same] == [row["reward"] for row in whole]
+    assert [row["turns"] for row in same] == [row["turns"] for row in whole]
+    lengths = [float(sum(len(turn["response"]) for turn in row["turns"])) for row in whole]
+    assert [row["breakdown"]["answers"]["value"] for row in new] == lengths

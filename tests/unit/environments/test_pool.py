@@ -119,6 +119,8 @@ def test_worlds_that_wait_wait_together(make):
     assert len(answers) == 40
     assert answers[tickets[0]].reward == {"a": 1.0}
     assert time.monotonic() - began < 20.0  # one after the other: 40 s
+    assert 1.0 < pool.take_seconds(tickets[0]) < 20.0
+    assert pool.take_seconds(tickets[0]) == 0.0
 
 
 @pytest.mark.parametrize(
