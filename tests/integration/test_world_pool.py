@@ -228,7 +228,8 @@ def test_the_end_of_a_process_fails_all_its_episodes_and_says_so(make, what, say
     first, second = begin(pool, 2)
     pool.step(first, {"content": what})
     found = answers(pool, 2)
-    assert all(f.kind is FailureKind.infra and says in f.message for f in found.values())
+    assert [f.kind for f in found.values()] == [FailureKind.infra] * 2, found
+    assert all(says in f.message for f in found.values()), found
     assert "1 other episode" in found[second].message
     pool.step(first, {"content": "speak"})  # too late, and no error
     pool.finish(second)
