@@ -57,19 +57,30 @@ def main_compare(argv: Sequence[str]) -> int:
 def main_report(argv: Sequence[str]) -> int:
     """Run ``report``: before and after per task, the weights' history, the events.
 
+    Of several runs: what training on the tasks of each changed in all tasks.
+
     Raises:
-        ConfigError: the run cannot be read.
+        ConfigError: a run cannot be read.
     """
     parser = argparse.ArgumentParser(
-        prog="multitask-rl report", description="Summarise one run: tasks, constraints, events, times."
+        prog="multitask-rl report",
+        description="Summarise one run: tasks, constraints, events, times. Of several: what training on A "
+        "changed in B.",
     )
-    parser.add_argument("run", metavar="RUN", help="output directory or mlflow:<run id>")
+    parser.add_argument("run", metavar="RUN", nargs="+", help="output directory or mlflow:<run id>")
     _add_common(parser)
     options = parser.parse_args(argv)
-    with _open_run(options.run, options.tracking_uri) as run:
+    if len(options.run) > 1:
+        with contextlib.ExitStack() as stack:
+            runs = [stack.enter_context(_open_run(name, options.tracking_uri)) for name in options.run]
+        changes = [change for run in runs for change in _changes(run, all_tasks=True)]
+        _write({"runs": options.run, "changes": changes}, options.json, lambda: _change_table(changes))
+        return 0
+    with _open_run(options.run[0], options.tracking_uri) as run:
         result = {
             "run": run.name,
             "tasks": _report_rows(run),
+            "changes": _changes(run),
             "constraints": _constraints(run),
             "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
             "stages": run.stages,
@@ -207,6 +218,36 @@ def _why_nothing_is_said(before: Sequence[float], after: Sequence[float], differ
     return ""
 
 
+def _changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, Any]]:
+    """Return what training changed in tasks that it did not train on: primary metric, ``kl``, ``turnover``.
+
+    With ``all_tasks`` also in those that it trained on.
+    """
+    trained = [task for task, weights in run.weights.items() if any(weights.values())]
+    found = []
+    for task, row in _report_rows(run).items():
+        if task in trained and not all_tasks:
+            continue
+        own = {"run": run.name, "trained": trained, "task": task}
+        found.append({**own, **row})
+        first, last = run.evaluations[task][0].metrics, run.evaluations[task][-1].metrics
+        for metric in ("kl", "turnover"):
+            if metric in first:
+                numbers = {"before": first[metric], "after": last[metric]}
+                found.append({**own, **numbers, "metric": metric, "delta": last[metric] - first[metric]})
+    return found
+
+
+def _change_table(changes: Sequence[Mapping[str, Any]]) -> str:
+    table = [["training on", "changed", "metric", "before", "after", "difference", "95% interval", "verdict"]]
+    for row in changes:
+        numbers = [_number(row[key]) for key in ("before", "after", "delta")]
+        ends = f"[{_number(row['low'])}, {_number(row['high'])}]" if "low" in row else ""
+        trained = ", ".join(row["trained"]) or "-"
+        table.append([trained, row["task"], row["metric"], *numbers, ends, row.get("verdict", "")])
+    return _table(table)
+
+
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:
     """Return one row per constraint with a limit: its last evaluation, and its rate at the first."""
     rows = []
@@ -287,6 +328,8 @@ def _render_report(result: Mapping[str, Any]) -> str:
         for task, row in result["tasks"].items()
         if row["left_out"]
     ]
+    if result["changes"]:
+        parts.append(_change_table(result["changes"]))
     if result["constraints"]:
         table = [["constraint", "violations before", "after", "95% upper bound", "limit", "n", "satisfied"]]
         for row in result["constraints"]:

@@ -182,7 +182,7 @@ def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:
 
 def _table(specs: Mapping[str, TaskSpec]) -> str:
     trained = {name: spec.weight for name, spec in specs.items() if not spec.evaluation_only}
-    shares = fill_weights(list(trained), trained)
+    shares = fill_weights(list(trained), trained) if trained else {}
     rows = [("task", "type", "share", "data", "rewards", "constraints")]
     for name, spec in specs.items():
         share = f"{shares[name]:.3f}" if name in shares else "eval only"

@@ -121,15 +121,25 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
                 "('first|second') or in one schema ('anyOf'), or make it two tasks"
             )
         has_grammar |= constraint.mode == "grammar"
-    if not spec.rewards and not spec.judged and not spec.dataset.startswith("plugin:"):
+    if not spec.is_scored and spec.kind != "anchor" and not spec.dataset.startswith("plugin:"):
         raise ConfigError(
             f"{where}: the task has neither rewards nor constraints that judge, so nothing could be learnt; "
             f"add 'rewards: [<name>]' (`multitask-rl plugins list` shows what is installed)"
         )
-    try:
-        parse_template(spec.prompt)
-    except ConfigError as error:
-        raise ConfigError(f"{where.at('prompt')}: {error}") from error
+    for key, template in (("prompt", spec.prompt), ("answer", spec.answer)):
+        try:
+            parse_template(template)
+        except ConfigError as error:
+            raise ConfigError(f"{where.at(key)}: {error}") from error
+    if spec.answer and spec.kind != "anchor":
+        raise ConfigError(f"{where.at('answer')}: only a task of type anchor reads it, not {spec.type}")
+    if not spec.prompt and not (spec.kind == "anchor" and spec.answer and not spec.is_scored):
+        raise ConfigError(
+            f"{where.at('prompt')}: an empty prompt is for plain text: a task of type anchor with 'answer' "
+            "and without rewards"
+        )
+    if spec.kind == "anchor" and spec.environment:
+        raise ConfigError(f"{where.at('environment')}: a task of type anchor has prompts of one turn")
     known = ["reward", *(r.name or r.plugin for r in spec.rewards)]
     if spec.primary_metric.split("/", 1)[0] not in known:
         raise ConfigError(

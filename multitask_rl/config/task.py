@@ -217,6 +217,9 @@ class TaskSpec(Settings):
     """Direction of the primary metric; None = as its reward declares."""
     target: float = 1.0
     """Value of the primary metric at which a scheduler treats the task as learnt."""
+    answer: str = ""
+    """Template over the row's columns: the given response of types ``sft`` (default ``{answer}``) and
+    ``anchor``. An anchor with ``prompt: ""`` reads it as plain text."""
     eval_samples: Count = 1
     """k responses per held-out prompt. A prompt's value is their mean (avg@k); above 1, ``pass@j`` for powers
     j of two and j = k, and ``maj@k``, are reported."""
@@ -227,6 +230,21 @@ class TaskSpec(Settings):
     """Name of the task in an older checkpoint."""
     source: str = field(default="", metadata={"derived": True})
     """``file:line`` of its definition, for errors."""
+
+    def __post_init__(self) -> None:
+        """Check ranges; an anchor is never trained."""
+        Settings.__post_init__(self)
+        self.evaluation_only = self.evaluation_only or self.kind == "anchor"
+
+    @property
+    def kind(self) -> str:
+        """``type`` without its module, in small letters: ``anchor`` has rules of its own."""
+        return self.type.rpartition(":")[2].lower()
+
+    @property
+    def is_scored(self) -> bool:
+        """Responses are sampled and scored; else the task is measured by the loss of given texts alone."""
+        return bool(self.rewards or self.judged)
 
     @property
     def judged(self) -> list[ConstraintSpec]:

@@ -244,6 +244,17 @@ def _encode_as_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
+def render_answer(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of the row's given response, without an end token; what it holds is text.
+
+    Raises:
+        DataError: a column is missing, null or no text; names the row.
+    """
+    hidden = _Hidden(row, tokenizer, means_tokens=row.get("special_tokens") is True)
+    text = render_template(spec.answer, hidden.row, task=spec.name)
+    return hidden.encode(text, tokenizer, begun=True)
+
+
 def render_content(spec: TaskSpec, row: Row) -> str | list[dict[str, Any]]:
     """Return the filled template, or the chat messages that take its place; raises as ``render_template``."""
     return _messages(spec, row) or render_template(spec.prompt, row, task=spec.name)
@@ -311,7 +322,8 @@ def check_rows(
     Raises:
         DataError: names the first row that lacks one, or whose columns make no prompt.
     """
-    filled = {column for _, column, _, _ in parse_template(spec.prompt) if column}.union(needs)
+    templates = parse_template(spec.prompt) + parse_template(spec.answer)
+    filled = {column for _, column, _, _ in templates if column}.union(needs)
     present = set(parameters)
     for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
         missing = {c for c in filled if row.get(c) is None} | (present - row.keys())

@@ -30,6 +30,7 @@ from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.statistics.definitions import metric_names
+from multitask_rl.step.anchors import AnchorMeter
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.flow import DataFlow, Stage
@@ -131,7 +132,8 @@ def build_parts(
                 build = SnapshotFactory(plan.engine_class).build
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
-        runner = ModelRunner(actor, critic, config, store.reference(actor, tasks))
+        reference = store.reference(actor, tasks)
+        runner = ModelRunner(actor, critic, config, reference)
         learner_tasks = {n: tasks[n].learner for n in plan.trained}
         backend = build_backend(
             runner,
@@ -172,6 +174,12 @@ def build_parts(
         evaluator = Evaluator(
             actor, engine, scorer, tasks, config.seed, config.eval.temperature, worlds=worlds
         )
+        if any(task.spec.kind == "anchor" for task in tasks.values()):
+            # passes of its own: learner ranks do not evaluate
+            own = ModelRunner(actor, critic, config, reference)
+            evaluator.anchors = AnchorMeter(
+                runner=own, actor=actor, engine=engine, tasks=tasks, seed=config.seed
+            )
         state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
         run_id = store.resume(state, progress, config, guard)
         push_weights(engine, actor)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
 from multitask_rl.config.devices import DeviceSet, parse_devices, resolve_devices
@@ -281,6 +282,19 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
         )
     check_learnable(spec, algorithm, spec.group_size or config.batch.group_size)
+    if measures_kl(algorithm):
+        if config.model.reference_decay < 1.0:
+            raise ConfigError(
+                f"{where}: type anchor measures the KL to the initial weights, and model.reference_decay="
+                f"{config.model.reference_decay:g} moves the reference; set model.reference_decay=1, or "
+                "algorithm_config: {kl: false}"
+            )
+        if plan.actor_devices.is_sharded:
+            raise ConfigError(
+                f"{where}: type anchor needs the whole initial weights, and device_map.actor="
+                f"{config.device_map['actor']!r} cuts them; set algorithm_config: {{kl: false}}, or leave "
+                "sharded out"
+            )
     if spec.eval_samples > 1 and config.eval.temperature == 0:
         raise ConfigError(
             f"{where}.eval_samples={spec.eval_samples} with eval.temperature=0: greedy responses of a prompt "

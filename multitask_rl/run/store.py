@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.boundary.printable import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
@@ -122,12 +123,12 @@ class RunStore:
     def reference(self, actor: Actor, tasks: Mapping[str, TaskState]) -> PreTrainedModel | None:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
-        None: no task has a KL term, or adapters make the base model the reference.
+        None: no task has a KL term or measures the KL, or adapters make the base model the reference.
 
         Raises:
             CheckpointError: it is damaged or cannot be written.
         """
-        if all(task.spec.kl.coefficient == 0 for task in tasks.values()):
+        if all(t.spec.kl.coefficient == 0 and not measures_kl(t.algorithm) for t in tasks.values()):
             return None
         directory = self._output_dir / "reference"
         reference = actor.clone_for_reference()

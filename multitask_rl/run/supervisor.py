@@ -144,7 +144,9 @@ class Supervisor:
         step = self.progress.step
         self.progress.evaluated_at = step
         deciding = self._deciding(evaluations)
-        finite = [e.primary.score for e in deciding.values() if math.isfinite(e.primary.score)]
+        # the loss of an anchor has another unit than rewards
+        best_of = [e for n, e in deciding.items() if self.tasks[n].spec.kind != "anchor"]
+        finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
         score = math.fsum(finite) / len(finite) if finite else None
         self._known = CheckpointEntry(step=step, score=score)
         self.progress.history.append((step, evaluations))

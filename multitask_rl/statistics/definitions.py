@@ -59,6 +59,11 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
     Components of rewards, ``reward/<name>/<component>``, depend on the plugin's results and are left out.
     """
     found = {REWARD: True, "length": False, "truncated_rate": True, "failure_rate": True}
+    if spec.kind == "anchor":
+        of_texts = {"loss": True, "kl": True}
+        if not spec.is_scored:
+            return of_texts
+        found |= {**of_texts, "turnover": True, "pass@1": True}
     found |= {f"reward/{r.name or r.plugin}": True for r in spec.rewards}
     if (samples := spec.eval_samples) > 1:
         found |= {f"pass@{k}": True for k in _sizes(samples)} | {f"maj@{samples}": True}
@@ -184,7 +189,7 @@ class TaskMetrics:
         for index, s in enumerate(final):
             groups.setdefault(s.rollout.group_id, []).append(index)
         samples = max(map(len, groups.values()), default=1)
-        if samples == 1:
+        if samples == 1 and self._spec.kind != "anchor":
             return {}
         name = self._spec.primary_metric
         kind = replace(self._kind(name), direction=self.primary_direction)
@@ -202,7 +207,7 @@ class TaskMetrics:
             for k in _sizes(samples):
                 rates = [pass_at_k(len(own), sum(is_solved[i] for i in own), k) for own in counted]
                 found[f"pass@{k}"] = _GOOD_RATE, first, rates
-        answers = [self._answer(s) for s in final]
+        answers = [self._answer(s) for s in final] if samples > 1 else []
         if any(answers):
             majority = [_majority([(answers[i], values[i]) for i in own]) for own in counted]
             found[f"maj@{samples}"] = kind, first, majority

@@ -19,6 +19,7 @@ from multitask_rl.records import Statistic, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import served
+from multitask_rl.step.anchors import AnchorMeter
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
@@ -39,6 +40,8 @@ class Evaluator:
     seed: int
     temperature: float
     worlds: WorldPool | None = None
+    anchors: AnchorMeter | None = None
+    """Measures the tasks of type ``anchor``; None = there are none."""
     tally: ScoreTally = field(init=False, default_factory=ScoreTally)
     """Counts of scored records by task; the trainer adds those of its steps."""
 
@@ -69,7 +72,10 @@ class Evaluator:
             temperature=self.temperature,
             worlds=self.worlds,
         )
-        prompts = [p for n in names for p in render_rows(self.tasks[n], self.tasks[n].eval_rows, self.actor)]
+        scored_names = [n for n in names if self.tasks[n].spec.is_scored]
+        prompts = [
+            p for n in scored_names for p in render_rows(self.tasks[n], self.tasks[n].eval_rows, self.actor)
+        ]
         scored = DataFlow(stages)(prompts)
         self.tally.note(scored)
         self.scorer.metrics()  # begins a new count, so that the next step's numbers are its own
@@ -93,6 +99,9 @@ class Evaluator:
                 num_failed=task.metrics.num_failed(own),
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
             )
+            if task.spec.kind == "anchor":
+                assert self.anchors is not None
+                found[name] = self.anchors.measure(name, found[name])
         return found
 
 

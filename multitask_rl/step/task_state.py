@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from multitask_rl.algorithms.base import Algorithm
@@ -14,6 +14,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, render_prompt
 from multitask_rl.data.readers import ReportedRows, Row
+from multitask_rl.data.render import render_answer
 from multitask_rl.data.rows import row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
@@ -24,6 +25,18 @@ from multitask_rl.statistics.definitions import TaskMetrics
 from multitask_rl.training.credit import LearnerTask
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class AnchorState:
+    """What later evaluations of an anchor are compared with; set at its first evaluation."""
+
+    responses: dict[str, list[int]] = field(default_factory=dict)
+    """Prompt id -> response of the actor at that time."""
+    prompts: str = ""
+    """Hash of the evaluated prompts."""
+    solved: list[float] = field(default_factory=list)
+    """Share of each prompt's responses that solved it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +61,7 @@ class TaskState:
     """They are of the split ``test``: no controller reads their results."""
     max_prompt_tokens: int = 0
     """0 = no limit."""
+    anchor: AnchorState = field(default_factory=AnchorState)
     warnings: list[str] = field(default_factory=list)
     """Of the step; they become events."""
     num_overlong: int = 0
@@ -67,6 +81,7 @@ class TaskState:
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
             "refused_values": self.metrics.state_dict(),
+            **({"anchor": asdict(self.anchor)} if self.spec.kind == "anchor" else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -87,6 +102,7 @@ class TaskState:
             self.stream.load_state_dict(state["stream"])
         self.num_overlong = state["num_overlong"]
         self.metrics.load_state_dict(state.get("refused_values", {}))
+        self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:
@@ -251,6 +267,12 @@ def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bo
         text=text,
         prompt_ids=ids if evaluation else task.algorithm.condition(ids, evaluation=False),
     )
+
+
+def render_answer_ids(task: TaskState, row: Row, actor: Actor) -> list[int]:
+    """Return the row's given response, with an end token behind an answer to a prompt."""
+    ids = render_answer(task.spec, row, actor.tokenizer)
+    return [*ids, actor.eos_token_ids[0]] if task.spec.prompt else ids
 
 
 def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prompt]:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_TEXT_CELLS = 2**24
+"""Logits of each model that ``score_texts`` holds at once, unless one text alone has more."""
+
+
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     """Context in which activations wait in host memory between forward and backward pass.
 
@@ -246,6 +250,44 @@ class ModelRunner:
             logits_ref = self._forward(reference, batch, samples, want_logits=True).logits
         assert logits_ref is not None
         return exact_kl(logits, logits_ref)
+
+    @torch.no_grad()
+    def score_texts(
+        self, samples: Sequence[TrainSample], *, against_reference: bool
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Return per sample the log-probabilities [T] of its tokens and KL(reference || policy) [T], nats.
+
+        The KL is summed over the vocabulary. Samples are computed in small parts, which bounds the logits.
+        """
+        logprobs: list[Tensor] = [torch.empty(0)] * len(samples)
+        kls = [torch.empty(0)] * len(samples) if against_reference else None
+        width = int(self.actor.model.config.get_text_config().vocab_size)
+        parts: list[list[int]] = []
+        used = 0
+        for index, sample in enumerate(samples):
+            size = len(sample.response_ids) * width
+            if not parts or used + size > _TEXT_CELLS:
+                parts.append([])
+                used = 0
+            parts[-1].append(index)
+            used += size
+        for part in parts:
+            batch = make_microbatch(
+                part,
+                *_rows(samples),
+                layout="packed" if self._config.batch.layout == "packed" else "bucketed",
+                pad_token_id=self.actor.pad_token_id,
+            ).to(self.actor.device)
+            with self._autocast():
+                out = self._forward(self.actor.model, batch, samples, want_logits=against_reference)
+            scatter(logprobs, batch, out.logprobs)
+            if kls is not None:
+                assert out.logits is not None
+                with self.actor.reference_policy(self.reference) as reference, self._autocast():
+                    base = self._forward(reference, batch, samples, want_logits=True).logits
+                assert base is not None
+                scatter(kls, batch, exact_kl(base, out.logits))
+        return logprobs, kls
 
     def values(self, task: str, batch: MicroBatch, out: TokenOutputs, tokens: Tensor | None = None) -> Tensor:
         """Return the values of the task's head for ``tokens`` (default: all) of a micro-batch: [N]."""

@@ -121,7 +121,7 @@ def test_config_fills_parameters_of_a_function(tmp_path: Path) -> None:
         ("2", Score(value=2.0)),
         ("__import__('numpy').float32(0.5)", Score(value=0.5)),
         ("__import__('numpy').array(0.25)", Score(value=0.25)),
-        ("{'score': 0.5, 'acc': True, 'pred': 'x'}", Score(value=0.5, components={"acc": 1.0})),
+        ("{'score': 0.5, 'acc': True, 'pred': 'x'}", Score(value=0.5, components={"acc": 1.0}, answer="x")),
         ("{'acc': 1}", "returned a mapping without 'score': keys ['acc']"),
         ("float('inf')", "returned inf, not a finite number"),
         ("'0.5'", "returned '0.5', not a number"),

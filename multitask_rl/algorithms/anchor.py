@@ -1,0 +1,47 @@
+"""An anchor: prompts or texts that no task trains on, evaluated to see what training changes beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multitask_rl.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    Credit,
+    CreditBatch,
+    LossOutput,
+    TokenBatch,
+)
+from multitask_rl.config.schema.ranges import Count
+
+
+class Anchor(Algorithm):
+    """Trains nothing: ``step/anchors.py`` measures ``loss`` and ``kl`` of the task in every evaluation.
+
+    Forgetting follows the KL from the initial to the present policy: Shenfeld et al., "RL's Razor"
+    (arXiv:2509.04259).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AlgorithmConfig):
+        """Settings of ``Anchor``; the others have no effect."""
+
+        kl: bool = True
+        """Whether the KL to the initial weights is measured; the run then keeps a copy of them."""
+        max_tokens: Count = 512
+        """Longest given text; the rest of a longer one is left out."""
+
+    config: Config
+
+    def credit(self, batch: CreditBatch) -> Credit:
+        """Raise: an anchor is not trained."""
+        raise NotImplementedError("a task of type anchor is evaluated only")
+
+    def loss(self, batch: TokenBatch) -> LossOutput:
+        """Raise: an anchor is not trained."""
+        raise NotImplementedError("a task of type anchor is evaluated only")
+
+
+def measures_kl(algorithm: Algorithm) -> bool:
+    """Whether ``algorithm`` is an anchor that needs the initial weights."""
+    return isinstance(algorithm, Anchor) and algorithm.config.kl
