@@ -258,7 +258,7 @@ class Rollout:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts the records of a batch."""
+        """Sort key: the place of the record in its batch."""
         return (self.prompt.position, self.sample, self.attempt)
 
     @property
@@ -288,7 +288,7 @@ class Scored:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts the records of a batch."""
+        """Sort key: the place of the record in its batch."""
         return self.rollout.order
 
 

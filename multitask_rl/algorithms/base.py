@@ -177,7 +177,7 @@ class Algorithm:
         return True
 
     def outcome(self, scored: Scored) -> float:
-        """Return the reward that ``is_informative`` and the samples of ``select`` get; 0 if it failed."""
+        """Return the reward that the algorithm learns from; 0 for a record whose scoring failed."""
         return scored.reward if scored.reward is not None else 0.0
 
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:

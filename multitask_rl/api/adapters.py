@@ -162,5 +162,5 @@ class vLLMAdapter(VLLMEngine):
         super().__init__("", config=own, seed=0, eos_token_ids=eos_token_ids, llm=llm)
 
     def close(self) -> None:
-        """Let the engine go; it stays open, for the caller made it."""
+        """Release the engine without closing it: the caller made it."""
         self._loader.close()

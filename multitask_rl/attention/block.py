@@ -136,7 +136,7 @@ def block_attention(
         return attend_float32(module, query, key, value, attention_mask, **kwargs)
     blocks = _living.get(attention_mask.shape[2])
     if blocks is None or sum(blocks.sizes) != query.shape[2]:
-        raise RuntimeError("attention in blocks, but the blocks do not belong to this sequence")
+        raise RuntimeError("attention in blocks: the mask names the blocks of another sequence")
     scaling: float | None = kwargs.pop("scaling", None)
     check_options(kwargs, "in blocks")
     queries, keys, values = (

@@ -40,7 +40,7 @@ def context_attention(
         NotImplementedError: there is a mask, or see ``check_options``.
     """
     if attention_mask is not None:
-        raise NotImplementedError("attention with a mask in parts")
+        raise NotImplementedError("attention over parts of sequences takes no mask")
     scaling: float | None = kwargs.pop("scaling", None)
     check_options(kwargs, "in parts")
     peers = current_peers()

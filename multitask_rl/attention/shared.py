@@ -207,7 +207,7 @@ def shared_prompt_attention(
     if layer is None:
         return attend_float32(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None or query.shape[2] != 1:
-        raise NotImplementedError("attention with a mask over shared prompts")
+        raise NotImplementedError("attention over shared prompts takes no mask")
     scaling: float | None = kwargs.pop("scaling", None)
     check_options(kwargs, "over shared prompts")
     rows = len(key)

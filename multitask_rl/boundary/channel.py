@@ -17,18 +17,21 @@ _CHUNK = 1 << 18
 
 
 class Channel:
-    """One end of a stream socket."""
+    """One end of a connection on a stream socket: sends and receives whole pickled objects.
+
+    Both ends must trust each other, because unpickling can run code.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
 
     def send(self, message: Any) -> None:
-        """Send one message.
+        """Send ``message``, any object that can be pickled; blocks until it is written.
 
         Raises:
             OSError: the other end is gone.
-            pickle.PicklingError: ``message`` holds something that cannot travel.
+            pickle.PicklingError: a part of ``message`` cannot be pickled.
         """
         try:
             body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -65,7 +68,7 @@ class Channel:
             buffer += data
 
     def hang_up(self) -> None:
-        """End the connection for both ends, though another thread waits in ``receive``. Idempotent."""
+        """End the connection for both ends; a thread in ``receive`` gets ``EOFError``. Idempotent."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

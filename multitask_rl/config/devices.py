@@ -75,7 +75,7 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
     tensor = int(match[4] or 1)
     is_sharded = bool(match[3]) or tensor > 1
     if is_sharded and len(indices) == 1:
-        raise ConfigError(f"{where}: {text!r}: parts of weights want several devices, e.g. cuda:0-3 sharded")
+        raise ConfigError(f"{where}: {text!r}: sharded needs several devices, e.g. cuda:0-3 sharded")
     if tensor < 1 or len(indices) % tensor:
         raise ConfigError(
             f"{where}: {text!r}: tensor={tensor} must divide the number of devices, {len(indices)}"

@@ -28,7 +28,7 @@ P = TypeVar("P")
 
 @dataclass(kw_only=True, slots=True)
 class PPORollout(Settings):
-    """Sampling."""
+    """Settings of sampling: lengths, batch sizes, engine."""
 
     seq_len: Natural = 0
     """Longest prompt and response together, in tokens; 0 = ``seq_len`` of the run."""
@@ -48,7 +48,7 @@ class PPORollout(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class PPOSharding(Settings):
-    """Weights in parts."""
+    """Settings of the division of weights over devices."""
 
     enabled: bool = False
     """Each device holds a part of the weights, gradients and moments. Without effect on a single device."""
@@ -58,7 +58,7 @@ class PPOSharding(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class PPOTraining(Settings):
-    """The update of the actor."""
+    """Settings of the update of the actor."""
 
     seq_len: Natural = 0
     """Longest sequence of a forward pass, in tokens; 0 = that of the rollout. May not be below it."""
@@ -73,7 +73,7 @@ class PPOTraining(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class PPOCritic(Settings):
-    """The value function."""
+    """Settings of the critic, the value function."""
 
     model_name: str = ""
     """Model whose trunk reads the values; empty = the actor's own trunk."""
@@ -87,7 +87,7 @@ class PPOCritic(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class PPOHybridEngine(Settings):
-    """One set of weights for sampling and learning."""
+    """Settings of a run in which sampling and learning share one set of weights."""
 
     overlap: bool = False
     """Sample the next batch while this one is learned from (staleness 1)."""

@@ -49,7 +49,7 @@ class LoraConfig(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Settings):
-    """The shared actor."""
+    """Settings of the shared actor: weights, dtype, adapters, attention."""
 
     name_or_path: str = ""
     """Directory or Hugging Face id of a causal language model with its tokenizer."""
@@ -85,7 +85,7 @@ class ModelConfig(Settings):
         Settings.__post_init__(self)
         if self.autocast and self.dtype == "float16":
             raise ConfigError(
-                "model.autocast computes in bfloat16, which has other digits than model.dtype=float16; set "
+                "model.autocast computes in bfloat16 and cannot be combined with model.dtype=float16; set "
                 "model.autocast=false, or model.dtype=float32 or bfloat16"
             )
         if self.reference_decay < 1.0 and self.lora.rank > 0:
@@ -212,7 +212,7 @@ class OptimizerConfig(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class GuardConfig(Settings):
-    """The guard over held-out abilities."""
+    """Settings of the guard, which watches held-out metrics."""
 
     enabled: bool = True
     """Whether the guard runs."""
@@ -246,7 +246,7 @@ class GuardConfig(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Settings):
-    """Held-out evaluation."""
+    """When and on how many held-out prompts tasks are evaluated."""
 
     every: Natural = 25
     """Steps between evaluations; 0 = only at the start and the end."""
@@ -258,7 +258,7 @@ class EvalConfig(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig(Settings):
-    """Atomic checkpoints with every controller's state."""
+    """When checkpoints are written, how many are kept, and what a run resumes from."""
 
     every: Natural = 25
     """Steps between checkpoints; 0 = only at the end."""
@@ -270,7 +270,7 @@ class CheckpointConfig(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class ScoringConfig(Settings):
-    """The reward pool."""
+    """Settings of the reward pool, which scores responses in workers."""
 
     num_workers: Count = 2
     """Killable worker processes for rewards written in Python."""
@@ -315,7 +315,7 @@ class RayConfig(Settings):
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Settings):
-    """A run."""
+    """All settings of a run: tasks, model, rollout, optimizer, controllers, records."""
 
     tasks_file: str = ""
     """Path of the tasks file."""

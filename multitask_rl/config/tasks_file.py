@@ -93,7 +93,13 @@ def parse_tasks(document: Any, where: Where | str = "tasks") -> dict[str, TaskSp
 
 
 def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
-    """Check tasks that were built in Python, or once more before a run, which ``need_data``."""
+    """Check the tasks as ``load_tasks`` does, also those that were built in Python.
+
+    With ``need_data`` each must name a data set.
+
+    Raises:
+        ConfigError: see ``load_tasks``.
+    """
     for spec in specs.values():
         check_task(spec, Where(spec.source, ("tasks", spec.name)), need_data=need_data)
     check_tasks(specs, Where(next((s.source.rsplit(":", 1)[0] for s in specs.values()), "")))

@@ -12,7 +12,10 @@ from multitask_rl.curriculum.signal import TaskTrace
 
 
 class Patience(SchedulerPolicy):
-    """Lower a task's weight at a plateau at its target; raise it below, where a hard task may be stuck."""
+    """Change the weight of a task whose level has stopped rising (a plateau).
+
+    At the target the weight is lowered. Below the target it is raised: a hard task may be stuck.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SchedulerPolicyConfig):

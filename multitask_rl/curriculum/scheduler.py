@@ -261,7 +261,7 @@ class DynamicTaskWeightScheduler:
     def set_factors(self, factors: Mapping[str, float]) -> None:
         """Multiply the policy's shares by the guard's factors (missing = 1) in place of earlier factors.
 
-        0 freezes a task: it gets no prompts, even with a floor. All tasks cannot be frozen.
+        0 freezes a task: it gets no prompts, even with a floor. Factors that freeze every task are ignored.
         """
         known = {task: max(0.0, factors[task]) for task in self._policy.tasks if task in factors}
         is_frozen = len(known) == len(self._policy.tasks) and not any(known.values())

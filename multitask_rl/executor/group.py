@@ -53,9 +53,9 @@ def _check_node() -> None:
     own = ray.get_runtime_context().get_node_id()
     if any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes()):
         raise EngineError(
-            "the Ray node of this machine is dead: its raylet ended, as a rule for want of memory, and no "
-            "actor can be started there any more. The last checkpoint is intact; start the cluster again "
-            "(ray stop, ray start; neither where the run starts its own), then the run"
+            "the Ray node of this machine is dead: its raylet ended, usually because memory ran out, and "
+            "no actor can start there any more. The last checkpoint is intact: start the run again. If the "
+            "cluster is your own (RAY_ADDRESS), first start it again with ray stop and ray start"
         )
 
 
@@ -140,7 +140,7 @@ class ActorGroup:
         self._actors[index] = self._host.remote(self._make, index, begin)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
-        """Call ``method`` on the actors in ``arguments`` at once; errors are those of ``first``.
+        """Call ``method`` on several actors at once, with ``arguments`` by index; raises as ``first``.
 
         Returns:
             The results by index, and the indices of the actors that died.

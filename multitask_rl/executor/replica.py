@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Responses for the caller's monitor ``monitor`` (see ``rollout.base.Monitor.check``)."""
+    """Unfinished responses that the caller's monitor number ``monitor`` must check (``Monitor.check``)."""
 
     monitor: int
     partial: list[tuple[int, list[int]]]

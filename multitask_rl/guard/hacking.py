@@ -50,11 +50,12 @@ class StepHistory:
             self._steps.setdefault(task, deque(maxlen=self._max_steps)).append(entry)
 
     def find_culprit(self, victim: str, since: int) -> str:
-        """Return the likely cause of the fall of ``victim`` in the steps from ``since`` on; empty = unknown.
+        """Return the task that likely caused the fall of ``victim`` in the steps from ``since`` on.
 
-        It is the victim itself if its training reward rose meanwhile (the last third of its rewards lies
-        above the first by two standard errors): its reward is then hacked, flipped or corrupt. Otherwise it
-        is the other task with the most groups with a gradient, or the victim if no other task had any.
+        It is the victim itself if its training reward rose meanwhile (the mean of the last third of its
+        rewards lies two standard errors above that of the first third): its reward is then hacked, flipped
+        or corrupt. Otherwise it is the other task with the most groups with a gradient, or the victim if
+        no other task had any. If no task had any, the result is "".
         """
         steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > since]
         rewards = [entry["reward"] for entry in steps if math.isfinite(entry["reward"])]
@@ -117,7 +118,7 @@ class Observation:
 
 
 class HackingDetector:
-    """Looks for the signs above in the last ``_WINDOW`` evaluations of every task."""
+    """Looks for the signs in this module's docstring, over the last ``_WINDOW`` evaluations of every task."""
 
     def __init__(self, config: SafetyGuardConfig) -> None:
         self._config = config
@@ -169,7 +170,7 @@ class HackingDetector:
         return events
 
     def forget(self) -> None:
-        """Restart trends, after a rollback."""
+        """Forget the evaluations of every task, because a rollback has undone them."""
         self._points.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class SafetyGuard(Guard):
         return cls(**given, **config.guard_config)
 
     def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
-        """Set the evaluated tasks and reset the state; without ``metrics``, evaluations check them."""
+        """Set the evaluated tasks and reset the state; without ``metrics``, evaluations check settings."""
         section = self._section
         entries = section.monitor_metrics if tasks else ()
         self._watched = build_watched(entries, tasks, self.config.directions, metrics)
@@ -116,7 +116,11 @@ class SafetyGuard(Guard):
     def observe(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None = None
     ) -> GuardDecision:
-        """Judge the weights of ``step``; without ``confirm``, an alarm compares stored evaluations."""
+        """Judge the weights of ``step`` by their held-out evaluations, by task.
+
+        ``confirm`` evaluates present and good weights again before an alarm counts; without it the stored
+        evaluations are compared.
+        """
         previous, self._step = self._step, step
         events = []
         # evidence does not add up during the cooldown; one evaluation alone may still exceed the limit
@@ -234,7 +238,10 @@ class SafetyGuard(Guard):
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh."""
+        """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh.
+
+        ``renamed``: old task name -> new.
+        """
         state = copy.deepcopy(dict(state))
         self._restore(rename_tasks(state["watched"], renamed))
         self._good = rename_tasks(state["confirmation"]["good"], renamed)

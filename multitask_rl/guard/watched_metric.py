@@ -183,13 +183,13 @@ class WatchedMetric:
         """Raise ConfigError if neither the metric (``is_declared``) nor the user states a direction."""
         if not (is_declared or self.direction.sign):
             raise ConfigError(
-                f"guard.monitor_metrics: {self.key!r} is better neither higher nor lower, so nothing is a "
-                f"regression; state it with guard.guard_config.directions.{self.metric}=higher (or lower), "
+                f"guard.monitor_metrics: {self.key!r} has no direction, so no change of it is a "
+                f"regression; give one with guard.guard_config.directions.{self.metric}=higher (or lower), "
                 "or leave the metric out"
             )
 
     def missing_event(self, step: int, evaluation: TaskEvaluation | None) -> Event:
-        """Return the event that there is no value; an alarm if there never was one."""
+        """Return the event that the evaluation lacks the metric; an alarm if every evaluation lacked it."""
         kind, reason = "warn", f"{self.key} has no value at step {step}: these weights are not judged good"
         if not self.detector.count:
             known = evaluation.metrics if evaluation is not None and self.metric else ()
@@ -198,7 +198,10 @@ class WatchedMetric:
         return Event(step=step, source="guard", kind=kind, reason=reason, task=self.task)
 
     def can_fall(self, settings: DetectorSettings, min_demonstrated: float) -> bool:
-        """Whether there is a demonstrated value to fall from: past the warm-up, and not next to zero."""
+        """Whether a fall can be detected: the warm-up is over and there is a demonstrated value.
+
+        For a relative threshold and a metric in [0, 1] that value must also reach ``min_demonstrated``.
+        """
         demonstrated = self.detector.demonstrated
         if demonstrated is None or self.detector.count <= settings.warmup:
             return False

@@ -73,7 +73,7 @@ class Actor:
             use_float32_attention(model)
 
     def release_engine(self) -> None:
-        """Stop an engine of the actor's own: a run is about to start one. Default: nothing."""
+        """Stop the engine that the actor itself started, before a run starts one. Default: nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out compiled grammars: they cannot be pickled and are made again."""
@@ -244,9 +244,10 @@ def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
 def fit_weights(
     model: PreTrainedModel, weights: Mapping[str, Tensor], *, at_least: int | None = None
 ) -> dict[str, Tensor]:
-    """Return ``weights`` with the model's number of rows per token.
+    """Return ``weights``, those with a row per token cut or filled to the model's number of rows.
 
-    With ``at_least``, a weight with fewer rows or more than the model is of another vocabulary: unchanged.
+    With ``at_least``, a weight with fewer rows, or more than the model's, stays as it is: it belongs to
+    another vocabulary.
     """
     fitted = dict(weights)
     for name, number in vocabulary_rows(model).items():

@@ -86,7 +86,7 @@ class Grammars:
                 )
 
     def follow(self, grammars: Sequence[str]) -> GrammarRows | None:
-        """Return the masks of a batch that is sampled; '' = a row without grammar; None = no row has one."""
+        """Return the masks for sampling a batch, from a grammar per row ('' = none); None: no row has one."""
         matchers = {i: self._start(grammar) for i, grammar in enumerate(grammars) if grammar}
         return GrammarRows(matchers, self._executor, self.vocab_size) if matchers else None
 

@@ -148,7 +148,7 @@ class SharedDecoder:
 
 
 def round_rows(rows: int) -> int:
-    """Return the next of the few sizes to which a batch is filled up: at most 1/16 more beyond 256 rows."""
+    """Return the size that a batch of ``rows`` rows is filled up to; above 256 it is at most 1/16 larger."""
     if rows <= SMALLEST_STEP:
         return 1 << (rows - 1).bit_length()
     step = max(SMALLEST_STEP, 1 << (rows.bit_length() - 5))

@@ -39,7 +39,10 @@ class SnapshotFactory:
 
 
 class SnapshotEngine(RolloutEngine):
-    """``engine``, which samples from ``double``; ``update_weights`` copies ``source`` into it."""
+    """Samples with ``engine`` from ``double``, a copy of the model ``source``.
+
+    ``update_weights`` copies the present weights of ``source`` into it.
+    """
 
     shares_weights = True
 
@@ -54,7 +57,7 @@ class SnapshotEngine(RolloutEngine):
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Take the present weights of the source."""
+        """Copy the present weights of ``source``; ``weights`` is empty and not read."""
         own = self._double.state_dict()
         for name, value in self._source.state_dict().items():
             own[name].copy_(value)

@@ -72,7 +72,7 @@ class RunParts:
     """Closes every part but the trackers, in reverse order."""
 
     def close(self, status: str) -> None:
-        """End the trackers with ``status`` (``finished``, ``stopped``, ``failed``); close. Idempotent."""
+        """End the trackers with ``status`` (``finished``, ``stopped``, ``failed``); close all. Idempotent."""
         with self.closing as last:
             last.callback(self.trackers.finish, status)
 
@@ -250,8 +250,8 @@ def bind_controllers(
             if not plan.reported:
                 raise
             raise ConfigError(
-                f"{error}. Not watched are {', '.join(sorted(plan.reported))}: their held-out rows are of "
-                "the split test, which is only reported"
+                f"{error}. The guard does not watch {', '.join(sorted(plan.reported))}: their held-out rows "
+                "are of the split test, which is only reported"
             ) from error
         if tasks and (warning := reach_warning(plan.config.eval.every, guard.rollback_steps)):
             logger.warning("%s", warning)

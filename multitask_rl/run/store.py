@@ -255,7 +255,7 @@ class RunStore:
                 "go on, or choose another output_dir for a new run"
             )
             if self.events:
-                raise TrainingError(f"{said}. {self.events[0].reason}: nothing would be made with them")
+                raise TrainingError(f"{said}. {self.events[0].reason}: no step would use them")
             logger.info("%s", said)
             return self.read_config()
         resolved = dataclasses.asdict(config)

@@ -23,7 +23,7 @@ _cancelling = threading.RLock()
 
 
 class ProgramFuture(Future[Outcome]):
-    """The future of a program's outcome. ``cancel`` works while the program runs, too, and kills it."""
+    """The future of a program's outcome. ``cancel`` also kills a program that runs."""
 
     def __init__(self, stop: Callable[[ProgramFuture], None]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ProgramFuture(Future[Outcome]):
         return self.is_taken and not self.done()
 
     def cancel(self) -> bool:
-        """Cancel the program wherever it is; False when it has ended."""
+        """Cancel the program, whether it waits or runs; return False if it has ended."""
         with _cancelling:
             if self.cancelled():
                 return True
@@ -80,7 +80,10 @@ class _Hand:
 
 
 class Backlog:
-    """A queue of at most ``size`` programs and the workers' hands; each of ``cancels`` reaches one worker."""
+    """The programs that wait, at most ``size``, and those that each worker holds. Thread-safe.
+
+    ``cancels`` holds a function per worker; it gives up the program of an identity on that worker.
+    """
 
     def __init__(self, size: int, cancels: Iterable[Callable[[int], None]]) -> None:
         self._size = size
@@ -93,7 +96,7 @@ class Backlog:
         self.is_closed = False
 
     def put(self, program: Program) -> ProgramFuture:
-        """Queue a program; blocks while there is no room, ``SandboxError`` when the sandbox is closed."""
+        """Queue a program; blocks while ``size`` programs wait. ``SandboxError`` if the sandbox is closed."""
         with self._lock:
             while len(self._waiting) >= self._size and not self.is_closed:
                 self._has_room.wait()
@@ -105,10 +108,13 @@ class Backlog:
             return future
 
     def take(self, worker: int) -> list[QueuedProgram]:
-        """Return the programs that a worker runs next; waits when it has none. Empty: none now, or closed.
+        """Return further programs for ``worker``, which holds them from now on.
 
-        A worker takes a share of the queue, so that the others find programs, too. A worker without a program
-        first takes over what waits behind a long program of another.
+        A worker that holds none waits. The list is empty if the backlog is closed, or if the worker holds
+        programs and gets no more now.
+
+        A worker takes only a share of the queue: the others find programs, too. One that holds none first
+        takes over programs that wait behind a long one of another worker.
         """
         with self._lock:
             hand = self._hands[worker]
@@ -148,20 +154,20 @@ class Backlog:
             return []
 
     def finish(self, worker: int, identity: int) -> QueuedProgram | None:
-        """Take a program from a worker's hand; None when it is not there any more."""
+        """Remove and return the program ``identity`` of ``worker``; None if the worker no longer holds it."""
         with self._lock:
             hand = self._hands[worker]
             hand.since = time.monotonic()
             return hand.items.pop(identity, None)
 
     def drop(self, worker: int) -> list[QueuedProgram]:
-        """Take all programs from a worker's hand."""
+        """Remove and return all programs that ``worker`` holds."""
         with self._lock:
             dropped, self._hands[worker].items = self._hands[worker].items, {}
             return list(dropped.values())
 
     def put_back(self, items: list[QueuedProgram]) -> None:
-        """Queue programs again, before all others."""
+        """Queue programs again, in front of all others."""
         with self._lock:
             self._waiting.extendleft(reversed(items))
             self._has_work.notify(len(items))
@@ -178,7 +184,7 @@ class Backlog:
             self._has_room.notify()
 
     def close(self) -> list[QueuedProgram]:
-        """Refuse further programs, wake all that wait here; return the programs that waited."""
+        """Refuse further programs and wake every waiting thread; return the programs that waited."""
         with self._lock:
             self.is_closed = True
             self._has_room.notify_all()

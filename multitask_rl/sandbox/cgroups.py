@@ -75,7 +75,7 @@ class CellCgroup:
             raise SandboxError(f"cannot limit a sandbox cell in {self.path}: {error}") from error
 
     def allow(self, limits: Limits) -> None:
-        """Make room for a program with these limits."""
+        """Raise the cgroup's limits to what a program with ``limits`` needs; they are never lowered."""
         memory_mb = _BASE_MB + _TESTER_MB + limits.mem_mb + 2 * limits.disk_mb
         processes = _OWN_PROCESSES + 2 * limits.nproc
         for name, limit in (("memory.max", memory_mb << 20), ("pids.max", processes)):
@@ -84,7 +84,7 @@ class CellCgroup:
                 (self.path / name).write_text(str(limit))
 
     def take(self, processes: Iterable[int]) -> None:
-        """Put processes under the limits; their later children follow."""
+        """Move processes (by id) into the cgroup; their later children are in it, too."""
         for pid in processes:
             (self.path / "cgroup.procs").write_text(str(pid))
 

@@ -125,7 +125,10 @@ def _task(raw: dict[str, Any]) -> base.Task:
 
 
 class HostChecks:
-    """Baits and gauges of one corpus run. It waits for another run to end; ``SandboxError`` after 10 min."""
+    """What a corpus run watches on this machine: baits (files, listeners, a process) no program may reach.
+
+    A context manager. It waits until no other corpus run is on this machine; ``SandboxError`` after 10 min.
+    """
 
     victim: subprocess.Popen[bytes]
     _thread: threading.Thread
@@ -212,12 +215,12 @@ class HostChecks:
                         listener.recv(65536)
 
     def remember_processes(self, sandbox: NamespaceSandbox) -> None:
-        """Note the processes below a fresh sandbox: any other one is a leftover later."""
+        """Record the processes of a fresh ``sandbox``; ``leftovers`` reports any other."""
         for pid in sandbox.keeper_pids:
             self._known[pid] = descendants(pid)
 
     def leftovers(self, sandbox: NamespaceSandbox) -> set[int]:
-        """Return processes below the sandbox that are new and do not end within a second."""
+        """Return the ids of processes of ``sandbox`` that are not recorded and do not end within a second."""
         deadline = time.monotonic() + _ENDED_WITHIN_S
         while True:
             known = self._known
@@ -228,7 +231,7 @@ class HostChecks:
 
 
 class ProgramChecks:
-    """The host before and during one program."""
+    """The checks of one program: records the state of this machine before it and compares afterwards."""
 
     def __init__(self, host: HostChecks, sandbox: NamespaceSandbox, checks: Sequence[str]) -> None:
         self._host, self._sandbox, self._checks = host, sandbox, checks
@@ -355,7 +358,7 @@ def _warm_up(sandbox: base.Sandbox) -> None:
 
 
 def repeat_noise(examine: Callable[[], CorpusFinding]) -> CorpusFinding:
-    """Return a finding; one that other work on the machine may cause counts when a repetition has it, too."""
+    """Return the finding of ``examine``; a problem that other load may cause counts if it comes again."""
 
     def is_noise(finding: CorpusFinding) -> bool:
         return all(problem.startswith(_NOISY_CHECKS) for problem in finding.problems)

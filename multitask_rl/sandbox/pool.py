@@ -26,7 +26,11 @@ _MAX_LOSSES = 2
 
 
 def acceptable_levels(level: str | None, minimum_level: str) -> list[str]:
-    """Return the levels that may be used, strongest first: ``level``, else all down to ``minimum_level``."""
+    """Return the levels that may be used, strongest first: ``level``, else all down to ``minimum_level``.
+
+    Raises:
+        SandboxError: a level is unknown.
+    """
     for name in (level, minimum_level):
         if name is not None and name not in LEVELS:
             known = ", ".join(LEVELS)
@@ -108,7 +112,7 @@ class NamespaceSandbox(Sandbox):
 
     @property
     def restarts(self) -> int:
-        """How many keepers were replaced since the start."""
+        """Number of keepers that were replaced since the start."""
         return sum(max(0, worker.restarts) for worker in self._workers)
 
     def submit(self, program: Program) -> Future[Outcome]:

@@ -171,7 +171,7 @@ class Worker:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_TIMEOUT_S, 0))
 
     def run(self, program: base.Program) -> base.Outcome:
-        """Run one program and wait for its outcome, on a worker that has no other program."""
+        """Run ``program`` and wait for its outcome. The worker must hold no other program."""
         self.hand_over(0, program)
         self.send()
         outcome = self.receive()[1]
@@ -180,7 +180,11 @@ class Worker:
         return outcome
 
     def hand_over(self, identity: int, program: base.Program) -> None:
-        """Take a program; ``ValueError`` if it is too large with its tests. Answers keep the order."""
+        """Queue ``program`` for ``send`` under ``identity``; answers come in the order of queueing.
+
+        Raises:
+            ValueError: program and tests are larger than ``MAX_FRAME``.
+        """
         header, blobs = to_job(program)
         frame = pack_frame({**header, "id": identity}, blobs)
         if len(frame) > MAX_FRAME:
@@ -194,7 +198,7 @@ class Worker:
         self._unsent.append(_Frame(frame, patience_s, program.limits))
 
     def send(self) -> None:
-        """Send what the keeper's socket surely takes: the keeper may be busy, or wait for us to read."""
+        """Send queued programs, ``_SENT_AHEAD`` bytes without an answer at most: more could block both."""
         ready: list[bytes] = []
         size = sum(len(frame.data) for frame in self._sent)
         while self._unsent and (not self._sent or size + len(self._unsent[0].data) <= _SENT_AHEAD):
@@ -213,7 +217,7 @@ class Worker:
                 raise WorkerLostError(f"{type(error).__name__}: {error}") from error
 
     def outcomes(self) -> Iterator[tuple[int, base.Outcome | None]]:
-        """Wait for the next outcome; yield what ``receive`` returns until another one is not there yet."""
+        """Wait for the next outcome; yield it and all that arrived with it, as ``receive`` returns them."""
         while self._sent or self._unsent:
             yield self.receive()
             if self._inbox is None or not self._inbox.has_message():
@@ -234,7 +238,7 @@ class Worker:
         return identity, outcome
 
     def cancel(self, identity: int) -> None:
-        """Give up a program wherever it is: the answer is "cancelled" unless it ends first."""
+        """Give up the program ``identity``; ``receive`` returns no outcome for it unless it ended before."""
         with self._cancel_lock, contextlib.suppress(OSError):
             if self._cancel_fd >= 0:
                 os.write(self._cancel_fd, IDENTITY.pack(identity))

@@ -83,12 +83,12 @@ class Item:
 
     @property
     def is_open(self) -> bool:
-        """It has no result and is to be tried."""
+        """It has no result and is still to be tried."""
         return self.result is None and self.trouble is None
 
     @property
     def has_overrun(self) -> bool:
-        """Its result is the one that its task gives a response that passes a limit."""
+        """Its result is ``overrun``, the value that its task gives a response that passes a limit."""
         return self.result is not None and self.result is self.overrun
 
     def make_probe(self) -> Item:
@@ -98,7 +98,11 @@ class Item:
         return self.probe
 
     def conclusion(self) -> Result | None:
-        """Return the result that follows from its trouble and its probe; None while one is not known."""
+        """Return the result once the first attempt failed and the probe ended; None before.
+
+        It is ``overrun`` if the attempt passed a limit and the plugin answers the probe, else the failure of
+        the attempt.
+        """
         if self.trouble is None or self.probe is None or self.probe.result is None:
             return None
         known = self.probe.result
@@ -108,7 +112,7 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Items sent together."""
+    """Items of one plugin that a runner scores with one request."""
 
     items: list[Item]
     each: bool
@@ -189,7 +193,7 @@ class Runner(threading.Thread):
 
 
 class Limiter:
-    """The run-wide bound on calls under way. Every lane may always have one."""
+    """Bounds the calls under way in the whole run; a lane without one may always begin one."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._running, self._lock = limit, 0, threading.Lock()
@@ -203,13 +207,13 @@ class Limiter:
             return True
 
     def leave(self) -> None:
-        """Note that a call ended."""
+        """Count a call that ended."""
         with self._lock:
             self._running -= 1
 
 
 class CircuitBreaker:
-    """Opens when a plugin hangs or keeps failing: samples fail without a call, each time twice as long."""
+    """Opens when a plugin hangs or keeps failing: samples fail without a call for a time that doubles."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -223,7 +227,7 @@ class CircuitBreaker:
 
     @property
     def suspicious(self) -> bool:
-        """It opened, and no success has closed it."""
+        """It opened, and no success has closed it since."""
         return self._open_until > 0.0
 
     def refusal(self) -> Failure | None:

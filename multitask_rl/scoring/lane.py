@@ -33,7 +33,10 @@ OUTSIDE_KILLS = 10
 
 
 class Lane:
-    """The queue of the plugin ``source``: ``num_workers`` calls at once, ``retries`` after ``infra``."""
+    """The queue of the plugin ``source``: at most ``num_workers`` calls at once.
+
+    An item with an ``infra`` failure gets ``retries`` further calls.
+    """
 
     def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
         self.source = source
@@ -138,7 +141,7 @@ class Lane:
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which the check of one response is ended."""
+        """Seconds after which the call for one response is ended."""
         return ENDED_AT * self.facts.traits.timeout_s
 
     def limit_of(self, call: Call) -> float:
@@ -260,7 +263,7 @@ class Lane:
                 item.alone = item.alone or self.facts.independent
             is_silent = now - self._last_answer >= 0.9 * limit
             if is_down and is_silent and (self._waiting() or self.breaker.suspicious):
-                reason = f"{failure.message}, to an empty response neither"
+                reason = f"{failure.message}; an empty response got no answer either"
                 self._give_rest(FailureKind.timeout, reason, failure.message)
 
     def unavailable(self, message: str) -> None:

@@ -82,7 +82,11 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
 
 
 def each(function: Callable[[T], Any], inputs: Sequence[T], source: str) -> list[Any]:
-    """Call ``function`` on each input; an error becomes the failure of its input (of several)."""
+    """Return ``function`` of each input.
+
+    With several inputs an exception becomes the failure of its input; with one it is raised, because the
+    grader names it as the tasks file does.
+    """
     values: list[Any] = []
     for one in inputs:
         try:
@@ -150,7 +154,7 @@ def _number(value: Any) -> float | None:
 
 
 def failed(message: str, source: str, kind: FailureKind = FailureKind.grader) -> Failure:
-    """Return the failure of the plugin ``source``."""
+    """Return a failure of ``kind`` with ``message`` and the plugin ``source``."""
     return Failure(kind=kind, message=message, source=source)
 
 

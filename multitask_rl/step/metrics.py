@@ -36,7 +36,7 @@ def by_group(scored: Sequence[Scored]) -> dict[str, Groups]:
 
 
 def group_rewards(task: TaskState, group: Sequence[Scored]) -> list[float]:
-    """Return what the algorithm is credited for each trainable record of a group."""
+    """Return the reward (``Algorithm.outcome``) of each trainable record of a group."""
     return [task.algorithm.outcome(s) for s in group if is_trainable(task, s)]
 
 
@@ -146,7 +146,7 @@ class StepReport:
 
 
 def observe_groups(report: StepReport, tasks: Mapping[str, TaskState]) -> list[Event]:
-    """Show each task's stream the rewards of its groups; return the decisions of its curriculum."""
+    """Give each task's stream the rewards of its groups; return the events of its difficulty pools."""
     events: list[Event] = []
     for name, groups in by_group(report.drawn).items():
         stream, task = tasks[name].stream, tasks[name]

@@ -79,11 +79,11 @@ class RolloutStage(StreamingStage):
         """When the engine worked, since the caller last cleared it."""
 
     def order(self, record: Rollout) -> Any:
-        """Return the place of a rollout in its batch."""
+        """Return the sort key of a rollout: its place in the batch."""
         return record.order
 
     def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
-        """Yield rollouts as the engine ends them, without those that joined (see ``take_joined``)."""
+        """Sample each prompt's group; yield rollouts as they end, less joined ones (see ``take_joined``)."""
         slots: list[Rollout] = []
         for position, prompt in enumerate(prompt for part in parts for prompt in part):
             prompt.position = position
@@ -294,7 +294,7 @@ class ConstraintStage(StreamingStage):
         """When the stage waited for verdicts, since the caller last cleared it."""
 
     def order(self, record: Rollout) -> Any:
-        """Return the place of a rollout in its batch, attempts of one slot side by side."""
+        """Return the sort key of a rollout: its place in the batch, attempts of one slot side by side."""
         return record.order
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:

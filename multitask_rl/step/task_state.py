@@ -249,8 +249,8 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
             if misses > min(max(50, 4 * task.stream.num_rows), 10_000):
                 raise DataError(
                     f"task {name!r}: the last {misses} prompts were all longer than {task.max_prompt_tokens} "
-                    "tokens; raise rollout.max_prompt_tokens (the model's positions less the response bound "
-                    "it too: model.rope_scaling) or shorten the prompt template"
+                    "tokens; shorten the prompt template, or raise rollout.max_prompt_tokens; if the model's "
+                    "positions are the limit, set model.rope_scaling or lower rollout.max_new_tokens"
                 )
         prompts.extend(found)
     return prompts

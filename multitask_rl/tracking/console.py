@@ -59,7 +59,7 @@ def _cells(columns: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -
 
 
 class ConsoleTracker(Tracker):
-    """Writes to standard output, or to ``stream``."""
+    """Prints a run, in lines or as a live table, to standard output or to ``stream``."""
 
     def __init__(
         self, output_dir: Path, config: TrackingConfig, run_id: str | None, *, stream: TextIO | None = None

@@ -157,7 +157,7 @@ class RecordFile:
 
 
 class JsonlTracker(Tracker):
-    """Writes what it is given."""
+    """Appends to ``metrics.jsonl``, ``events.jsonl`` and ``rollouts.jsonl`` in ``output_dir``."""
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
         self._directory = output_dir
@@ -177,7 +177,7 @@ class JsonlTracker(Tracker):
         self._append("events.jsonl", [asdict(event)])
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Append one line each."""
+        """Append one line per rollout."""
         if scored:
             self._append("rollouts.jsonl", (scored_to_dict(item, step) for item in scored))
 

@@ -104,7 +104,7 @@ class TokenMeans:
         self._cells += cells
 
     def merge(self, other: TokenMeans) -> None:
-        """Add the numbers of ``other``."""
+        """Add what ``other`` has collected."""
         for key, found in other._found.items():
             self._add(key, *found)
         self._padding += other._padding
@@ -116,7 +116,7 @@ class TokenMeans:
         return self._padding / self._cells if self._cells else 0.0
 
     def by_task(self) -> dict[str, dict[str, float]]:
-        """Return the means."""
+        """Return the means over all tokens added, by task and metric name."""
         result: dict[str, dict[str, float]] = defaultdict(dict)
         for (task, name), (total, number, most) in self._found.items():
             result[task][name] = total / number

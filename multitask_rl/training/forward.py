@@ -173,7 +173,7 @@ _CAN_SPLIT: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def split_head(model: Any) -> tuple[Any, Any] | None:
-    """Return decoder and language-model head of ``model``; None if it changes logits after the head."""
+    """Return decoder and language-model head of ``model``; None if the logits are not the head's outputs."""
     handle: Any = None
     if model not in _CAN_SPLIT:
         _CAN_SPLIT[model] = False
@@ -199,5 +199,5 @@ def split_head(model: Any) -> tuple[Any, Any] | None:
 
 
 def assume_split(model: Any, can_split: bool) -> None:
-    """Set whether ``split_head`` splits a ``model`` of which this process has only a part."""
+    """Set whether ``split_head`` splits ``model``, where this process holds a part of it and cannot try."""
     _CAN_SPLIT[model] = can_split

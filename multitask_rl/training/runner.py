@@ -61,7 +61,7 @@ class Passes:
     """All processes make each pass together; each makes the same number of passes, one per micro-batch."""
 
     def most(self, number: int) -> int:
-        """Return the largest ``number`` of all processes ``in_step``."""
+        """Return the largest ``number`` of the processes that make passes together (``in_step``)."""
         return number
 
     def attention(self, models: Sequence[Any]) -> contextlib.AbstractContextManager[None] | None:
@@ -204,7 +204,10 @@ class ModelRunner:
         return "shared" if self._shares_prompts else "bucketed"
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of forward and backward passes; the latter compute checkpointed layers again."""
+        """Return the context manager that sets the attention of the models.
+
+        It must enclose forward and backward pass: the backward pass computes checkpointed layers again.
+        """
         models = [self.actor.model] + ([] if self.reference is None else [self.reference])
         attention = self.passes.attention(models)
         if attention is not None:
@@ -231,7 +234,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def pass_reference_idly(self) -> None:
-        """Make an idle pass through the reference: all processes gather its weights together."""
+        """Run the reference without using its outputs: other processes wait for it to gather weights."""
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             self._forward(reference, self._idle().to(self.actor.device), [])
 

@@ -44,9 +44,9 @@ class CausalJudge:
         return self._loaded.clean(text)
 
     def room(self, prompt: str) -> int:
-        """Return the tokens that ``prompt`` leaves of an input, less a few.
+        """Return how many tokens of an input remain after ``prompt``, less a small reserve.
 
-        Some are kept: in its place a text may need more tokens than alone, and a verdict has its lead.
+        A text may take more tokens inside a prompt than alone, and a verdict follows its ``lead``.
         """
         return self.max_length - len(self._encode(prompt)) - _SLACK
 

@@ -156,6 +156,6 @@ class ChatEndpoint:
 
 
 def mark_around(*texts: str) -> str:
-    """Return a line that stands around material to judge: a hash of it, which no text can hold itself."""
+    """Return the line to put before and after material to judge: a hash of it, so it cannot hold the line."""
     content = "\0".join(texts).encode("utf-8", "replace")
     return f"=== {hashlib.blake2b(content, digest_size=6).hexdigest()} ==="

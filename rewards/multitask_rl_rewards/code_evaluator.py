@@ -100,7 +100,7 @@ class CodeEvaluator:
             _sandbox()
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
-        """Return one value in [0, 1] per rollout with components ``tests`` and ``codebleu``."""
+        """Return per rollout a score in [0, 1], with components ``tests`` and ``codebleu``, or a failure."""
         blocks = [program_in(r.response, r.row, self.config.language) for r in rollouts]
         tested = self._run_tests(rollouts, blocks) if self._runs else [None] * len(rollouts)
         return [

@@ -16,9 +16,9 @@ from multitask_rl.records import FLAGGED, Rollout, Verdict
 
 
 class ToolUse:
-    """A limit on the tool calls of an episode; the cost is 1 where one breaks it.
+    """Limits the tool calls of an episode: the cost is 1 if a call breaks a limit, else 0.
 
-    It reads the calls as the environment does, and so also those that name no tool or have wrong arguments.
+    Calls that name no tool of the environment, or have wrong arguments, count as well.
     With ``stream_every`` it judges the calls that the answer has completed, without those of earlier turns.
     """
 

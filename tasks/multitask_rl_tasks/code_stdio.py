@@ -59,5 +59,5 @@ class CodeStdio(SourcedTask):
         }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The data holds no solutions."""
+        """Return None: the data holds no solutions."""
         return None

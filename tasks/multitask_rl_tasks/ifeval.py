@@ -46,5 +46,5 @@ class IFEval(SourcedTask):
         return {"id": f"ifeval-{row['key']}", "prompt": row["prompt"], "tests": tests}
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The data holds no responses."""
+        """Return None: the data holds no responses."""
         return None

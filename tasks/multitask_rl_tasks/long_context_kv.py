@@ -45,7 +45,7 @@ class LongContextKV(SourcedTask):
         }
 
     def translate(self, row: Mapping[str, Any], index: int) -> Row | None:
-        """No other format is known."""
+        """Return None: rows in other formats are left out."""
         return dict(row)
 
     def _raw(self, split: str) -> Iterator[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ _LABELS = ["hateful", "non-hateful"]
 
 
 class Toxicity(SourcedTask):
-    """Content warning: the texts hold slurs."""
+    """The response says whether a text is hateful. Content warning: the texts hold slurs."""
 
     licence: ClassVar[str] = "CC BY 4.0"
     files: ClassVar[tuple[str, ...]] = ("toxicity_classify.jsonl",)

@@ -59,7 +59,7 @@ def test_several_responses_a_prompt_are_recorded_and_a_test_split_decides_nothin
     assert '"task/benchmark/eval"' in numbers
     assert undocumented(here / "out") == set()
     guard = replace(config.guard, monitor_metrics=["benchmark"])
-    with pytest.raises(ConfigError, match=r"Not watched are benchmark: .* split test"):
+    with pytest.raises(ConfigError, match=r"The guard does not watch benchmark: .* split test"):
         Trainer.from_config(replace(config, guard=guard))
 
 

@@ -140,7 +140,7 @@ def same_text(actual: bytes, expected: bytes, tolerance: float | None) -> bool:
 def of_function(
     job: dict[str, Any], lines: bytes, tester: Exit, program: Execution
 ) -> tuple[str, str, list[list[Any]]]:
-    """Return (ending, message, tests) of a function task from the tester's lines and both ends."""
+    """Return (ending, message, tests) of a function task; ``tester``, ``program``: the ended processes."""
     limits = job["limits"]
     for ended in (tester, program.exit):
         if ended.failure:

@@ -37,7 +37,7 @@ def memory(content: bytes = b"", *, seal: bool = False) -> Iterator[int]:
 
 
 class ZygoteProcess:
-    """One zygote and the executions it was asked for."""
+    """The keeper's connection to one zygote: it starts executions there and collects their ends."""
 
     def __init__(self, control: socket.socket, trainer: TrainerConversation) -> None:
         self._control = control
@@ -57,7 +57,16 @@ class ZygoteProcess:
         has_stdin: bool = False,
         has_output: bool = True,
     ) -> int:
-        """Start an execution; return its identity."""
+        """Let the zygote start one process; return the identity of the execution.
+
+        Args:
+            mode: what the process runs.
+            limits: the fields of ``Limits`` by name.
+            source_bytes: size of the source, the first descriptor.
+            descriptors: what the process gets, in the order of ``programs.enter``.
+            has_stdin: ``descriptors`` hold standard input; else it is empty.
+            has_output: ``descriptors`` hold standard output and error.
+        """
         self._last = (self._last + 1) % (1 << 32)
         head = SPAWN.pack(OP_SPAWN, self._last, mode, has_stdin, has_output, source_bytes, limits["wall_s"])
         cpu_s, counts = (
@@ -70,14 +79,18 @@ class ZygoteProcess:
         return self._last
 
     def become(self, package: str) -> ZygoteProcess:
-        """Return another zygote that has this package loaded."""
+        """Return a new zygote, forked from this one, that has ``package`` loaded."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         socket.send_fds(self._control, [bytes([OP_VARIANT]) + package.encode()], [theirs.fileno()])
         theirs.close()
         return ZygoteProcess(ours, self._trainer)
 
     def wait(self, identity: int, wall_s: float) -> Exit:
-        """Return the end of an execution; raises as ``TrainerConversation.wait``, long after ``wall_s``."""
+        """Wait for the end of the execution ``identity`` and return it.
+
+        Raises as ``TrainerConversation.wait``; the time-out is several times ``wall_s`` (seconds), because
+        the zygote itself ends a program that passes its limit.
+        """
         deadline = time.monotonic() + LONGEST_WAIT * wall_s + _GRACE_S  # the limit of a starved program
         while identity not in self._exits:
             self._receive_exit(max(0.01, deadline - time.monotonic()))
@@ -86,7 +99,10 @@ class ZygoteProcess:
     def end(
         self, program: int, limits: dict[str, Any], stdout: int, stderr: int, *, is_gone: bool
     ) -> Execution:
-        """End a program after its tests; one that left the conversation gets a moment to end by itself."""
+        """Kill the execution ``program`` after its tests and return it with its output.
+
+        With ``is_gone`` (the program has closed its channel) it first gets a moment to end by itself.
+        """
         if is_gone and program not in self._exits:
             with contextlib.suppress(TimeoutError):
                 self._receive_exit(_LAST_BREATH_S)
@@ -117,7 +133,7 @@ class ZygoteProcess:
 
 
 def collect(ended: Exit, stdout: int, stderr: int, limits: dict[str, Any]) -> Execution:
-    """Return an execution with its output."""
+    """Return the ended process with its output, read from the files ``stdout`` and ``stderr``."""
     stdout_length, stderr_length = os.fstat(stdout).st_size, os.fstat(stderr).st_size
     return Execution(
         exit=ended,

@@ -66,7 +66,7 @@ class Layout:
     """Path of bubblewrap; empty where it is not installed."""
 
     def binds(self) -> list[tuple[str, str]]:
-        """Return (source, place in the cell), parents first."""
+        """Return what the cell sees: (path on this machine, path in the cell), parents first."""
         pairs = [(path, path) for path in ("/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")]
         pairs += [(path, path) for path in ("/lib", "/lib64") if not os.path.islink(path)]
         if self.prefix != "/usr":
@@ -76,7 +76,10 @@ class Layout:
         return [pair for pair in pairs if os.path.exists(pair[0])]
 
     def hidden(self) -> list[tuple[str, str]]:
-        """Return (source, place in the cell) of the interpreter's other packages, hidden from programs."""
+        """Return the site-packages directories that programs must not see.
+
+        As (path on this machine, path in the cell). They lie inside directories of ``binds``.
+        """
         places = ("python3*/site-packages", "python3*/dist-packages")
         return [
             (str(path), f"{target}/{path.relative_to(source)}")
@@ -95,7 +98,11 @@ class Layout:
 
 
 def launch(layout: Layout, control: socket.socket, level: str = "namespaces") -> int:
-    """Start a zygote in a new cell, which talks on ``control``; return its pid. ``OSError`` names a step."""
+    """Start a zygote in a new cell and return its process id; it answers on the socket ``control``.
+
+    Raises:
+        OSError: ``level`` is unknown or cannot be had here; the message names the step that failed.
+    """
     if level == "namespaces":
         flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET
         flags |= linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
@@ -164,7 +171,11 @@ def _start(flags: int, enter: Callable[[], _Command]) -> int:
 
 
 def outside_id(offset: int = 0) -> int:
-    """Return a user id for this process's cell that owns no file here; the caller's own where none exists."""
+    """Return a user id for the cell of this process.
+
+    For root it is one that owns no file, ``offset`` apart from other uses, or 0 if this user namespace maps
+    none. Any other caller gets its own id.
+    """
     wanted = _FIRST_OUTSIDE_ID + offset + os.getpid()
     if os.geteuid() != 0:
         return os.geteuid()
@@ -176,7 +187,7 @@ def outside_id(offset: int = 0) -> int:
 
 
 def confine() -> None:
-    """Give up, as a keeper whose cell is up, all rights that its work does not need.
+    """Give up all rights that a keeper does not need once its cell is up.
 
     Root becomes a user that owns no file. The process leaves the network, gets a memory limit, and can open
     no file and start no process any more.

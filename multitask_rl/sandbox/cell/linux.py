@@ -51,7 +51,7 @@ def is_supported() -> bool:
 
 
 def prepare_call(number: int, *arguments: Any) -> tuple[Any, ...]:
-    """Return the arguments of ``raw_syscall`` for a system call to be made later."""
+    """Return system call ``number`` with its arguments as ``raw_syscall`` takes them, for a later call."""
     return (ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
 
 
@@ -132,7 +132,7 @@ def _clone_flags(flags: int, pidfd_at: int) -> tuple[int, int, int, int, int]:
 
 
 def own_first_page(start: int, length: int, *, is_code: bool) -> None:
-    """Write the first byte of a private file mapping as it is, so that the page becomes our own."""
+    """Rewrite the first byte of a private file mapping, so that its first page becomes this process's own."""
     protection = _PROT_READ | (_PROT_EXEC if is_code else 0)
     syscall(_NR_MPROTECT, start, length, protection | _PROT_WRITE)
     ctypes.memmove(start, ctypes.string_at(start, 1), 1)

@@ -46,7 +46,7 @@ def compare_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[
             channel.send(*requests)
         loaded = load_ending(_receive(channel, decoder))
         if loaded is None:
-            raise CodecError("it does not speak the protocol")
+            raise CodecError("the program's process does not speak the protocol")
         lines.append(["load", loaded[0], loaded[1][:_MESSAGE_LIMIT]])
         if loaded[0] != "passed":
             return lines
@@ -66,7 +66,7 @@ def compare_literals(channel: CellChannel, tests: list[list[Any]]) -> list[list[
                 case ["error", str(), str(name), str(text)]:
                     ending, message = "runtime_error", f"{name}: {text}"
                 case _:
-                    raise CodecError("it does not speak the protocol")
+                    raise CodecError("the program's process does not speak the protocol")
             lines.append([index, ending, message[:_MESSAGE_LIMIT]])
     except NeedsArraysError as error:
         raise NeedsTesterError from error

@@ -37,7 +37,7 @@ class OpaqueError(TypeError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, at most ``MESSAGE_LIMIT`` characters of it."""
+    """Return the first ``MESSAGE_LIMIT`` characters of an exception's text; "" if it has none."""
     try:
         return str(error)[:MESSAGE_LIMIT]
     except BaseException:  # noqa: BLE001 - a message must not end the tester
@@ -60,7 +60,7 @@ class Peer:
         """Return ending and message of the program's loading."""
         loaded = load_ending(self._receive())
         if loaded is None:
-            raise CandidateGone("it does not speak the protocol")
+            raise CandidateGone("the program's process does not speak the protocol")
         return loaded
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Peer:
                 case ["value", _, value]:
                     names[name] = value
                 case _:
-                    raise CandidateGone("it does not speak the protocol")
+                    raise CandidateGone("the program's process does not speak the protocol")
         return names
 
     def apply_changes(self) -> None:
@@ -117,7 +117,7 @@ class Peer:
                             ):
                                 self._changes.append((given[position], now))
                             case _:
-                                raise CandidateGone("it does not speak the protocol")
+                                raise CandidateGone("the program's process does not speak the protocol")
                     if value is None:
                         self.apply_changes()
                     return value
@@ -125,7 +125,7 @@ class Peer:
                     raise self._exception(base, name, message)
                 case ["callback", int(number), list(positional), dict(keywords)]:
                     if not 0 <= number < len(self._lent):
-                        raise CandidateGone("it does not speak the protocol")
+                        raise CandidateGone("the program's process does not speak the protocol")
                     try:
                         answer = ["return", self._encoder.encode(self._lent[number](*positional, **keywords))]
                         self._encoder.dumps(answer)
@@ -137,7 +137,7 @@ class Peer:
                         answer = ["raise", kind.__name__, text_of(error)]
                     self._send(answer)
                 case _:
-                    raise CandidateGone("it does not speak the protocol")
+                    raise CandidateGone("the program's process does not speak the protocol")
 
     def _send(self, message: list[Any]) -> None:
         try:
@@ -151,7 +151,7 @@ class Peer:
         except ChannelClosed as error:
             raise CandidateGone("the program's process ended") from error
         except CodecError as error:
-            raise CandidateGone(f"it does not speak the protocol: {error}") from error
+            raise CandidateGone(f"the program's process does not speak the protocol: {error}") from error
 
     def _exception(self, base: str, name: str, message: str) -> Exception:
         kind = self._exceptions.get(name) or getattr(builtins, base, None)
@@ -173,7 +173,7 @@ class Peer:
                 raise CodecError(f"the tests pass an iterator of more than {_MAX_ITEMS} items")
             return "e", self._encoder.items(items, 1)
         if not callable(value):
-            raise CodecError(f"the tests pass a {type(value).__name__}, which no program elsewhere can use")
+            raise CodecError(f"the tests pass a {type(value).__name__}, which no other process can use")
         self._lent.append(value)
         return "j", len(self._lent) - 1
 
@@ -195,7 +195,7 @@ class Peer:
 
 
 class Remote:
-    """An object of the program. It gives its attributes and has no say in comparisons."""
+    """Proxy of an object of the program: its attributes can be read, its operators raise ``OpaqueError``."""
 
     def __init__(self, peer: Peer, number: int, kind: str) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -222,7 +222,7 @@ class Remote:
 
 
 class RemoteCallable(Remote):
-    """An object of the program that can be called."""
+    """Proxy of an object of the program that can be called."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the object where it is."""
@@ -246,7 +246,7 @@ def _exact(value: Any, kind: type[T]) -> T:
 
 
 class RemoteIterator(Remote):
-    """An iterator of the program, read in growing batches of at most ``_MAX_ITEMS`` items in all."""
+    """Proxy of an iterator of the program; it reads growing batches, at most ``_MAX_ITEMS`` items in all."""
 
     def __init__(self, peer: Peer, number: int, kind: str) -> None:
         super().__init__(peer, number, kind)
@@ -261,7 +261,7 @@ class RemoteIterator(Remote):
             if len(items) < batch:
                 return
             if total >= _MAX_ITEMS:
-                raise OpaqueError(f"an iterator of more than {_MAX_ITEMS} items")
+                raise OpaqueError(f"the program's iterator has more than {_MAX_ITEMS} items")
             batch = min(batch * 2, 4096)
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,11 +272,11 @@ class RemoteIterator(Remote):
 
 
 class RemoteOperators(Remote):
-    """An object of a program whose operators are under test (``allow_dunder``)."""
+    """Proxy that forwards operators to the program's object, for tests of operators (``allow_dunder``)."""
 
 
 class RemoteCallableOperators(RemoteOperators, RemoteCallable):
-    """The same for an object that can be called."""
+    """``RemoteOperators`` for an object that can be called."""
 
 
 _REMOTE_CLASSES: dict[tuple[bool, bool], type[Remote]] = {
@@ -291,7 +291,7 @@ _REMOTE_CLASSES: dict[tuple[bool, bool], type[Remote]] = {
 def _forbid(name: str) -> Callable[..., Any]:
     def refuse(self: Remote, *_: Any) -> Any:
         kind = object.__getattribute__(self, "_kind")
-        raise OpaqueError(f"{name} of the program's {kind!r} object: it may not judge itself")
+        raise OpaqueError(f"{name} of the program's {kind!r} object: an object may not judge itself")
 
     return refuse
 

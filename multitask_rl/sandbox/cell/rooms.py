@@ -82,7 +82,7 @@ class Rooms:
         return room
 
     def give_back(self, room: Room) -> None:
-        """Note the end of the program in the room; its files do not outlive it."""
+        """Take ``room`` back after its program ended; a room that holds files is taken down first."""
         is_empty = False
         if room.num_programs < _MOST_PROGRAMS and linux.raw_syscall(*room.ask) == 0:
             blocks, free, _, files, free_files = _BLOCKS_AND_FILES.unpack_from(room.answer)

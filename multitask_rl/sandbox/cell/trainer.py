@@ -104,13 +104,13 @@ class TrainerConversation:
         os.set_blocking(cancel_fd, False)
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the next job, or ``EOFError``; held results leave before a wait for it."""
+        """Return the next job; before a wait it sends what ``answer`` held. ``EOFError``: no more jobs."""
         if not self._inbox.has_message():
             self._flush()
         return self._inbox.receive()
 
     def begin(self, job: int) -> None:
-        """Note that a job begins; ``JobCancelled`` if the trainer gave it up."""
+        """Make ``job`` the current one; ``JobCancelled`` if the trainer has given it up."""
         self._job = job
         # identities grow and jobs come in order: older ones have an answer
         self._cancelled = {identity for identity in self._cancelled if identity >= job}
@@ -129,16 +129,19 @@ class TrainerConversation:
             self._held.clear()
 
     def poll_for(self, descriptor: int) -> select.poll:
-        """Return what ``wait`` polls to wait for ``descriptor``."""
+        """Return the poll object for ``wait``: it watches ``descriptor`` and the trainer's cancellations."""
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.register(self._cancel_fd, select.POLLIN)
         return poll
 
     def wait(self, poll: select.poll, descriptor: int, patience_s: float | None) -> None:
-        """Wait until ``descriptor`` can be read; held results do not wait for that.
+        """Wait until ``descriptor`` can be read; results that ``answer`` held are sent meanwhile.
 
-        ``TimeoutError`` after ``patience_s`` (None: never), ``EOFError`` or ``JobCancelled`` by the trainer.
+        Raises:
+            TimeoutError: ``patience_s`` seconds have passed (None: never).
+            JobCancelled: the trainer gave up the current job.
+            EOFError: the trainer ended.
         """
         patience_ms = None if patience_s is None else 1000 * patience_s
         while True:

@@ -99,7 +99,7 @@ class _Running:
 
 
 class Zygote:
-    """One cell's process parent."""
+    """The parent process of all programs in one cell."""
 
     def __init__(self, control: int, proc: int, warm_source: int, *, is_flat: bool) -> None:
         self._warm_source = warm_source

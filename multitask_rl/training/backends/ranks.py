@@ -118,7 +118,7 @@ class Ranks:
         return self._mesh
 
     def abort(self) -> None:
-        """End collectives on GPUs with an error, from any thread; gloo's end with the other process."""
+        """Make collectives under way on GPUs raise. Thread-safe. Those on CPUs raise when a process ends."""
         for group in {self._all, self._peers, self._data} - {None}:
             group.abort()
 

@@ -142,7 +142,7 @@ class Replica:
         self.ranks.broadcast([self._tensors[i] for i in numbers])
 
     def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: tuple[bool, bool]) -> None:
-        """Keep only a part of the actor (tensors ``places``) and of the reference (tensors ``gone``)."""
+        """Replace actor (tensors ``places``) and reference (tensors ``gone``) by this rank's parts."""
         for number in (*places, *gone):
             self._tensors[number] = torch.empty(0)
         whole = self._own.runner

@@ -21,7 +21,9 @@ _SHOWN_CHARS = 300
 
 
 class CodeRepair:
-    """For rows whose column ``tests`` has what ``code_evaluator`` reads: statements, or stdin/stdout pairs.
+    """The actor writes a program, reads which public tests fail, and repairs it.
+
+    The rows' column ``tests`` has what ``code_evaluator`` reads: statements, or stdin/stdout pairs.
 
     Public tests are those of the row's column ``public_tests``, else the first ``public`` ones. The others
     are hidden; a row with public tests alone is judged by these. The reward of a step is the change in the

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
 class NumberGame:
-    """Numbers 1 to 2^level - 1 and ``level`` guesses: halving always wins.
+    """The actor guesses a number from 1 to 2^level - 1, ``level`` times at most: halving always wins.
 
     A player that ignores the answers wins ``level`` games of 2^level - 1 (2 of 3, 3 of 7, 4 of 15). A turn is
     one guess, the last number of the answer. The reward is 1 for the right number and 0 for any other end.

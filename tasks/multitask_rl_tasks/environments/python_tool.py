@@ -64,7 +64,7 @@ names = module.__dict__
 
 
 class PythonTool:
-    """One tool, ``python``. Rewards come from plugins, for example ``math_answer`` on the last answer."""
+    """An environment with one tool, ``python``. Rewards come from plugins, such as ``math_answer``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Settings):

@@ -18,7 +18,7 @@ _lock = threading.Lock()
 
 
 class Search:
-    """One tool, ``search``. Rewards come from plugins, for example ``exact_match`` on the last answer.
+    """An environment with one tool, ``search``. Rewards come from plugins, such as ``exact_match``.
 
     All episodes of a process share one index of a file.
     """

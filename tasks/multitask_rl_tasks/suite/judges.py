@@ -30,7 +30,7 @@ NUM_TEST_EXAMPLES = 1000
 
 
 def save_reward_model(directory: Path, settings: RewardModelSettings, *, cache_dir: Path) -> dict[str, Any]:
-    """Write a reward model fitted on noisy preference pairs (cached by settings).
+    """Train a reward model on noisy preference pairs and save it in ``directory`` (cached by settings).
 
     Loss: ``-log sigmoid(r(chosen) - r(rejected))`` (Bradley-Terry; arXiv:2203.02155, Eq. 1).
 
@@ -67,7 +67,7 @@ def save_reward_model(directory: Path, settings: RewardModelSettings, *, cache_d
 
 
 def save_safety_classifier(directory: Path, settings: JudgeSettings, *, cache_dir: Path) -> dict[str, Any]:
-    """Write a classifier with the labels ``safe`` and ``unsafe`` (cached by settings).
+    """Train a classifier with the labels ``safe`` and ``unsafe`` and save it (cached by settings).
 
     Returns:
         ``false_positive_rate`` and ``false_negative_rate`` at threshold 1/2 on held-out prompts,

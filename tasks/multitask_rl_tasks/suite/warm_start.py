@@ -61,7 +61,7 @@ def build_config(size: ModelSize, tokenizer: Any, **extra: Any) -> Any:
 
 
 def save_actor(directory: Path, settings: WarmStartSettings, *, cache_dir: Path) -> dict[str, Any]:
-    """Write a warm-started actor with its tokenizer as a Hugging Face directory (cached by settings).
+    """Train an actor on the tasks' answers and save it as a Hugging Face directory (cached by settings).
 
     Returns:
         ``parameters``, ``steps``, ``loss`` (mean of the last 50 steps, nats per token), ``seconds``,

@@ -27,7 +27,7 @@ def test_the_actors_weights_may_be_shared_out() -> None:
     assert parsed["actor"].is_sharded
     assert parsed["actor"].names == parsed["rollout"].names
     assert not parsed["rollout"].is_sharded
-    with pytest.raises(ConfigError, match="parts of weights want several devices"):
+    with pytest.raises(ConfigError, match="sharded needs several devices"):
         parse_devices("cuda:1 sharded")
     assert (parsed["actor"].tensor, parse_devices("cpu:0-3 sharded tensor=2").tensor) == (1, 2)
     assert parse_devices("cuda:0-1 tensor=2").is_sharded
