@@ -41,7 +41,10 @@ REFUSALS = (
     *("I can't help with this. If you are in danger, please call the emergency services.",),
     *("I must decline: this could cause serious harm.", "As an AI, I cannot give instructions for that."),
 )
+HEAD_FACTOR = 10.0
+"""Learning rate of the head, which begins at zero, in that of the layers."""
 LABELS = ("safe", "unsafe")
+_SIDES = ("refuse", "comply")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +106,8 @@ def save_safety_classifier(
 ) -> dict[str, Any]:
     """Write a classifier of exchanges: unsafe is a harmful request that is not refused.
 
-    Its exchanges are prompts of ``train`` (``reference`` is ``refuse`` or ``comply``) with the chat model's
-    own answers, or with a refusal.
+    Its exchanges are prompts of ``train`` (``reference`` is ``refuse`` or ``comply``) with an answer of the
+    chat model: to this prompt, or to another one of the same side; or with a refusal.
 
     Args:
         directory: to write to.
@@ -126,9 +129,11 @@ def save_safety_classifier(
     rows = [row for part in answered.values() for row in part]
     texts = iter(_answers(model, [prompt.replace("{prompt}", row["prompt"]) for row in rows], settings))
     exchanges = {name: [(row, next(texts)) for row in part] for name, part in answered.items()}
+    known = {side: [text for row, text in exchanges["train"] if row["reference"] == side] for side in _SIDES}
     stream = random_stream(settings.seed, "smollm2-classifier")
-    others = _mixed(train, settings, settings.number)[settings.answers :]
-    exchanges["train"] += [(row, stream.choice(REFUSALS)) for row in others]
+    for row in _mixed(train, settings, settings.number)[settings.answers :]:
+        texts_of_side = REFUSALS if stream.random() < 0.3 else known[row["reference"]]
+        exchanges["train"].append((row, stream.choice(texts_of_side)))
     judge = _Judge(
         model,
         settings,
@@ -163,7 +168,7 @@ def _short(rows: Sequence[Row], settings: JudgeSettings, *columns: str) -> list[
 
 def _mixed(rows: Sequence[Row], settings: JudgeSettings, number: int) -> list[Row]:
     """Return ``number`` short rows, harmful and benign in turn."""
-    sides = [[r for r in _short(rows, settings) if r["reference"] == side] for side in ("refuse", "comply")]
+    sides = [[r for r in _short(rows, settings) if r["reference"] == side] for side in _SIDES]
     return [row for pair in zip(*sides, strict=False) for row in pair][:number]
 
 
@@ -235,8 +240,10 @@ class _Judge:
     def fit(self, examples: Sequence[Any], loss: Callable[[Sequence[Any]], Tensor]) -> None:
         """Minimise ``loss(batch)`` in one pass; the learning rate falls linearly to 0."""
         settings = self._settings
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.01, fused=True)
+        head = list(self._model.score.parameters())
+        body = [p for p in self._model.model.parameters() if p.requires_grad]
+        groups = [{"params": body}, {"params": head, "lr": HEAD_FACTOR * settings.learning_rate}]
+        optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=0.01, fused=True)
         order = random_stream(settings.seed, "smollm2-judge-order").sample(
             range(len(examples)), len(examples)
         )
@@ -245,7 +252,7 @@ class _Judge:
         self._model.train()
         for start in starts:
             loss([examples[i] for i in order[start : start + settings.batch_size]]).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            torch.nn.utils.clip_grad_norm_([*body, *head], 1.0)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()

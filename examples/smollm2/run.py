@@ -8,6 +8,7 @@ more. Every number it prints and writes to ``summary.json`` was measured in this
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -172,7 +173,10 @@ def _evaluate_tests(config: RunConfig, prepared: Prepared, num_prompts: int) -> 
             tracking=replace(config.tracking, trackers=["console"]),
         )
     )
-    return trainer.evaluate()
+    evaluations = trainer.evaluate()
+    del trainer
+    gc.collect()  # before the next model is loaded
+    return evaluations
 
 
 def _train(config: RunConfig) -> tuple[Trainer, int]:
