@@ -83,7 +83,7 @@ def prepare(
     for name in left_out:
         tasks.pop(name, None)
     for name in tasks:
-        tests[name] = {"eval_split": "test"}
+        tests[name] = {"eval_split": "test", "evaluation_only": True}
     ifeval = directory / "data" / "ifeval.jsonl"
     if ifeval.is_file():
         tests["ifeval"] = {

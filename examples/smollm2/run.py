@@ -8,6 +8,7 @@ more. Every number it prints and writes to ``summary.json`` was measured in this
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -163,17 +164,16 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
 
 def _evaluate_tests(config: RunConfig, prepared: Prepared, num_prompts: int) -> Evaluations:
     """Return evaluations of the configured weights on the splits ``test``; nothing is selected by them."""
-    trainer = Trainer.from_config(
-        replace(
-            config,
-            tasks=dict(prepared.tests),
-            eval=replace(config.eval, num_prompts=num_prompts),
-            output_dir=f"{config.output_dir}-test",
-            checkpoint=replace(config.checkpoint, resume="never"),
-            tracking=replace(config.tracking, trackers=["console"]),
-        )
+    config = replace(
+        config,
+        tasks=dict(prepared.tests),
+        guard=replace(config.guard, enabled=False),
+        eval=replace(config.eval, num_prompts=num_prompts),
+        output_dir=f"{config.output_dir}-test",
+        tracking=replace(config.tracking, trackers=[]),
     )
-    evaluations = trainer.evaluate()
+    with contextlib.closing(Trainer.from_config(config)) as trainer:
+        evaluations = trainer.evaluate()
     del trainer
     gc.collect()  # before the next model is loaded
     return evaluations

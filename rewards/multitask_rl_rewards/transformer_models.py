@@ -230,6 +230,8 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
     import torch
     import transformers
 
+    # its progress bars would break the run's own progress lines
+    transformers.utils.logging.disable_progress_bar()
     config = read_model_config(model_name, plugin)
     loader: Callable[..., Any] = getattr(transformers, auto_class).from_pretrained
     full = dtype

@@ -36,6 +36,14 @@ def test_trained_preference_ranks_responses(reward_model_dir):
     assert bad < -0.5
 
 
+def test_loading_a_judge_shows_no_progress_bar(reward_model_dir, capfd):
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    build(reward_model_dir).warm_up()
+    assert "Loading" not in capfd.readouterr().err, "it would break the run's own lines"
+
+
 def test_batching_and_order_do_not_change_values(reward_model_dir):
     texts = ["good", "bad it is what it is", "", "hello", "good bad", "it is it is it is good"]
     rollouts = [rollout(text, prompt="hello") for text in texts]
