@@ -95,7 +95,7 @@ def train_classifier(
 def data_directory() -> Path:
     import os
 
-    return Path(os.environ.get("MULTITASK_RL_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
+    return Path(os.environ.get("MULTITASK_RL_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 
 
 def real_rows(name: str, limit: int = 0) -> list[dict[str, Any]]:
