@@ -312,7 +312,8 @@ class TrainSample:
     reward: float = 0.0
     """Scalar outcome of the response."""
     ref_prompt_ids: Sequence[int] | None = None
-    """Context for the reference policy, without control token; None = ``prompt_ids``."""
+    """Context for the reference policy: ``prompt_ids`` without the control token at its front, which the
+    contexts of later turns have too; None = ``prompt_ids``."""
     turns: Sequence[Turn] = ()
     """Of an episode: where tokens of the world stand between those of ``response_ids``."""
 
@@ -345,15 +346,19 @@ class TrainSample:
         if not starts:
             return [self]
         parts = []
+        num_control = 0 if self.ref_prompt_ids is None else len(self.prompt_ids) - len(self.ref_prompt_ids)
         ends = list(itertools.accumulate((turn.num_tokens for turn in self.turns), initial=0))
         for first, last in itertools.pairwise([0, *(i for i in starts if i), len(self.turns)]):
             context = self.turns[first].context_ids
+            ref = self.ref_prompt_ids
+            if context is not None:
+                ref = context[num_control:] if num_control else None
             own = slice(ends[first], ends[last])
             parts.append(
                 replace(
                     self,
                     prompt_ids=self.prompt_ids if context is None else context,
-                    ref_prompt_ids=self.ref_prompt_ids if context is None else None,
+                    ref_prompt_ids=ref,
                     response_ids=self.response_ids[own],
                     rollout_logprobs=self.rollout_logprobs[own],
                     turns=self.turns[first:last],

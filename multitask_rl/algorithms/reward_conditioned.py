@@ -119,9 +119,17 @@ class RewardConditioned(Algorithm):
             return []
         for item in scored:
             old = item.rollout
-            prompt_ids = list(old.prompt.prompt_ids)
-            if prompt_ids and prompt_ids[0] in self._control_ids:
-                del prompt_ids[0]
+            prompt_ids = self._without_control(old.prompt.prompt_ids)
+            turns = [
+                replace(
+                    turn,
+                    messages=[],
+                    response="",
+                    info={},
+                    context_ids=None if turn.context_ids is None else self._without_control(turn.context_ids),
+                )
+                for turn in old.turns
+            ]
             rollout = Rollout(
                 prompt=replace(old.prompt, row={}, text="", position=0, prompt_ids=prompt_ids),
                 sample=old.sample,
@@ -129,7 +137,7 @@ class RewardConditioned(Algorithm):
                 finish_reason=old.finish_reason,
                 policy_version=old.policy_version,
                 sampling=old.sampling,
-                turns=[replace(turn, messages=[], response="", info={}) for turn in old.turns],
+                turns=turns,
                 token_limit=old.token_limit,
             )
             self._buffer.append(_as_sample(rollout, self.outcome(item), item.cost))
@@ -151,10 +159,20 @@ class RewardConditioned(Algorithm):
             # whole rounds over a quantile that is too small, then a draw without replacement
             rounds, remainder = divmod(wanted, len(own))
             chosen = own * rounds + rng.sample(own, remainder)
-            control_id = self._control_id(quantile)
-            samples += [replace(past, prompt_ids=[control_id, *past.prompt_ids]) for past in chosen]
+            control = [self._control_id(quantile)]
+            for past in chosen:
+                turns = [
+                    turn
+                    if turn.context_ids is None
+                    else replace(turn, context_ids=[*control, *turn.context_ids])
+                    for turn in past.turns
+                ]
+                samples.append(replace(past, prompt_ids=[*control, *past.prompt_ids], turns=turns))
         rng.shuffle(samples)
         return samples
+
+    def _without_control(self, context_ids: Sequence[int]) -> list[int]:
+        return list(context_ids[bool(context_ids) and context_ids[0] in self._control_ids :])
 
     def _control_id(self, quantile: int) -> int:
         if not self._control_ids:

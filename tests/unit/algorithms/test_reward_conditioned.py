@@ -12,6 +12,7 @@ from multitask_rl.algorithms.reward_conditioned import (
     quantile_of_each,
 )
 from multitask_rl.errors import ConfigError
+from multitask_rl.records import Turn
 
 CONTROL = [100, 101, 102, 103]
 
@@ -90,6 +91,28 @@ def test_control_token_of_a_conditioned_rollout_is_replaced_not_stacked():
     samples = algorithm.select(_step([0.0, 1.0], prompt_ids=(103, 7, 8)))
     assert all(len(s.prompt_ids) == 3 for s in samples)
     assert all(s.ref_prompt_ids == [7, 8] for s in samples)
+
+
+@pytest.mark.parametrize("is_conditioned", [False, True])
+def test_every_context_of_an_episode_has_the_control_token_of_its_reward(is_conditioned):
+    algorithm = _build()
+    front = [103] * is_conditioned
+    step = _step([i / 40 for i in range(40)], prompt_ids=(*front, 7, 8))
+    for one in step:
+        one.rollout.turns = [
+            Turn(num_tokens=1),
+            Turn(num_tokens=1, context_ids=[*front, 9, one.rollout.response_ids[0], 6]),
+        ]
+    algorithm.select(step)
+    samples = algorithm.select(step)
+    restored = _build()
+    restored.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
+    for sample in [*samples, *restored.select(step)]:
+        control = CONTROL[int(sample.reward * 4)]
+        first, second = sample.split()
+        assert (list(first.prompt_ids), list(first.ref_prompt_ids)) == ([control, 7, 8], [7, 8])
+        assert list(second.prompt_ids) == [control, 9, first.response_ids[0], 6]
+        assert list(second.ref_prompt_ids) == [9, first.response_ids[0], 6]
 
 
 def test_rare_successes_are_drawn_far_above_their_share():

@@ -136,6 +136,30 @@ def test_every_algorithm_has_the_gradient_of_the_loop_over_sampled_tokens(kind, 
 
 
 @pytest.mark.parametrize(("layout", "tokens"), LAYOUTS)
+def test_conditioning_has_the_gradient_of_the_loop_and_the_reference_sees_no_control_token(layout, tokens):
+    episodes = as_episodes(sample_scored(build_actor(), "b", groups=3), forks=True)
+    bench = Bench(rate=1e-12, second="reward_conditioned", layout=layout, tokens=tokens)
+    bench.update(episodes, {"b": 1.0})
+    for parameter in bench.actor.model.parameters():
+        parameter.grad = None
+    actor, reference = bench.actor.model, bench.main.runner.reference
+    loss, number = torch.zeros(()), 0
+    for sample in (c.sample for c in bench.credited):
+        assert sample.prompt_ids[0] in range(40, 45)
+        for before, token in contexts(sample):
+            assert before[0] == sample.prompt_ids[0]
+            own = actor(torch.tensor([before])).logits[0, -1].log_softmax(-1)
+            with torch.no_grad():
+                other = reference(torch.tensor([before[1:]])).logits[0, -1].log_softmax(-1)
+            loss = loss - own[token] + 0.1 * (own.exp() * (own - other)).sum()
+            number += 1
+    (loss / number).backward()
+    named = actor.named_parameters()
+    expected = {n: p.grad for n, p in named if p.grad is not None}
+    assert relative_difference({n: bench.gradient[n] for n in expected}, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("layout", "tokens"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_every_layout_has_the_gradient_of_the_loop(kind, layout, tokens):
     task = "a" if kind == "ppo" else "b"
