@@ -34,6 +34,10 @@ class StepResult:
     anew: Opening | None = None
     """The conversation begins anew with these messages, which are all of it; the turns up to here are a
     training sample of their own. ``messages`` is empty then."""
+    max_tokens: int = 0
+    """Most tokens of the next answer, if that is less than the task allows; 0 = as the task says."""
+    stop: Sequence[str] = ()
+    """Texts that end the next answer, beside those of the task; they are no part of it."""
 
 
 class ToolEnvironment(Protocol):
@@ -75,6 +79,10 @@ class Opening:
     """JSON schemas of the tools (``{"type": "function", "function": {...}}``), for the chat template."""
     is_whole: bool = False
     """``messages`` are the whole conversation: the row's prompt is not shown."""
+    max_tokens: int = 0
+    """As in ``StepResult``, for the first answer."""
+    stop: Sequence[str] = ()
+    """As in ``StepResult``, for the first answer."""
 
 
 class World:
@@ -94,7 +102,10 @@ class World:
         raise NotImplementedError
 
     def step(self, message: Message) -> StepResult:
-        """Answer ``message``, the actor's whole answer as text in ``content``."""
+        """Answer ``message``, the actor's whole answer as text in ``content``.
+
+        It also has ``finish_reason``, as ``Rollout.finish_reason``, and ``usage``: numbers of tokens.
+        """
         raise NotImplementedError
 
     def earned(self) -> Earned:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
 import json
+import os
 import secrets
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,6 +35,7 @@ MODEL = "actor"
 _PATH = "/v1/chat/completions"
 _MAX_REQUEST_BYTES = 64 << 20
 _IDLE_S = 60.0
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class RefusedError(Exception):
@@ -49,6 +53,10 @@ class Request:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     may_call: bool = True
+    max_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    digest: bytes = b""
+    """Of its body: equal for a request that the client repeats."""
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -68,6 +76,8 @@ class AgentWorld(World):
         self._requests: SimpleQueue[Request | None] = SimpleQueue()  # None: the program ended
         self._lock = threading.Lock()
         self._open: list[Request] = []
+        self._asked: dict[bytes, Request] = {}
+        """The last request with each digest."""
         self._is_over = False
         self._now: Request | None = None
         self._earned: Earned = None
@@ -94,7 +104,7 @@ class AgentWorld(World):
         """Answer the open request, and wait for the next or for the end."""
         assert self._now is not None, "step without an open request"
         answered, self._now = self._now, None
-        answer, info = _assistant(message, answered.may_call)
+        answer, info = _assistant(message, answered)
         history = [_plain(m) for m in [*answered.messages, answer]]
         with self._lock:
             self._open.remove(answered)
@@ -104,7 +114,8 @@ class AgentWorld(World):
             return StepResult(done=True, info=info)
         known, new = request.messages[: len(history)], request.messages[len(history) :]
         if new and request.tools == answered.tools and [_plain(m) for m in known] == history:
-            return StepResult(messages=[_for_template(m) for m in new], info=info)
+            said = [_for_template(m) for m in new]
+            return StepResult(messages=said, info=info, max_tokens=request.max_tokens, stop=request.stop)
         return StepResult(anew=_opening(request), info=info)
 
     def earned(self) -> Earned:
@@ -118,14 +129,21 @@ class AgentWorld(World):
         return self._earned
 
     def close(self) -> None:
-        """Refuse what is asked from now on, and cancel an async program."""
+        """Refuse what is asked from now on, cancel an async program, and wait for the program's end.
+
+        A program that does not end makes the call too late, and its worker gets no further episodes.
+        """
         ENDPOINT.forget(self)
         self._refuse()
         self._requests.put(None)  # a reset or step that waits in another thread ends
         self._stop()
+        if self._thread.ident is not None:
+            self._thread.join()
 
-    def ask(self, request: Request) -> dict[str, Any]:
+    def ask(self, request: Request, *, is_repeated: bool = False) -> dict[str, Any]:
         """Hand ``request`` to the actor and return its message; called by the program's threads.
+
+        ``is_repeated``: the client has lost the answer to the same request, which it gets now.
 
         Raises:
             RefusedError: the episode is over.
@@ -133,9 +151,12 @@ class AgentWorld(World):
         with self._lock:
             if self._is_over:
                 raise RefusedError(410, "the episode is over")
-            self._open.append(request)
-        self._requests.put(request)
-        return request.answer.result()
+            known = self._asked.get(request.digest) if is_repeated else None
+            if known is None:
+                self._open.append(request)
+                self._asked[request.digest] = request
+                self._requests.put(request)
+        return dict((known or request).answer.result())
 
     def _next(self) -> Request | None:
         """Wait for the next request; None = the program ended."""
@@ -171,7 +192,13 @@ class AgentWorld(World):
 
 def _opening(request: Request) -> Opening:
     messages = [_for_template(m) for m in request.messages]
-    return Opening(messages=messages, tools=request.tools, is_whole=True)
+    return Opening(
+        messages=messages,
+        tools=request.tools,
+        is_whole=True,
+        max_tokens=request.max_tokens,
+        stop=request.stop,
+    )
 
 
 async def _wait_for(value: Any) -> Any:
@@ -187,8 +214,8 @@ class Agent(AgentWorld):
     """``agent:``: a function of the user's own, ``run(base_url, api_key, row, **arguments)``.
 
     It returns the reward (a number, a mapping of numbers, None = unscored). An exception is a failure of the
-    infrastructure, so it has to catch what the actor may cause. Sampling settings of its requests are
-    ignored: those of the run hold.
+    infrastructure, so it has to catch what the actor may cause. Of its requests' sampling settings
+    ``max_tokens`` and ``stop`` hold; the distribution is that of the run.
     """
 
     expects: ClassVar[str] = "'agent:file.py:function' or 'agent:package.module:function'"
@@ -232,6 +259,8 @@ class Endpoint:
         """Return the address, without a path."""
         with self._lock:
             if self._server is None:
+                for name in ("no_proxy", "NO_PROXY") if urllib.request.getproxies() else ():
+                    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
                 self._server = _Server(("127.0.0.1", 0), _Handler)
                 serve = self._server.serve_forever
                 threading.Thread(target=serve, name="endpoint", daemon=True).start()
@@ -288,36 +317,42 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            length = int(self.headers.get("Content-Length") or 0)
-            if not 0 < length <= _MAX_REQUEST_BYTES:
+            length = self.headers.get("Content-Length") or ""
+            if not (length.isdecimal() and 0 < int(length) <= _MAX_REQUEST_BYTES):
                 self.close_connection = True
                 raise RefusedError(400, f"a body of 1 to {_MAX_REQUEST_BYTES} bytes is expected")
-            data = self.rfile.read(length)
+            data = self.rfile.read(int(length))
             path = self.path.partition("?")[0]
             if not path.endswith(_PATH):
-                raise RefusedError(404, f"no {path}; there is POST {_PATH}")
+                raise RefusedError(
+                    404, f"no {path}; there is POST {_PATH}, so set your client to chat completions"
+                )
             bearer = self.headers.get("Authorization", "").partition(" ")[2].strip()
             session = self.headers.get("X-Session-ID", "")
             world = ENDPOINT.world([path.removesuffix(_PATH).strip("/"), session, bearer])
             try:
                 body = json.loads(data)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RefusedError(400, f"the body is no JSON: {error}") from error
-            message = world.ask(_read_request(body))
+            asked = _read_request(body)
+            asked.digest = hashlib.sha256(data).digest()
+            is_repeated = self.headers.get("X-Stainless-Retry-Count", "0") != "0"  # of the openai client
+            message = world.ask(asked, is_repeated=is_repeated)
         except RefusedError as error:
             self._send_error(error)
             return
         answer = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time())}
         answer["model"] = body.get("model") or MODEL
-        reason = message.pop("finish_reason", "stop")
+        reason, usage = message.pop("finish_reason"), message.pop("usage")
         if body.get("stream"):
-            self._stream(answer, message, reason, body.get("stream_options") or {})
+            options = body.get("stream_options") or {}
+            self._stream(answer, message, reason, usage if options.get("include_usage") else None)
         else:
             choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-            self._send(200, {**answer, "object": "chat.completion", "choices": [choice], "usage": _USAGE})
+            self._send(200, {**answer, "object": "chat.completion", "choices": [choice], "usage": usage})
 
     def _stream(
-        self, answer: dict[str, Any], message: dict[str, Any], reason: str, options: Mapping[str, Any]
+        self, answer: dict[str, Any], message: dict[str, Any], reason: str, usage: dict[str, int] | None
     ) -> None:
         parts: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None)]
         if message["content"]:
@@ -328,8 +363,8 @@ class _Handler(BaseHTTPRequestHandler):
         for delta, finish in [*parts, ({}, reason)]:
             choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
             chunks.append({**answer, "object": "chat.completion.chunk", "choices": [choice]})
-        if options.get("include_usage"):
-            chunks.append({**chunks[-1], "choices": [], "usage": _USAGE})
+        if usage is not None:
+            chunks.append({**chunks[-1], "choices": [], "usage": usage})
         lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
         self._write(200, "text/event-stream", f"{lines}data: [DONE]\n\n".encode())
 
@@ -349,22 +384,51 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
 
-_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-"""Tokens are counted by the run, not here."""
-
-
 def _read_request(body: Any) -> Request:
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise RefusedError(400, "'messages' has to be a list with at least one message")
     if body.get("n") not in (None, 1):
         raise RefusedError(400, "only n=1: every request is one turn of one episode")
+    if body.get("functions"):
+        raise RefusedError(400, "'functions' is not known; give 'tools'")
     messages = []
     for message in body["messages"]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RefusedError(400, f"a message is an object with 'role' and 'content', got {message!r:.200}")
-        messages.append({**message, "content": _text(message.get("content"))})
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise RefusedError(
+                400, f"a message is an object with a 'role' of {', '.join(_ROLES)}, got {message!r:.200}"
+            )
+        calls = message.get("tool_calls") or []
+        if not (isinstance(calls, list) and all(map(_has_function, calls))):
+            raise RefusedError(
+                400, f"'tool_calls' has to be a list of calls of functions, got {calls!r:.200}"
+            )
+        role = "system" if message["role"] == "developer" else message["role"]
+        messages.append({**message, "role": role, "content": _text(message.get("content"))})
     tools = body.get("tools") or []
-    return Request(messages, tools, bool(tools) and body.get("tool_choice") != "none")
+    if not (isinstance(tools, list) and all(map(_has_function, tools))):
+        raise RefusedError(400, f"'tools' has to be a list of functions, got {tools!r:.200}")
+    limits = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
+    if not all(isinstance(limit, int) and limit > 0 for limit in limits):
+        raise RefusedError(400, "'max_tokens' and 'max_completion_tokens' have to be whole numbers above 0")
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
+        raise RefusedError(400, "'stop' has to be a text or a list of texts")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RefusedError(400, "'stream_options' has to be an object")
+    return Request(
+        messages=messages,
+        tools=tools,
+        may_call=bool(tools) and body.get("tool_choice") != "none",
+        max_tokens=min(limits, default=0),
+        stop=stop,
+    )
+
+
+def _has_function(value: Any) -> bool:
+    """Whether it is a tool, or a call of one, that is a function with a name."""
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _text(content: Any) -> str:
@@ -378,11 +442,13 @@ def _text(content: Any) -> str:
     raise RefusedError(400, "the content of a message has to be text: the actor reads nothing else")
 
 
-def _assistant(message: Message, may_call: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _assistant(message: Message, request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the actor's message as the agent gets it, and the facts on its calls."""
     text, reason = str(message.get("content") or ""), str(message.get("finish_reason") or "stop")
-    answer: dict[str, Any] = {"role": "assistant", "content": text, "finish_reason": reason}
-    if not may_call:
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, **message.get("usage", {})}
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    answer: dict[str, Any] = {"role": "assistant", "content": text, "finish_reason": reason, "usage": usage}
+    if not request.may_call:
         return answer, {}
     said, calls = read_calls(text)
     if not calls or any(call.problem for call in calls):  # the agent gets the text, and judges it
@@ -392,7 +458,12 @@ def _assistant(message: Message, may_call: bool) -> tuple[dict[str, Any], dict[s
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         identity = f"call_{secrets.token_hex(8)}"
         answer["tool_calls"].append({"id": identity, "type": "function", "function": function})
-    return answer, {"tool_calls": dict(Counter(call.name for call in calls))}
+    known = {tool["function"]["name"] for tool in request.tools}
+    facts = {
+        "tool_calls": dict(Counter(call.name for call in calls if call.name in known)),
+        "wrong_calls": {"unknown_tool": sum(call.name not in known for call in calls)},
+    }
+    return answer, {key: own for key, own in facts.items() if any(own.values())}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -198,6 +198,8 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
             suffix=_plain(answer.suffix),
             tools=_plain(list(answer.tools)),
             is_whole=answer.is_whole,
+            max_tokens=int(answer.max_tokens),
+            stop=tuple(_plain(list(answer.stop))),
         )
     anew = None if answer.anew is None else _checked(answer.anew, Opening)
     assert not isinstance(anew, StepResult)
@@ -214,6 +216,8 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
         reward=_checked_earned(answer.reward),
         info=info,
         anew=anew,
+        max_tokens=int(answer.max_tokens),
+        stop=tuple(_plain(list(answer.stop))),
     )
 
 

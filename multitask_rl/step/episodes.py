@@ -17,7 +17,7 @@ from multitask_rl.environments.pool import Lost, WorldPool
 from multitask_rl.environments.worker import Ended
 from multitask_rl.errors import DataError
 from multitask_rl.models.actor import Actor
-from multitask_rl.records import FLAGGED, Failure, FailureKind, Prompt, Rollout, Turn
+from multitask_rl.records import FLAGGED, Failure, FailureKind, Prompt, Rollout, SamplingParams, Turn
 from multitask_rl.rollout.base import Generation
 from multitask_rl.step.task_state import TaskState
 
@@ -47,6 +47,10 @@ class Episode:
     world_s: float = 0.0
     """Seconds of the calls of all tries."""
     num_calls: int = 0
+    max_tokens: int = 0
+    """Of the next answer, as the world said; 0 = as the task says."""
+    stop: tuple[str, ...] = ()
+    """Of the next answer, beside the task's."""
 
     @property
     def number(self) -> int:
@@ -155,8 +159,15 @@ class Episodes:
                     ready += [episode] if goes_on else []
         return ready, done
 
-    def room(self, episode: Episode) -> int:
-        """Return how many tokens the next answer may have."""
+    def sampling(self, episode: Episode) -> SamplingParams:
+        """Return the sampling parameters of the next answer."""
+        own = episode.rollout.sampling
+        room = max(1, self._room(episode))
+        most = min(room, episode.max_tokens) if episode.max_tokens > 0 else room
+        return replace(own, max_new_tokens=most, stop=(*own.stop, *episode.stop))
+
+    def _room(self, episode: Episode) -> int:
+        """Return how many tokens the next answer may have, whatever the world says."""
         rollout = episode.rollout
         rooms = [rollout.sampling.max_new_tokens, rollout.token_limit - len(rollout.response_ids)]
         if self._actor.max_length:
@@ -178,12 +189,13 @@ class Episodes:
         rollout.response_ids += ids
         rollout.rollout_logprobs += generation.rollout_logprobs
         rollout.response, rollout.finish_reason = text, generation.finish_reason
+        usage = {"prompt_tokens": len(episode.context_ids), "completion_tokens": len(ids)}
         episode.context_ids = [*episode.context_ids, *ids]
         if generation.finish_reason == FLAGGED:
             self._pool.finish(episode.ticket)
         else:
-            reason = generation.finish_reason
-            self._pool.step(episode.ticket, {"role": "assistant", "content": text, "finish_reason": reason})
+            facts = {"finish_reason": generation.finish_reason, "usage": usage}
+            self._pool.step(episode.ticket, {"role": "assistant", "content": text, **facts})
         self._waiting.add(episode.ticket)
 
     def close(self) -> None:
@@ -223,6 +235,7 @@ class Episodes:
         episode.conversation, episode.context_ids = conversation, prompt.prompt_ids
         episode.rollout = replace(episode.rollout, prompt=prompt)
         episode.following.messages = [dict(m) for m in opening.messages]
+        episode.max_tokens, episode.stop = opening.max_tokens, tuple(opening.stop)
 
     def _hear(self, episode: Episode, said: StepResult) -> bool:
         """Take the world's reply; return whether the actor answers again, else end the episode.
@@ -253,9 +266,11 @@ class Episodes:
                 messages=[dict(m) for m in (said.anew.messages if said.anew else said.messages)],
             )
             episode.context_ids = [*episode.context_ids, *given] if context is None else context
+            next_answer = said.anew or said
+            episode.max_tokens, episode.stop = next_answer.max_tokens, tuple(next_answer.stop)
             # a world with tools refuses calls beyond the limit; another may report more
             out_of_calls = 0 < spec.max_tool_calls < episode.num_calls
-            is_cut = episode.number >= spec.max_turns or out_of_calls or self.room(episode) < 1
+            is_cut = episode.number >= spec.max_turns or out_of_calls or self._room(episode) < 1
         if said.done or is_cut:
             if is_cut:
                 rollout.finish_reason = "length"

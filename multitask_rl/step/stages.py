@@ -194,7 +194,7 @@ class RolloutStage(StreamingStage):
                     assert isinstance(verdict, Verdict)
                     slot.rollout.verdicts[name] = verdict.of_turn(slot.number + 1)
                 slot.rollout.policy_version = self.engine.policy_version
-                call.episodes.answer(slot, generation, self._text(slot.rollout, ids))
+                call.episodes.answer(slot, generation, self._text(slot.rollout, ids, slot.stop))
                 continue
             filled.append(
                 replace(
@@ -233,9 +233,10 @@ class RolloutStage(StreamingStage):
             prompt_ids, sampling = rollout.prompt.prompt_ids, rollout.sampling
             if isinstance(slot, Episode) and call.episodes is not None:
                 prompt_ids = slot.context_ids
-                sampling = replace(sampling, max_new_tokens=max(1, call.episodes.room(slot)))
+                sampling = call.episodes.sampling(slot)
             previous = requests[-1] if requests else None
-            if previous is not None and previous.prompt_ids is prompt_ids:
+            is_shared = previous is not None and previous.prompt_ids is prompt_ids
+            if previous is not None and is_shared and previous.sampling == sampling:
                 requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
                 call.owners[-1].append(len(call.slots))
             else:
@@ -247,9 +248,9 @@ class RolloutStage(StreamingStage):
             call.seeds.append(seed)
         return requests
 
-    def _text(self, slot: Rollout, response_ids: Sequence[int]) -> str:
+    def _text(self, slot: Rollout, response_ids: Sequence[int], also: Sequence[str] = ()) -> str:
         text = self._decode(response_ids)
-        for stop in slot.sampling.stop:
+        for stop in (*slot.sampling.stop, *also):
             text = text.partition(stop)[0]
         return text
 

@@ -7,6 +7,7 @@ import textwrap
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from multitask_rl.environments.endpoint import Agent, RefusedError
 from multitask_rl.errors import PluginError
 
 
-def post(url: str, key: str, **body: Any) -> Any:
+def post(url: str, key: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
     """Ask as a client does; the bytes of a stream, the object otherwise."""
     data = json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}", **(headers or {})}
     request = urllib.request.Request(f"{url}/chat/completions", data, headers)
     try:
         with urllib.request.urlopen(request) as answer:
@@ -191,6 +192,76 @@ def test_the_agent_is_told_that_an_answer_was_cut(tmp_path):
     episode.close()
 
 
+def test_limits_of_a_request_reach_the_actor_and_the_numbers_of_tokens_the_agent(tmp_path):
+    episode = world(
+        tmp_path,
+        """
+        def run(base_url, api_key, row):
+            history = [message("developer", "Be brief."), message("user", "?")]
+            limits = {"max_tokens": 9, "max_completion_tokens": 5, "stop": "END"}
+            first = post(base_url, api_key, messages=history, **limits)
+            history += [first["choices"][0]["message"], message("user", "?")]
+            post(base_url, api_key, messages=history, stop=["A", "B"])
+            post(base_url, api_key, messages=history[:1], max_tokens=3)
+            return float(first["usage"]["total_tokens"])
+        """,
+    )
+    opening = episode.reset({})
+    assert opening.messages[0] == message("system", "Be brief.")
+    assert (opening.max_tokens, opening.stop) == (5, ["END"])
+    result = say(episode, "fine", usage={"prompt_tokens": 7, "completion_tokens": 2})
+    assert (result.max_tokens, result.stop) == (0, ["A", "B"])
+    result = say(episode, "fine")
+    assert result.anew is not None
+    assert (result.anew.max_tokens, result.anew.stop) == (3, [])
+    say(episode, "fine")
+    assert episode.earned() == 9.0
+    episode.close()
+
+
+def test_a_request_that_the_client_repeats_is_one_turn(tmp_path):
+    episode = world(
+        tmp_path,
+        """
+        import threading
+        def run(base_url, api_key, row):
+            def ask(n):
+                headers = {"x-stainless-retry-count": n}
+                return post(base_url, api_key, headers, messages=[message("user", "?")])
+            lost = threading.Thread(target=ask, args=("0",))
+            lost.start()
+            row["asked"].wait(10)
+            again = [ask(n)["choices"][0]["message"]["content"] for n in "12"]
+            lost.join()
+            return float(again == ["4", "4"])
+        """,
+    )
+    row = {"asked": threading.Event()}
+    episode.reset(row)
+    row["asked"].set()
+    assert say(episode, "4").done
+    assert episode.earned() == 1.0
+    episode.close()
+
+
+def test_calls_of_tools_that_the_request_has_not_are_no_names_of_metrics(tmp_path):
+    episode = world(
+        tmp_path,
+        """
+        TOOLS = [{"type": "function", "function": {"name": "add"}}]
+        def run(base_url, api_key, row):
+            calls = post(base_url, api_key, messages=[message("user", "?")], tools=TOOLS)
+            return float(len(calls["choices"][0]["message"]["tool_calls"]))
+        """,
+    )
+    episode.reset({})
+    call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    result = say(episode, call % "add" + call % "invented")
+    assert result.info == {"tool_calls": {"add": 1}, "wrong_calls": {"unknown_tool": 1}}
+    assert episode.earned() == 2.0
+    episode.close()
+
+
 def test_a_limit_ends_the_agent_which_still_gives_what_it_earned(tmp_path):
     source = """
     from test_endpoint import RefusedError
@@ -241,10 +312,14 @@ def test_close_frees_an_agent_and_a_step_that_wait(tmp_path):
     stepping = threading.Thread(target=say, args=(episode, "1"))
     stepping.start()
     row["asked"].wait(5)
-    episode.close()
+    closing = threading.Thread(target=episode.close)
+    closing.start()
     stepping.join(5)
     assert not stepping.is_alive()
+    assert closing.is_alive(), "it waits for the program: one that never ends costs its worker"
     row["free"].set()
+    closing.join(5)
+    assert not closing.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -255,6 +330,13 @@ def test_close_frees_an_agent_and_a_step_that_wait(tmp_path):
         ({"messages": [{"role": "user", "content": "?"}], "n": 2}, "", 400, "n=1"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "", 400, "has to be text"),
         ({"messages": ["?"]}, "", 400, "'role'"),
+        ({"messages": [{"role": "stranger", "content": "?"}]}, "", 400, "'role' of system, developer"),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "", 400, "'tool_calls' has to be"),
+        ({"messages": [{"role": "user", "content": "?"}], "tools": ["f"]}, "", 400, "'tools' has to be"),
+        ({"messages": [{"role": "user", "content": "?"}], "functions": [{}]}, "", 400, "give 'tools'"),
+        ({"messages": [{"role": "user", "content": "?"}], "max_tokens": 0}, "", 400, "'max_tokens' and"),
+        ({"messages": [{"role": "user", "content": "?"}], "stop": [""]}, "", 400, "'stop' has to be"),
+        ({"messages": [{"role": "user", "content": "?"}], "stream_options": 1}, "", 400, "'stream_options'"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(tmp_path, body, key, status, says):
@@ -283,3 +365,17 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path):
         world(tmp_path, "def run(row):\n    return 1.0")
     with pytest.raises(PluginError, match="no function run"):
         world(tmp_path, "def run(base_url, api_key, row):\n    return 1.0", arguments={"x": 1})
+
+
+def test_the_example_uses_a_tool_and_is_graded():
+    pytest.importorskip("openai", reason="needs the package openai")
+    file = Path(__file__).parents[3] / "examples" / "agent" / "agent.py"
+    episode = type("Agent", (Agent,), {"target": f"{file}:run"})(Agent.Config())
+    opening = episode.reset({"prompt": "2*3=", "reference": "6"})
+    assert (opening.tools[0]["function"]["name"], opening.max_tokens) == ("calculate", 64)
+    calls = ['{"a": 2, "operator": "*", "b": 3}', '{"a": 2}']
+    text = "".join(f'<tool_call>{{"name": "calculate", "arguments": {own}}}</tool_call>' for own in calls)
+    assert [m["content"] for m in say(episode, text).messages] == ["6", "Error: KeyError: 'b'"]
+    assert say(episode, "It is 6").done
+    assert episode.earned() == {"right": 1.0, "calls": -0.2}
+    episode.close()
