@@ -75,6 +75,7 @@ class World:
 
     def crash(self):
         os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(20)  # the signal may come in another thread, a little later
 
     def fork(self):
         os.fork()
