@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from hostile_texts import hostile_texts
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
-from multitask_rl.records import Failure, NotApplicable, Rollout, Score, Verdict
+from multitask_rl.records import Failure, NotApplicable, Rollout, Score, Turn, Verdict
 from multitask_rl.scoring.adapt import resolve_constraint, resolve_reward
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
@@ -63,6 +63,16 @@ class Check:
     own: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
     is_constraint: bool = False
+    earns: Callable[[str], Any] | None = None
+    """Set: a response is an episode of two such answers, and this is what its world gave it."""
+
+    def rollout(self, text: str, index: int) -> Rollout:
+        """Return a response, or an episode."""
+        rollout = make_rollout(text, task="t", row={**self.row, "i": index}, draw=index)
+        if self.earns is None:
+            return rollout
+        turns = [Turn(num_tokens=0, response=text), Turn(num_tokens=len(text), response=text)]
+        return replace(rollout, turns=turns, earned=self.earns(text))
 
 
 def checks() -> list[Check]:
@@ -113,6 +123,32 @@ def checks() -> list[Check]:
             is_constraint=True,
         ),
         Check(
+            "environment",
+            {},
+            word,
+            earns=lambda text: (None, len(text) / 7, {"parts": 1e300, text[:9]: -1.0})[len(text) % 3],
+        ),
+        Check(
+            "tool_use",
+            {},
+            lambda i: call("search", query="aaa" * (1 + i % 2)) + call("shell" if i % 3 else "note", path=i),
+            (
+                call("search", query="a" * 40 + "b"),
+                call("search", query={"a": [1]}) * 2000,
+                "<tool_call>" * 20_000,
+                "<function=search><parameter=query>" * 5000,
+                '<tool_call>{"name":' * 5000,
+                "<tool_call>" + "[" * 100_000,
+            ),
+            {
+                "forbidden": ["shell"],
+                "most": {"*": 100},
+                "arguments": {"search": {"query": "(a|a)+$"}},
+            },
+            is_constraint=True,
+            earns=lambda text: 1.0,
+        ),
+        Check(
             "code_evaluator",
             {"prompt": "Write f.", "entry_point": "f", "tests": ["assert f(1) == 2", "assert f(2) == 3"]},
             code,
@@ -120,6 +156,11 @@ def checks() -> list[Check]:
             {"timeout": 1.0},
         ),
     ]
+
+
+def call(tool: str, **arguments: Any) -> str:
+    """Return a call of a tool as the actor writes it."""
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
 
 def save_models(folder: Path) -> None:
@@ -238,9 +279,7 @@ def run(check: Check, number: int, stream: random.Random, step: int) -> dict[str
         limit_s = resolve_reward(spec.rewards[0], check.plugin).traits.timeout_s
 
     def rollouts(texts: list[str]) -> list[Rollout]:
-        return [
-            make_rollout(text, task="t", row={**check.row, "i": i}, draw=i) for i, text in enumerate(texts)
-        ]
+        return [check.rollout(text, i) for i, text in enumerate(texts)]
 
     honest = [check.honest(i) for i in range(number)]
     pool_of_hostile = [text for _, text in hostile_texts(10_000, stream.randrange(1 << 30))]

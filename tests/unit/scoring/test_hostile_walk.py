@@ -20,7 +20,7 @@ from multitask_rl.plugins import CONSTRAINTS, REWARDS, list_plugins
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "hostile.py"
 sys.path.insert(0, str(SCRIPT.parent))  # it imports modules beside it
-SLOW = {"math_answer", "code_evaluator", "regex"}
+SLOW = {"math_answer", "code_evaluator", "regex", "tool_use"}
 """A response of their own takes a time limit of seconds: without those here."""
 
 
