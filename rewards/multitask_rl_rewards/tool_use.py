@@ -22,7 +22,7 @@ class ToolUse:
     With ``stream_every`` it judges the calls that the answer has completed, without those of earlier turns.
     """
 
-    traits: ClassVar[PluginTraits] = PluginTraits(isolate=False, whole_episodes=True, timeout_s=5.0)
+    traits: ClassVar[PluginTraits] = PluginTraits(isolate=False, whole_episodes=True, timeout_s=10.0)
 
     @dataclass(kw_only=True, slots=True)
     class Config(Settings):

@@ -26,6 +26,7 @@ PAGES = [
     "write-a-reward.md",
     "bring-your-reward.md",
     "bring-your-environment.md",
+    "write-an-environment.md",
     "write-a-task.md",
     "constraints.md",
     "flow.md",
