@@ -301,7 +301,7 @@ def test_cancelled_calls_that_hang_and_worlds_that_do_not_close_end_their_worker
 
 def test_calls_that_hang_one_after_the_other_leave_few_processes(make):
     pool = make(num_workers=2, timeout_s=0.3)
-    for _ in range(6):
+    for _ in range(4):
         hangs, *_others = begin(pool, 3)
         pool.step(hangs, {"content": "sleep"})
         found = {}
@@ -395,46 +395,42 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "what", "closed"),
-    [
-        (signal.SIGKILL, "speak,speak,child", 3),
-        (signal.SIGINT, "speak,speak,speak", 3),
-        (9, "sleep,speak", 2),
-    ],
-)
-def test_worlds_are_closed_and_processes_end_when_the_trainer_dies(tmp_path, how, what, closed):
+def test_worlds_are_closed_and_processes_end_when_the_trainer_dies(tmp_path):
+    """Four trainers die at once; calls that hang close no world, nor does a held interpreter any."""
     (tmp_path / "worlds.py").write_text(WORLDS)
-    reference, log = f"{tmp_path / 'worlds.py'}:World", str(tmp_path / "log")
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, reference, log, what],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert trainer.stdout is not None
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    trainers = []
+    for number, (how, what, closed) in enumerate(
+        (
+            (signal.SIGKILL, "speak,speak,child", 3),
+            (signal.SIGINT, "speak,speak,speak", 3),
+            (signal.SIGKILL, "sleep,speak", 2),
+            (signal.SIGKILL, "hold_everything", None),  # the kernel ends it
+        )
+    ):
+        log = tmp_path / f"log{number}"
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, f"{tmp_path / 'worlds.py'}:World", str(log), what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        trainers.append((trainer, how, log, closed))
+    everything = []
+    for trainer, *_ in trainers:
+        assert trainer.stdout is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        trainer.stdout.close()
+        everything += pids
     time.sleep(0.3)
-    everything = [*pids, *(c.pid for pid in pids for c in psutil.Process(pid).children(recursive=True))]
-    trainer.send_signal(how)
-    trainer.wait()
-    trainer.stdout.close()
-    until(lambda: not any(map(psutil.pid_exists, everything)), 15.0)
-    assert logged(tmp_path) == (3, closed)
-
-
-def test_a_held_interpreter_ends_when_the_trainer_dies(tmp_path):
-    """The kernel ends it, ten seconds later."""
-    (tmp_path / "worlds.py").write_text(WORLDS)
-    reference, log = f"{tmp_path / 'worlds.py'}:World", str(tmp_path / "log")
-    command = [sys.executable, "-c", SCRIPT, reference, log, "hold_everything"]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert trainer.stdout is not None
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
-    time.sleep(0.3)
-    trainer.kill()
-    trainer.wait()
-    trainer.stdout.close()
-    until(lambda: not any(map(psutil.pid_exists, pids)), 20.0)
+    everything += [c.pid for pid in everything for c in psutil.Process(pid).children(recursive=True)]
+    for trainer, how, *_ in trainers:
+        trainer.send_signal(how)
+    for trainer, *_ in trainers:
+        trainer.wait()
+    until(lambda: not any(map(psutil.pid_exists, everything)), 30.0)
+    for _, _, log, closed in trainers:
+        lines = log.read_text().split()
+        assert lines.count("born") == 3
+        assert closed in (None, lines.count("closed"))
 
 
 def test_the_first_answer_is_an_opening(make):
