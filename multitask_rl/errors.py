@@ -54,7 +54,7 @@ class RewardError(MultitaskRLError, RuntimeError):
 
 
 class EngineError(MultitaskRLError, RuntimeError):
-    """The rollout engine cannot generate."""
+    """The rollout engine cannot generate, or one of its processes is lost."""
 
 
 class CheckpointError(MultitaskRLError, RuntimeError):

@@ -76,7 +76,7 @@ class CreditBatch:
 
 @dataclass(kw_only=True, slots=True)
 class Credit:
-    """Result of ``credit``."""
+    """What ``credit`` returns: advantages per token, and what else the loss of the algorithm needs."""
 
     advantages: Tensor
     """[N] per response token."""

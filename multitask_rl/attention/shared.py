@@ -33,7 +33,7 @@ MOST_EMPTY, MOST_EMPTY_SHARE = 16, 8
 
 @dataclass(kw_only=True, slots=True)
 class Bucket:
-    """Prompts of similar length."""
+    """Prompts of similar length, with ``width`` places for rows of each."""
 
     bias: Tensor | None
     """[U, 1, 1, P], -inf on the padding; None without padding."""
@@ -44,7 +44,7 @@ class Bucket:
 
     @property
     def slots(self) -> int:
-        """Places for rows."""
+        """Number of places for rows."""
         return self.prompts * self.width
 
 
@@ -154,7 +154,7 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
         self.rows = remaining
 
     def keep_prompts(self, kept: list[Tensor | None]) -> None:
-        """See ``RowGrid.drop_ended_prompts``."""
+        """Keep the prompts ``kept`` [U'] of each bucket, as ``RowGrid.drop_ended_prompts`` returns them."""
         self.prompts = [
             (keys[chosen], values[chosen])
             for (keys, values), chosen in zip(self.prompts, kept, strict=True)

@@ -31,7 +31,7 @@ _GROUPS_IMPORTED = tuple(g for g in GROUPS if not g.endswith(("rollout_engines",
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line of the report."""
+    """One line of the report: what was examined, and a remedy if it does not work."""
 
     name: str
     status: str

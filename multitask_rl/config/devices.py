@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded)?(?
 
 @dataclass(frozen=True, slots=True)
 class DeviceSet:
-    """Devices of one kind."""
+    """The devices of a role, all of one kind (``cuda`` or ``cpu``)."""
 
     kind: str
     """``cpu`` or ``cuda``"""

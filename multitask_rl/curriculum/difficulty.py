@@ -38,7 +38,7 @@ class RewardRange(ShownRange):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Its ends, ``low < high``."""
+        """The ends of the range, ``low < high``."""
         low, high = self.ends or (min(self.lowest, default=0.0), max(self.highest, default=1.0))
         if low >= 0.0 and high <= 1.0:
             return 0.0, 1.0

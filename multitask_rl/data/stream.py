@@ -42,17 +42,17 @@ class PromptStream:
 
     @property
     def draw(self) -> int:
-        """How many rows were given (or skipped) so far."""
+        """Number of rows given or skipped so far."""
         return self._draw
 
     @property
     def num_rows(self) -> int:
-        """How many different rows there are."""
+        """Number of different rows."""
         return len(self._rows)
 
     @property
     def epoch(self) -> int:
-        """Which pass over the rows the next row belongs to."""
+        """Number of the pass over the rows that the next row belongs to, from 0."""
         return self._first_epoch + (self._draw - self._first_draw) // len(self._rows)
 
     def next(self, n: int) -> list[tuple[int, Row]]:

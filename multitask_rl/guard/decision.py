@@ -29,7 +29,7 @@ class GuardAction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint on disk."""
+    """A checkpoint on disk: its step, and whether its weights were judged good."""
 
     step: int
     """Optimizer steps of the run at the time of writing."""

@@ -100,7 +100,7 @@ class StepHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """One task between two evaluations; NaN = not known."""
+    """One task at an evaluation: the held-out metric, and training means since the last; NaN = not known."""
 
     train_reward: float
     """Mean training reward since the last evaluation."""

@@ -126,7 +126,10 @@ class RegressionDetector:
         return self.count > settings.warmup and self.cusum > self.limit(settings)
 
     def is_good(self, settings: DetectorSettings) -> bool:
-        """Whether the newest value agrees with the demonstrated one and the CUSUM is below half its limit."""
+        """Whether the newest value is not below the demonstrated one, and the CUSUM at most half its limit.
+
+        The newest value counts with ``confidence_z`` standard errors added.
+        """
         if self.demonstrated is None:
             return self.count > 0
         upper = self.value + settings.confidence_z * self.error

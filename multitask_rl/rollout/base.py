@@ -56,7 +56,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """One sampled response."""
+    """One sampled response: token ids, their log-probabilities, and why it ended."""
 
     response_ids: list[int]
     """[T] with the end token if it was sampled."""

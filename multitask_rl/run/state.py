@@ -36,7 +36,7 @@ class _Part:
 
 @dataclass(kw_only=True, slots=True)
 class RunProgress:
-    """Counters and history of a run."""
+    """Counters, evaluations and events of a run, saved in every checkpoint."""
 
     step: int = 0
     """Steps made."""

@@ -192,7 +192,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestResult:
-    """One test of one program."""
+    """The result of one test of a program."""
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
@@ -204,7 +204,7 @@ class TestResult:
 
     @property
     def is_passed(self) -> bool:
-        """The test passed."""
+        """Whether the test passed."""
         return self.ending is Ending.passed
 
 
@@ -258,7 +258,7 @@ class Outcome:
 
     @property
     def is_truncated(self) -> bool:
-        """``stdout`` or ``stderr`` was cut."""
+        """Whether ``stdout`` or ``stderr`` was cut."""
         return self.stdout_length > len(self.stdout) or self.stderr_length > len(self.stderr)
 
 

@@ -105,7 +105,7 @@ class CellCgroup:
 
 
 def descendants(root: int) -> set[int]:
-    """Return the process ids below ``root``."""
+    """Return the ids of the processes that descend from the process ``root``."""
     children: dict[int, list[int]] = {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():

@@ -170,7 +170,7 @@ class Runner(threading.Thread):
 
     @property
     def closed(self) -> bool:
-        """It takes no further call."""
+        """Whether it was closed: it takes no further call."""
         return self._closing.is_set()
 
     def wait_up(self) -> None:
@@ -243,13 +243,13 @@ class CircuitBreaker:
         self._infra, self._rest_s, self._open_until = 0, FIRST_REST_S, 0.0
 
     def infra(self, message: str) -> None:
-        """Note a final ``infra`` failure."""
+        """Count an ``infra`` failure after all retries; several in a row open the breaker."""
         self._infra += 1
         if self._infra >= (1 if self.suspicious else INFRA_IN_A_ROW):
             self.open(FailureKind.infra, f"{self._infra} infrastructure failures in a row ({message})")
 
     def open(self, kind: FailureKind, reason: str) -> None:
-        """Refuse calls for a while."""
+        """Fail samples with ``kind`` and ``reason`` for a time that doubles with each opening."""
         self._kind, self._reason = kind, reason
         self._open_until = time.monotonic() + self._rest_s
         self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)

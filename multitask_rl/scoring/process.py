@@ -63,7 +63,7 @@ def encode(result: Result) -> tuple[Any, ...]:
 
 
 def decode(parts: tuple[Any, ...]) -> Result:
-    """Return what ``encode`` was given."""
+    """Return the result that ``encode`` turned into ``parts``."""
     tag = parts[0]
     if tag == "s":
         return (
@@ -132,7 +132,7 @@ class WorkerDiedError(Exception):
 
     @property
     def reason(self) -> str:
-        """How it ended, in words."""
+        """How the process ended, in words."""
         if self.returncode == OUT_OF_MEMORY:
             return "ran out of memory"
         if self.signal:

@@ -63,7 +63,7 @@ class ErrorBudget:
         return sum(f is not None for f in self._recent) / max(1, len(self._recent))
 
     def add(self, failure: Failure | None) -> None:
-        """Count one sample."""
+        """Add one sample, by its failure (None = it was scored)."""
         self._recent.append(failure)
 
     def check(self) -> None:

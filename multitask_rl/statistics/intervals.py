@@ -18,7 +18,7 @@ _MAX_Z = 8.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """``other - base`` of a mean."""
+    """The difference ``other - base`` of two means, with interval and p-value."""
 
     base: float
     other: float

@@ -41,7 +41,7 @@ class AnchorState:
 
 @dataclass(kw_only=True, slots=True)
 class TaskState:
-    """One task in a run."""
+    """A task in a run: its specification, and everything of it that changes."""
 
     spec: TaskSpec
     algorithm: Algorithm

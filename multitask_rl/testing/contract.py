@@ -41,7 +41,7 @@ _GOLD_COLUMNS = ("gold", "reference", "answer", "solution")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check."""
+    """The result of one check of a contract suite."""
 
     name: str
     passed: bool

@@ -46,7 +46,7 @@ class AlertTracker(Tracker):
             self._writer.start()
 
     def log_event(self, event: Event) -> None:
-        """Pass an alert on."""
+        """Log and post ``event`` if it is an alert."""
         if event.source != "guard" and event.kind != "alarm":
             return
         if self._logs:

@@ -58,7 +58,7 @@ class BackgroundWriter(threading.Thread):
                     self.num_failed += len(item) if isinstance(item, list) else item is not None
 
     def run(self) -> None:
-        """Work until ``None`` comes."""
+        """Make the queued calls in order; end when ``None`` comes out of the queue."""
         points: list[Any] = []
         item: Callable[[], None] | list[Any] | None = []
         while item is not None:

@@ -160,12 +160,12 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps made."""
+        """Number of steps made so far."""
         return self.progress.step
 
     @property
     def history(self) -> list[tuple[int, dict[str, TaskEvaluation]]]:
-        """Step and evaluations by task, in order."""
+        """All evaluations so far, in order: (step, evaluation by task)."""
         return self.progress.history
 
     @property

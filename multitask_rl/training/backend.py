@@ -44,7 +44,7 @@ class CreditedSample:
 
     @property
     def num_choices(self) -> int:
-        """Tokens in the loss."""
+        """Number of tokens that count in the loss."""
         return len(self.sample.response_ids) if self.choices is None else int(self.choices.sum())
 
 
@@ -112,7 +112,7 @@ class TokenMeans:
 
     @property
     def padding(self) -> float:
-        """Share of computed tokens that were padding."""
+        """Share of the computed tokens that were padding, in [0, 1]."""
         return self._padding / self._cells if self._cells else 0.0
 
     def by_task(self) -> dict[str, dict[str, float]]:

@@ -17,7 +17,7 @@ from multitask_rl.training.backend import CreditedSample, TrainingBackend
 
 @dataclass(kw_only=True, slots=True)
 class LearnerTask:
-    """A task as learning sees it."""
+    """What learning needs of a task: its algorithm, KL coefficient and multipliers."""
 
     spec: TaskSpec
     algorithm: Algorithm

@@ -17,7 +17,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """The masters in this process. Each is made when its weight first moves here.
+    """The float32 masters in this process, by weight. Each is made when its weight first moves here.
 
     Args:
         parameters: all that may move; gradients of those below float32 are float32 from now on.
@@ -36,11 +36,11 @@ class Masters:
         return parameter in self._low
 
     def owners(self) -> dict[Tensor, nn.Parameter]:
-        """Return master -> weight."""
+        """Return a mapping: master -> the weight that is rounded from it."""
         return {master: parameter for parameter, master in self._masters.items()}
 
     def tensors(self) -> dict[nn.Parameter, Tensor]:
-        """Return weight -> master."""
+        """Return a mapping: weight -> its master, detached."""
         return {parameter: self._master(parameter).detach() for parameter in self._masters}
 
     @torch.no_grad()

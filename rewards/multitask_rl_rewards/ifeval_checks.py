@@ -64,7 +64,7 @@ def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation
 
 
 def response_language(text: str, *, language: str) -> bool:
-    """The whole response is in the language."""
+    """Most of the response is in ``language`` (ISO 639-1 code)."""
     return detect_language(text) == language
 
 
@@ -76,17 +76,17 @@ def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
 
 
 def number_words(text: str, *, num_words: int, relation: str) -> bool:
-    """At least, or less than, so many words."""
+    """The response has at least, or less than, ``num_words`` words."""
     return _compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
-    """At least, or less than, so many sentences."""
+    """The response has at least, or less than, ``num_sentences`` sentences."""
     return _compare(_count_sentences(text), relation, num_sentences)
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """So many paragraphs between blank lines, the n-th of which begins with the word."""
+    """``num_paragraphs`` paragraphs stand between blank lines, and the n-th begins with the word."""
     paragraphs = [part for part in _paragraphs(text, r"\n\n") if part]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -102,12 +102,12 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
 
 
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """At least so many placeholders in square brackets."""
+    """There are at least ``num_placeholders`` placeholders in square brackets."""
     return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
 
 
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many bullet points (``* `` or ``- ``)."""
+    """There are exactly ``num_bullets`` bullet points (``* `` or ``- ``)."""
     return sum(_BULLET.match(line) is not None for line in text.split("\n")) == num_bullets
 
 
@@ -117,13 +117,13 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
-    """At least so many parts highlighted by ``*...*`` or ``**...**``."""
+    """At least ``num_highlights`` parts are highlighted by ``*...*`` or ``**...**``."""
     found = re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)
     return sum(bool((double or single).strip()) for double, single in found) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many sections, each begun by the word and a number ("Section 1")."""
+    """There are at least ``num_sections`` sections, each begun by the word and a number ("Section 1")."""
     return len(re.findall(rf"\b{re.escape(section_spliter)}\s?\d+", text, re.IGNORECASE)) >= num_sections
 
 
@@ -162,23 +162,23 @@ def end_checker(text: str, *, end_phrase: str) -> bool:
 
 
 def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """At least, or less than, so many words in capitals."""
+    """At least, or less than, ``capital_frequency`` words are in capitals."""
     words = re.findall(r"\w+(?:['-]\w+)*", text)
     return _compare(sum(word.isupper() for word in words), capital_relation, capital_frequency)
 
 
 def english_capital(text: str) -> bool:
-    """English in capital letters only."""
+    """The response is in English and in capital letters only."""
     return text.isupper() and detect_language(text) == "en"
 
 
 def english_lowercase(text: str) -> bool:
-    """English in small letters only."""
+    """The response is in English and in small letters only."""
     return text.islower() and detect_language(text) == "en"
 
 
 def no_comma(text: str) -> bool:
-    """Without any comma."""
+    """The response has no comma."""
     return "," not in text
 
 

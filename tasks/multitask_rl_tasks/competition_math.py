@@ -59,7 +59,7 @@ class CompetitionMath(SourcedTask):
         }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The reference in a box."""
+        """Return the reference in a box."""
         return f"So it is $\\boxed{{{row['reference']}}}$."
 
     def _raw(self, split: str) -> Iterator[Mapping[str, Any]]:

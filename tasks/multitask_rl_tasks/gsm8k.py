@@ -41,5 +41,5 @@ class Gsm8k(SourcedTask):
         }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The final number in a box."""
+        """Return the final number in a box."""
         return f"So it is \\boxed{{{row['reference']}}}."

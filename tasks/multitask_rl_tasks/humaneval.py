@@ -47,5 +47,5 @@ class HumanEval(SourcedTask):
         }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The whole function in a fence."""
+        """Return the whole function in a fence."""
         return f"```python\n{row['prompt']}{row['reference']}```"

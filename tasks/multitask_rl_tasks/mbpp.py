@@ -55,5 +55,5 @@ class Mbpp(SourcedTask):
         }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The reference in a fence."""
+        """Return the reference in a fence."""
         return f"```python\n{row['reference']}\n```"

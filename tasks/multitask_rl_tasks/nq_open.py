@@ -40,5 +40,5 @@ class NQOpen(SourcedTask):
         return {"prompt": row["question"], "answers": list(row["answer"])}
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The first accepted answer."""
+        """Return the first accepted answer."""
         return str(row["answers"][0])

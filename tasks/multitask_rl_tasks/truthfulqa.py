@@ -59,5 +59,5 @@ class TruthfulQA(SourcedTask):
         }
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
-        """The letter, announced."""
+        """Return a sentence that names the right letter."""
         return f"Answer: {row['reference']}"

@@ -25,7 +25,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 class Range:
-    """Finite numbers in an interval such as ``[0, 1)`` or ``(0, inf)``.
+    """A rule: the value is a finite number in an interval such as ``[0, 1)`` or ``(0, inf)``.
 
     Args:
         interval: ``[`` and ``]`` include the end, ``(`` and ``)`` do not.
@@ -69,7 +69,7 @@ class Range:
 
 
 class OneOf:
-    """One of the given values."""
+    """A rule: the value is one of the given ones."""
 
     def __init__(self, *values: str | int) -> None:
         self._values = values
@@ -122,7 +122,7 @@ def rules_of(hint: Any) -> Iterator[Rule]:
 
 
 def check_value(rules: Iterable[Rule], value: Any, where: object) -> None:
-    """Refuse what breaks one of ``rules``; None is allowed, lists and mappings are checked by item."""
+    """Raise a ConfigError if ``value`` breaks a rule; None passes, lists and mappings are checked by item."""
     if value is None:
         return
     if isinstance(value, Mapping):

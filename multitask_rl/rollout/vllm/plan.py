@@ -36,7 +36,7 @@ class _Copy:
 
 @dataclass(kw_only=True, slots=True)
 class WeightPlan:
-    """The copies of one update."""
+    """The tensor copies that bring new weights into vLLM's parameters."""
 
     copies: list[_Copy]
     packed: list[tuple[Any, Tensor | None]]

@@ -14,7 +14,7 @@ _READ_AHEAD = 4096
 
 
 class ChannelClosed(Exception):
-    """The other side is gone."""
+    """The other side has closed the channel."""
 
 
 class CellChannel:
@@ -29,7 +29,7 @@ class CellChannel:
         self._ahead = b""
 
     def send(self, *payloads: bytes) -> None:
-        """Send messages."""
+        """Send ``messages`` in order; blocks until they are written."""
         data = memoryview(b"".join([part for p in payloads for part in (_LENGTH.pack(len(p)), p)]))
         try:
             while data:

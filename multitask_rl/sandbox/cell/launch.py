@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def interpreter(self) -> str:
-        """Path of the interpreter inside."""
+        """Path of the interpreter in the cell."""
         name = os.path.basename(self.executable)
         return f"/usr/bin/{name}" if self.prefix == "/usr" else f"{_PYTHON}/bin/{name}"
 

@@ -45,7 +45,7 @@ def text_of(error: BaseException) -> str:
 
 
 class Peer:
-    """The conversation with the program's process."""
+    """The tester's end of the conversation with the program's process."""
 
     def __init__(self, channel: CellChannel, *, allow_dunder: bool) -> None:
         self._channel = channel
@@ -181,7 +181,7 @@ class Peer:
         if tag == "j" and type(content) is int and 0 <= content < len(self._lent):
             return self._lent[content]
         if tag != "h" or type(content) is not list or tuple(map(type, content)) != (int, str, str):
-            raise CodecError("a handle without a number")
+            raise CodecError("the handle of an object has no number")
         number, role, name = content
         if role == "coroutine":
 

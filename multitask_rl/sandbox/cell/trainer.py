@@ -56,7 +56,7 @@ class Inbox:
         return header, blobs
 
     def has_message(self) -> bool:
-        """Return whether ``receive`` would not wait."""
+        """Return whether a whole message has arrived, so that ``receive`` does not wait."""
         while (needed := self._missing()) > 0:
             try:
                 self._read(needed, socket.MSG_DONTWAIT)

@@ -34,7 +34,7 @@ class Mode(IntEnum):
 
 
 class Exit(NamedTuple):
-    """How one execution ended."""
+    """The end of one execution, as the zygote reports it: status, seconds, memory."""
 
     identity: int
     status: int

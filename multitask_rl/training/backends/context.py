@@ -30,7 +30,7 @@ from multitask_rl.training.runner import Passes
 
 @dataclass(kw_only=True, slots=True)
 class Part:
-    """One rank's part of a micro-batch."""
+    """The part of a micro-batch's sequences that one rank of a context group computes."""
 
     batch: MicroBatch
     """Its own positions and response tokens."""

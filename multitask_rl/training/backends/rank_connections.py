@@ -25,7 +25,7 @@ REPORT_EVERY_S = 30.0
 
 
 class Helper(Protocol):
-    """A started process."""
+    """The process of a learner rank that was started."""
 
     def ended(self) -> str:
         """Return how it ended; empty while it runs."""

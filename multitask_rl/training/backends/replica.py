@@ -41,7 +41,7 @@ from multitask_rl.training.runner import ModelRunner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """The first message to a rank."""
+    """The first message to a rank: its place among the ranks, its devices and the models to hold."""
 
     context: int
     tensor: int
@@ -160,7 +160,7 @@ class Replica:
             pass
 
     def probe(self) -> None:
-        """Take part in rank 0's ``probe``."""
+        """Compute this rank's part of the trial pass that rank 0 makes (``sharded.probe``)."""
         probe(self._own.runner.actor.model, ShardedPasses(self.ranks))
 
     def load_optimizer(self, described: Mapping[str, torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ class Replica:
             self.ranks.send(tensor, 0)
 
     def check(self) -> None:
-        """Take part in rank 0's ``check_model``."""
+        """Compute this rank's part of the trial of context parallelism (``context.check_model``)."""
         check_model(self.ranks, self._own.runner.actor.model)
 
     def step_start_outputs(

@@ -102,7 +102,10 @@ class ShardedPasses(Passes):
 
 
 class Shards:
-    """This rank's parts of the parameters of ``model``, for which ``shard_model`` returned ``spec``."""
+    """This rank's parts of the parameters of ``model``, for which ``shard_model`` returned ``spec``.
+
+    A parameter is named by its number, its index in ``names``.
+    """
 
     def __init__(self, model: Any, ranks: Ranks, spec: ShardSpec | None = None) -> None:
         self._model, self._ranks, self._spec = model, ranks, spec or ShardSpec()
@@ -139,7 +142,7 @@ class Shards:
                 sharded.register_post_accumulate_grad_hook(partial(collect, local))
 
     def is_cut(self, number: int) -> bool:
-        """Tensor parallelism cuts the parameter: the peers have different parts of it."""
+        """Whether tensor parallelism cuts the parameter, so that the peers have different parts of it."""
         return self._dims[number] is not None
 
     def cut(self, number: int, whole: Tensor) -> list[Tensor]:
@@ -152,7 +155,7 @@ class Shards:
         return [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
 
     def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor from its non-empty parts, in the order of the ranks."""
+        """Return the whole parameter ``number`` from its non-empty ``parts``, in the order of the ranks."""
         peers, dim = self._ranks.tensor, self._dims[number]
         columns = [torch.cat(list(parts[index::peers])) for index in range(1 if dim is None else peers)]
         return columns[0] if dim is None else torch.cat(columns, dim)

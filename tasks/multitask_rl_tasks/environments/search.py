@@ -56,7 +56,7 @@ class Search:
             self._index = _Index(str(path), changed, config.text, config.title)
 
     def reset(self, **row: Any) -> None:
-        """Begin; the prompt says all."""
+        """Begin an episode; the world adds nothing to the prompt."""
 
     def search(self, query: str) -> str:
         """Search the documents for words and return the best ones.

@@ -10,7 +10,7 @@ from multitask_rl_tasks.suite.base import Row, SuiteTask
 
 
 class Arithmetic(SuiteTask):
-    """``A37+58=`` -> ``59`` (95 reversed)."""
+    """Prompts like ``A37+58=``; the answer is the sum with its digits reversed, ``59`` for 95."""
 
     name: ClassVar[str] = "arithmetic"
     max_new_tokens: ClassVar[int] = 6

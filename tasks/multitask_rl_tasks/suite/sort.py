@@ -10,7 +10,7 @@ from multitask_rl_tasks.suite.base import Row, SuiteTask
 
 
 class Sort(SuiteTask):
-    """``S40417>`` -> ``01447``."""
+    """Prompts like ``S40417>``; the answer is the sorted digits, ``01447``."""
 
     name: ClassVar[str] = "sort"
     max_new_tokens: ClassVar[int] = 9
