@@ -1,6 +1,7 @@
 """Counts that keep the house easy to live in. Each may go down, none up."""
 
 import ast
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -64,3 +65,24 @@ def test_few_imports_of_our_own_stand_inside_functions() -> None:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multitask_rl"):
                     found.add((str(path.relative_to(CORE)), node.lineno))
     assert len(found) <= 9, sorted(found)
+
+
+def test_the_lines_of_parts_written_by_hand_are_as_contributing_says() -> None:
+    """Up to a tenth, so that not every edit changes the page."""
+    page = (CORE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("## Written by hand")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/.]+)(?:: ([\w., ]+))?` \((\d+)\) \|", section, re.MULTILINE)
+    assert len(rows) == section.count("\n| `")
+    for place, names, said in rows:
+        path = CORE / place
+        lines = sum(
+            len(file.read_text(encoding="utf-8").splitlines())
+            for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])
+        )
+        if names:
+            found = {
+                n.name: n for n in ast.walk(trees()[path]) if isinstance(n, ast.ClassDef | ast.FunctionDef)
+            }
+            parts = [found[name.rpartition(".")[2]] for name in names.split(", ")]
+            lines = sum((part.end_lineno or 0) - part.lineno + 1 for part in parts)
+        assert abs(int(said) - lines) <= max(2, lines / 10), f"{place} {names}: {lines} lines"
