@@ -49,9 +49,9 @@ def headline(results: Path = RESULTS) -> str:
             ranges[workload, side] = f"{min(own):.1f} to {max(own):.1f}"
     mixed, fixed = ((ranges[w, "trl"], ranges[w, "limit"]) for w in ("mixed", "uniform"))
     return (
-        f"Where prompts and answers have many lengths, a step here is **{mixed[0]}** times as fast as one of\n"
-        f"TRL and {mixed[1]} times as fast as one of a bare torch loop; where all have one length, {fixed[0]}\n"
-        f"and {fixed[1]} times (two CPU cores, small actors)."
+        f"Where prompts and answers have many lengths, a step here is **{mixed[0]}** times as fast as\n"
+        f"one of TRL and {mixed[1]} times as fast as one of a bare torch loop. Where all have one length,\n"
+        f"it is {fixed[0]} and {fixed[1]} times as fast (two CPU cores, small actors)."
     )
 
 

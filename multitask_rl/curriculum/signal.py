@@ -178,7 +178,7 @@ class TaskTrace:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], known_range: tuple[float, float] | None) -> TaskTrace:
-        """Return the trace that ``asdict`` described."""
+        """Return the trace whose ``asdict`` is ``state``."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
         return cls(**{**state, **averages, "shown": ShownRange(**state["shown"]), "known_range": known_range})
 

@@ -202,10 +202,10 @@ class PooledStream(PromptStream):
         }
 
     def skip_to(self, later: Mapping[str, Any]) -> None:
-        """Go on behind the rows given up to a later ``state_dict``; pools and estimates stay as they are.
+        """Continue after the rows given until ``later``, a later ``state_dict``; pools and estimates stay.
 
-        What the rows earned in between was earned by weights that are gone. The rows given in between go to
-        the end of their pools.
+        Rewards in between are not used: they belong to weights that a rollback discarded. The rows given in
+        between go to the end of their pools.
         """
         before = self._draw
         super().load_state_dict(later)

@@ -70,7 +70,7 @@ class PromptStream:
         return rows
 
     def skip_to(self, later: Mapping[str, Any]) -> None:
-        """Go on behind the rows given up to a later ``state_dict``, and keep what is known about the rows."""
+        """Continue after the rows given until ``later``, a later ``state_dict``; estimates of rows stay."""
         self.load_state_dict(later)
 
     def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:

@@ -51,7 +51,7 @@ class StepProfiler:
         logger.info("profile: %d steps traced in %s", TRACED, self._trace)
 
     def step(self) -> None:
-        """Note the end of a training step."""
+        """Count a training step that has ended."""
         self._profile.step()
 
     def close(self) -> None:

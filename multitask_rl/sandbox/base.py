@@ -56,7 +56,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one execution may use. A stdio test is one execution; any other task is one."""
+    """Limits of one execution: each test of a stdio task is one; any other task is a single one."""
 
     cpu_s: float = 5.0
     """CPU seconds, rounded up to whole seconds (RLIMIT_CPU)."""

@@ -16,7 +16,7 @@ from multitask_rl.scoring.shapes import UNDECLARED
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginFacts:
-    """Properties of a built plugin that its lane and its worker go by."""
+    """Properties of a built plugin that its lane and its worker need."""
 
     traits: PluginTraits = field(default_factory=PluginTraits)
     one_by_one: bool = False

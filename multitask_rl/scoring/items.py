@@ -42,7 +42,7 @@ class Latch:
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One rollout before one plugin. Only the lane that holds it changes it, under the lane's lock."""
+    """One rollout for one plugin to score. Only the lane that holds it changes it, under the lane's lock."""
 
     rollout: Rollout
     latch: Latch
@@ -92,7 +92,7 @@ class Item:
         return self.result is not None and self.result is self.overrun
 
     def make_probe(self) -> Item:
-        """Return its new probe, which tells a bad response from a plugin that is down."""
+        """Return a new probe, the row with an empty response: it shows whether the plugin itself is down."""
         rollout = replace(self.rollout, response="", response_ids=[], rollout_logprobs=[], turns=[])
         self.probe = Item(rollout, Latch(), f"{self.label} (empty response)", alone=True, subject=self)
         return self.probe

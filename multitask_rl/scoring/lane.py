@@ -206,7 +206,11 @@ class Lane:
                 item.started = now
 
     def died(self, call: Call, reason: str, *, outside: bool, out_of_memory: bool) -> None:
-        """Handle a dead process of ``call``: suspect is its current item, or a batch that cannot be split."""
+        """Handle the death of the process that made ``call``.
+
+        The suspect is the item being scored, or all items of a batch that cannot be split. ``outside``:
+        something else on the machine killed the process.
+        """
         with self._condition:
             suspects = call.current()
             for item in call.open():

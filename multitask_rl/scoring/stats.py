@@ -108,7 +108,7 @@ class ErrorBudget:
 
 
 class ScoreTally:
-    """Tasks that had a sample scored since the start: a short run spends no error budget."""
+    """Notes which tasks had a sample scored; ``check`` raises if every sample of a task failed."""
 
     def __init__(self) -> None:
         self._scored: set[str] = set()

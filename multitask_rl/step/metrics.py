@@ -248,7 +248,7 @@ def some_of_each(scored: Sequence[Scored], number: int) -> list[Scored]:
 
 
 def explained(scored: Sequence[Scored], scorer: RunScorer) -> list[Scored]:
-    """Return the records with the explanations of their violations behind the reasons."""
+    """Return the records with explanations of their violations appended to the verdicts' reasons."""
     violations = [
         s for s in scored if any(isinstance(v, Verdict) and v.violated for v in s.rollout.verdicts.values())
     ]

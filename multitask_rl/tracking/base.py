@@ -47,7 +47,7 @@ class Tracker:
         """Record scored rollouts of the step: ``tracking.store_rollouts`` of each task."""
 
     def finish(self, status: str) -> None:
-        """Close: ``finished``, ``failed`` or ``stopped``."""
+        """End the run with ``status``: ``finished``, ``failed`` or ``stopped``."""
 
 
 class Trackers:

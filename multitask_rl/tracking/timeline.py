@@ -45,7 +45,7 @@ class Timeline:
         self._busy.setdefault(step, {}).setdefault(stage, []).append(span)
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Return stage -> seconds of work (or waiting) for ``step``; ``step``: the whole."""
+        """Return seconds of work (or waiting) for ``step`` by stage; key ``step``: since the step began."""
         busy = {stage: busy_seconds(spans) for stage, spans in self._busy.pop(step, {}).items()}
         return {**busy, "step": time.monotonic() - self._began}
 

@@ -167,7 +167,7 @@ class TrainingBackend:
         raise NotImplementedError
 
     def gather_weights(self) -> None:
-        """Bring the weights of ``runner`` up to the last step, where other processes moved parts of them."""
+        """Copy parts of the weights that other processes moved in the last step into ``runner``."""
 
     def ema_update(self) -> None:
         """Move the reference one update towards the actor; a fixed reference stays."""

@@ -93,7 +93,7 @@ class Critic(nn.Module):
         return trunk
 
     def learning(self) -> contextlib.AbstractContextManager[None]:
-        """Let a trunk of its own recompute activations, where that is asked for."""
+        """Return the context of an update: a trunk of its own then checkpoints activations, if configured."""
         if self.trunk is None or not self._config.gradient_checkpointing:
             return contextlib.nullcontext()
         return learning(self.trunk)

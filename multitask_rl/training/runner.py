@@ -123,7 +123,7 @@ class AveragedReference:
 
 
 class ModelRunner:
-    """Actor, critic and reference behind the few calls that losses need.
+    """Runs actor, critic and reference over samples, for credit and losses.
 
     ``reference`` is the model that the KL is measured to; None = the actor without its adapters.
     ``shares_prompts``: whether the actor can compute a group's prompt once; None = tried on first use.

@@ -92,7 +92,7 @@ class GuardModel:
         ]
 
     def explain(self, exchanges: Sequence[tuple[str, str]]) -> list[str]:
-        """Return what the judge writes about each (question, response), of several parts about the worst."""
+        """Return what the judge writes about each (question, response); of several parts, the worst."""
         texts = [""] * len(exchanges)
         asked: dict[int, str] = {}
         for index, exchange in enumerate(exchanges if self.config.max_new_tokens else ()):

@@ -61,7 +61,7 @@ class LoadedModel:
         """Held during a forward: two tasks may share the model from two threads."""
 
     def max_length(self, wanted: int) -> int:
-        """Return the most tokens of an input: ``wanted``, or the model's limit if that is less or for 0."""
+        """Return the longest input in tokens: ``wanted``, or the model's limit if less or ``wanted`` is 0."""
         limits = [
             wanted or None,
             getattr(self.tokenizer, "model_max_length", None),

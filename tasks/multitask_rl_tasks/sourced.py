@@ -110,7 +110,7 @@ class SourcedTask(ABC):
             yield row
 
     def adopt(self, row: Mapping[str, Any]) -> Row | None:
-        """Return a row that holds the task's columns already; None leaves it out."""
+        """Return the task's row for a file's row with the task's own columns; None leaves it out."""
         return dict(row)
 
     def _raw(self, split: str) -> Iterator[Mapping[str, Any]]:

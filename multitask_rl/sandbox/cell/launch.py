@@ -209,7 +209,7 @@ def confine() -> None:
 
 
 def prefer_as_victim(pid: int, score: int) -> None:
-    """Let the kernel, out of memory, end this process and later children first; ``score``: 0 to 1000."""
+    """Set when the kernel, out of memory, ends process ``pid`` and later children; ``score`` 1000 = first."""
     with contextlib.suppress(OSError):  # a container may hide the file; the score is a wish, not a fence
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
 

@@ -100,7 +100,7 @@ class Ranks:
         return group
 
     def mesh(self) -> DeviceMesh:
-        """Return the ranks with other samples and the same part of each layer, for torch's FSDP."""
+        """Return the mesh for torch's FSDP: the ranks with other samples and the same part of each layer."""
         if self._mesh is None:
             name: Any = f"multitask_rl/{next(_NUMBERS)}"
             kinds = c10d.ProcessGroup.BackendType
