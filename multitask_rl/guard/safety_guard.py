@@ -77,7 +77,10 @@ class SafetyGuard(Guard):
         return cls(**given, **config.guard_config)
 
     def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
-        """Set the evaluated tasks and reset the state; without ``metrics``, evaluations check settings."""
+        """Set the evaluated tasks and reset the state.
+
+        Without ``metrics`` the names in the settings are checked when an evaluation comes.
+        """
         section = self._section
         entries = section.monitor_metrics if tasks else ()
         self._watched = build_watched(entries, tasks, self.config.directions, metrics)
