@@ -58,7 +58,7 @@ def merged_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Restore the adapters that ``save_pretrained`` wrote, in place; ``CheckpointError`` if they do not fit."""
+    """Restore the adapters that ``save_pretrained`` wrote, in place; CheckpointError if they do not fit."""
     import peft
 
     own = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
