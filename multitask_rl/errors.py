@@ -62,11 +62,11 @@ class CheckpointError(MultitaskRLError, RuntimeError):
 
 
 class TrainingError(MultitaskRLError, RuntimeError):
-    """The loss is not finite, or a resumed run made no step."""
+    """No step can be made: gradients are not finite, a learner rank ended, or the run is over or not open."""
 
 
 class GuardStop(MultitaskRLError):
-    """The guard ended the run; the report says why."""
+    """The guard stopped the run; the message says why."""
 
     exit_code = 3
 

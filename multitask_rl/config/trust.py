@@ -41,7 +41,7 @@ def refuse_code(path: str | Path, named: Iterable[tuple[str, str]]) -> None:
         if _is_code(reference, file.parent):
             raise ConfigError(
                 f"{path}: {key} names code to run, {reference!r}, and the file lies outside the working "
-                f"directory {str(Path.cwd())!r}: it may be somebody else's. Read that code; then give "
+                f"directory {str(Path.cwd())!r}: it may come from another user. Read that code; then give "
                 f"{TRUST}, or work in a directory above the file. Installed plugins, and .py files below the "
                 "working directory, need neither"
             )

@@ -55,7 +55,7 @@ class ProcessRunner(Runner):
         self._join(5.0)
 
     def run(self) -> None:
-        """Start a process, make the lane's calls, kill the process."""
+        """Make the lane's calls in a worker process until the lane closes; then kill the process."""
         lane = self._lane
         try:
             self._start_worker()

@@ -190,41 +190,41 @@ class Decoder:
         if type(kinds) is tuple and type(content) is list and tuple(map(type, content)) == kinds:
             return reader(*content)
         if type(content) is not kinds:
-            raise CodecError(f"{tag} of other types")
+            raise CodecError(f"the content of {tag} has other types")
         return reader(content)
 
 
 def _all(values: list[Any], *kinds: type) -> list[Any]:
     """Return ``values`` if the type of each is one of ``kinds``."""
     if not set(map(type, values)) <= set(kinds):
-        raise CodecError("content of other types")
+        raise CodecError("a container's content has other types")
     return values
 
 
 def _read_deque(content: list[Any]) -> collections.deque[Any]:
     items, length = content
     if type(items) is not list or type(length) not in (int, type(None)):
-        raise CodecError("content of other types")
+        raise CodecError("a container's content has other types")
     return collections.deque(items, length)
 
 
 def _read_pairs(content: list[Any]) -> Any:
     if any(len(pair) != 2 for pair in _all(content, tuple)):
-        raise CodecError("an item that is no pair")
+        raise CodecError("an item of a mapping is not a pair")
     return dict(content).items()
 
 
 def _read_array(kind: str, shape: list[Any], flat: list[Any]) -> Any:
     match = _ARRAY_KIND.fullmatch(kind)
     if match is None or math.prod(_all(shape, int)) != len(flat) or len(shape) > _MAX_AXES:
-        raise CodecError("an array of another shape")
+        raise CodecError("the items of an array do not fit its shape")
     _all(flat, bool, int, float, complex, str)
     if match[1] == "U":
         kind = "U"  # as wide as its longest text, not as it says
         if max(map(len, _all(flat, str)), default=0) * len(flat) > MAX_MESSAGE:
-            raise CodecError("an array of wide items")
+            raise CodecError("the items of an array are too large")
     elif int(match[2]) > _MAX_ITEM_BYTES:
-        raise CodecError("an array of wide items")
+        raise CodecError("the items of an array are too large")
     import numpy  # 60 ms, where no test names it and an answer is an array all the same
 
     return numpy.array(flat, dtype=kind).reshape(shape)
@@ -233,7 +233,7 @@ def _read_array(kind: str, shape: list[Any], flat: list[Any]) -> Any:
 def _read_named(name: str, fields: list[Any], values: list[Any]) -> Any:
     longest = max(map(len, [name, *_all(fields, str)]))
     if longest > _MAX_NAME or len(fields) > _MAX_FIELDS:
-        raise CodecError("a named tuple that is too large")
+        raise CodecError("a named tuple is too large")
     return _named_tuple(name, tuple(fields))(*values)
 
 

@@ -181,7 +181,7 @@ class Peer:
         if tag == "j" and type(content) is int and 0 <= content < len(self._lent):
             return self._lent[content]
         if tag != "h" or type(content) is not list or tuple(map(type, content)) != (int, str, str):
-            raise CodecError("the handle of an object has no number")
+            raise CodecError("the handle of an object is malformed")
         number, role, name = content
         if role == "coroutine":
 

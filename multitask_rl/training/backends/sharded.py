@@ -169,7 +169,7 @@ class Shards:
 
     @torch.no_grad()
     def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
-        """Set this rank's parts of the parameters ``numbers`` from ``wholes`` of rank 0."""
+        """Set this rank's parts of the parameters ``numbers``; rank 0 gives ``wholes``, and all call this."""
         for place, number in enumerate(numbers):
             dtype = self._sharded[number].dtype
             whole = torch.empty(self.shape(number), dtype=dtype, device=self._ranks.device)
