@@ -37,13 +37,14 @@ from multitask_rl.statistics.definitions import OF_PROMPTS
 logger = logging.getLogger(__name__)
 
 _USAGE = """\
-usage: multitask-rl {command} [--config-dir DIR] [--multirun] [--trust] [key=value ...]
+usage: multitask-rl {command} [--config-dir DIR] [--multirun] [--quiet | --json] [--trust] [key=value ...]
 
   multitask-rl {command} tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=runs/first
   multitask-rl {command} --config-dir configs +experiment=NAME tasks.math.weight=2
   multitask-rl {command} output_dir=runs/first       the recorded configuration of a run; keys override it
   multitask-rl train --multirun seed=0,1,2 ...      one run per value, below multirun/ or output_dir/
   multitask-rl {command} --cfg job ...               print the configuration and stop
+  multitask-rl {command} --quiet | --json ...        warnings and the end alone; a JSON object per line
   multitask-rl {command} --trust ...                 allow code named by a file outside the working directory
 
 Every key with its meaning, range and default: docs/configuration.md. Hydra's own options: --hydra-help."""
@@ -62,9 +63,10 @@ _OTHER_SOURCES = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path"
 _SWEEP_DIR = "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"
 _NO_COPY = "hydra.output_subdir=null"
 """Hydra's copy of the configuration would hold the secrets that ``config.yaml`` leaves out."""
-_OF_A_RUN = ("hydra.run.dir=${output_dir}", _NO_COPY, _SWEEP_DIR)
+_LOG = "hydra.job_logging.handlers.console.stream=ext://sys.stderr"
+_OF_A_RUN = ("hydra.run.dir=${output_dir}", _NO_COPY, _SWEEP_DIR, _LOG)
 _OF_A_LOOK = (
-    *("hydra.run.dir=.", _NO_COPY, _SWEEP_DIR),
+    *("hydra.run.dir=.", _NO_COPY, _SWEEP_DIR, _LOG),
     *("hydra.job_logging.root.handlers=[console]", "~hydra.job_logging.handlers.file"),
 )
 """Only ``train`` writes to a run's directory; other commands leave its record and its log as they are."""
@@ -91,7 +93,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
         print(_USAGE.format(command=command))
         return 0
     trusts = TRUST in arguments
-    arguments = [argument for argument in arguments if argument != TRUST]
+    consoles = {"--quiet": "tracking.console=quiet", "--json": "tracking.console=json"}
+    arguments = [consoles.get(argument, argument) for argument in arguments if argument != TRUST]
     ConfigStore.instance().store(name="run", node=_base(arguments, trusts))
 
     failures: list[Exception] = []
@@ -193,9 +196,15 @@ def _literal(value: Any) -> Any:
 
 
 def _train(config: RunConfig) -> None:
+    from multitask_rl.step.evaluation import evaluation_row
+    from multitask_rl.tracking.jsonl import dump_line
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
-    print_evaluations(Trainer.from_config(config).train())
+    evaluations = Trainer.from_config(config).train()
+    if config.tracking.console == "json":
+        print(dump_line({"evaluations": {n: evaluation_row(e) for n, e in evaluations.items()}}), end="")
+    else:
+        print_evaluations(evaluations)
 
 
 def _evaluate(config: RunConfig) -> None:

@@ -291,6 +291,9 @@ class TrackingConfig(Settings):
 
     trackers: list[str] = field(default_factory=lambda: ["console", "jsonl", "mlflow"])
     """Entry points of ``multitask_rl.trackers``."""
+    console: Annotated[str, OneOf("auto", "lines", "json", "quiet")] = "auto"
+    """``auto`` = a live view on a terminal and in a notebook, else lines; ``lines``; ``json`` = a JSON object
+    per line; ``quiet`` = warnings and the end alone."""
     experiment: str = "multitask-rl"
     """MLflow experiment."""
     run_name: str = ""

@@ -152,8 +152,19 @@ def build_parts(
         worlds = build_worlds(plan)
         if worlds is not None:
             closing.callback(worlds.close)
+        state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
+        run_id = store.resume(state, progress, config, guard)
+        push_weights(engine, actor)
+        trackers = build_trackers(plan, guard, run_id, track=track)
         stages = sampling_stages(
-            actor, engine, scorer, tasks, seed=config.seed, quorum=config.batch.quorum, worlds=worlds
+            actor,
+            engine,
+            scorer,
+            tasks,
+            seed=config.seed,
+            quorum=config.batch.quorum,
+            worlds=worlds,
+            on_progress=trackers.log_progress,
         )
         advantages, update = AdvantageStage(credit, tasks), UpdateStage(learner)
         flow = DataFlow([*stages, advantages, update])
@@ -172,7 +183,14 @@ def build_parts(
         closing.callback(experience.close)
         closing.callback(scorer.close)  # closed before the source, which may wait for it
         evaluator = Evaluator(
-            actor, engine, scorer, tasks, config.seed, config.eval.temperature, worlds=worlds
+            actor,
+            engine,
+            scorer,
+            tasks,
+            config.seed,
+            config.eval.temperature,
+            worlds=worlds,
+            on_progress=trackers.log_progress,
         )
         if any(task.spec.kind == "anchor" for task in tasks.values()):
             # passes of its own: learner ranks do not evaluate
@@ -180,10 +198,6 @@ def build_parts(
             evaluator.anchors = AnchorMeter(
                 runner=own, actor=actor, engine=engine, tasks=tasks, seed=config.seed
             )
-        state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
-        run_id = store.resume(state, progress, config, guard)
-        push_weights(engine, actor)
-        trackers = build_trackers(plan, guard, run_id, track=track)
         supervisor = Supervisor(
             config=config,
             progress=progress,

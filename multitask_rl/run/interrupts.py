@@ -6,6 +6,7 @@ The update in progress is finished first. A second signal does not wait.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def check_interrupt() -> None:
 def _handle(number: int, _frame: FrameType | None) -> None:
     if _waiting.depth and _waiting.number is None:
         _waiting.number = number
+        # a print could enter the one that the signal interrupted
+        os.write(2, b"stopping: the update in progress is finished and saved first; once more ends at once\n")
         return
     _waiting.number = None
     raise Terminated(number)

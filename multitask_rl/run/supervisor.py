@@ -162,6 +162,7 @@ class Supervisor:
         directions = {name: e.primary.direction for name, e in evaluations.items()}
         numbers = {**aggregate(per_task, "eval", directions), **limits, "time/evaluation_s": seconds}
         self.trackers.log_metrics(numbers, step)
+        self.trackers.log_evaluation(evaluations, step)
         if _is_due(step, self.config.eval.every):
             rewards = {n: e.metrics[REWARD] for n, e in deciding.items() if REWARD in e.metrics}
             means = {n: reward.mean for n, reward in rewards.items()}

@@ -21,7 +21,7 @@ from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import served
 from multitask_rl.step.anchors import AnchorMeter
 from multitask_rl.step.flow import DataFlow
-from multitask_rl.step.stages import sampling_stages
+from multitask_rl.step.stages import Progress, sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.tracking.jsonl import RecordFile
 
@@ -42,6 +42,7 @@ class Evaluator:
     worlds: WorldPool | None = None
     anchors: AnchorMeter | None = None
     """Measures the tasks of type ``anchor``; None = there are none."""
+    on_progress: Progress | None = None
     tally: ScoreTally = field(init=False, default_factory=ScoreTally)
     """Counts of scored records by task; the trainer adds those of its steps."""
 
@@ -71,6 +72,7 @@ class Evaluator:
             group_sizes={name: self.tasks[name].spec.eval_samples for name in names},
             temperature=self.temperature,
             worlds=self.worlds,
+            on_progress=self.on_progress,
         )
         scored_names = [n for n in names if self.tasks[n].spec.is_scored]
         prompts = [

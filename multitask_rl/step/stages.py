@@ -38,6 +38,10 @@ class _Call:
     """By request: the position of each of its samples. Emptied when the engine ends a stream."""
 
 
+Progress = Callable[[str, int, int], None]
+"""Takes ``what``, ``done``, ``total`` of ``Tracker.log_progress``."""
+
+
 class RolloutStage(StreamingStage):
     """Samples a group per prompt; streaming constraints may end a response (``constraints/streaming.py``)."""
 
@@ -57,6 +61,7 @@ class RolloutStage(StreamingStage):
         group_sizes: Mapping[str, int] | None = None,
         temperature: float | None = None,
         episodes: Callable[[], Episodes] | None = None,
+        on_progress: Progress | None = None,
     ) -> None:
         """Set up the stage.
 
@@ -65,6 +70,7 @@ class RolloutStage(StreamingStage):
         with an environment.
         """
         self._episodes = episodes
+        self._on_progress = on_progress
         self.engine = engine
         self._tasks = tasks
         self._decode = decode
@@ -93,9 +99,17 @@ class RolloutStage(StreamingStage):
                 sampling = replace(sampling, temperature=self._temperature)
             for sample in range(self._group_sizes.get(prompt.task, task.group_size)):
                 slots.append(Rollout(prompt=prompt, sample=sample, sampling=sampling))
+        num_done = 0
+        what = {"rollout": "sampling", "evaluation": "evaluating"}.get(self._purpose, "confirming")
+        if self._on_progress is not None:
+            self._on_progress(what, 0, len(slots))
         for ended in self._run(slots):
             self._joined += [rollout for rollout in ended if rollout.attempt]
-            yield [rollout for rollout in ended if not rollout.attempt]
+            first = [rollout for rollout in ended if not rollout.attempt]
+            num_done += len(first)
+            if self._on_progress is not None and first:
+                self._on_progress(what, num_done, len(slots))
+            yield first
 
     def sample(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
         """Fill empty rollouts (prompt, sample, attempt, sampling), and those that join, as they end."""
@@ -693,6 +707,7 @@ def sampling_stages(
     temperature: float | None = None,
     quorum: float = 1.0,
     worlds: WorldPool | None = None,
+    on_progress: Progress | None = None,
 ) -> SamplingStages:
     """Return ``rollout -> constraints -> rewards`` for a step or, with another ``purpose``, an evaluation.
 
@@ -711,6 +726,7 @@ def sampling_stages(
         episodes=None
         if worlds is None
         else lambda: Episodes(worlds, tasks, actor, evaluation=purpose != "rollout"),
+        on_progress=on_progress,
     )
     later = {
         name

@@ -16,7 +16,7 @@ from typing import Any
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import CheckpointError
 from multitask_rl.plugins import TRACKERS, load_plugin
-from multitask_rl.records import Event, Scored
+from multitask_rl.records import Event, Scored, TaskEvaluation
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,15 @@ class Tracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the numbers of one step, or of an evaluation after it."""
+
+    def log_evaluation(self, evaluations: Mapping[str, TaskEvaluation], step: int) -> None:
+        """Record a held-out evaluation after the step; ``log_metrics`` gets its means alone."""
+
+    def log_progress(self, what: str, done: int, total: int) -> None:
+        """Show how many responses have ended; ``what``: ``sampling``, ``evaluating`` or ``confirming``.
+
+        An overlapped run calls it from another thread.
+        """
 
     def log_event(self, event: Event) -> None:
         """Record one decision of a controller."""
@@ -103,6 +112,14 @@ class Trackers:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.log_metrics(metrics, step))
+
+    def log_evaluation(self, evaluations: Mapping[str, TaskEvaluation], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_evaluation(evaluations, step))
+
+    def log_progress(self, what: str, done: int, total: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_progress(what, done, total))
 
     def log_event(self, event: Event) -> None:
         """See ``Tracker``."""

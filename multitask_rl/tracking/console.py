@@ -1,61 +1,47 @@
-"""Console tracker: one line per task and one for the run; on a terminal a live table."""
+"""Console tracker: on a terminal a live view, elsewhere a line per step; ``tracking.console`` chooses."""
 
 from __future__ import annotations
 
+import logging
 import math
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from multitask_rl.boundary.printable import printable
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.records import Event
+from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.tracking.base import Tracker
+from multitask_rl.tracking.jsonl import dump_line
 
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.table import Table
-
-_TASK_COLUMNS: Mapping[str, Sequence[str]] = {
-    "reward": ("reward_mean",),
-    "weight": ("weight",),
-    "share req/sampled/trained": ("share_requested", "share_sampled", "share_trained"),
-    "informative": ("informative_rate",),
-    "rejected": ("rejection_rate",),
-    "kl": ("kl",),
-    "samples/s": ("samples_per_s",),
-    "tokens/s": ("tokens_per_s",),
-    "rewards/s": ("rewards_per_s",),
-    "held-out": ("eval",),
+_COLUMNS: Mapping[str, str] = {
+    "reward": "reward_mean",
+    "share": "weight",
+    "rejected": "rejection_rate",
+    "failing": "failure_rate",
+    "kl": "kl",
 }
-"""Title -> the metrics ``task/<name>/<metric>`` that fill the column, joined by ``/``."""
-_GLOBAL_COLUMNS: Mapping[str, Sequence[str]] = {
-    "macro reward": ("macro/reward_mean",),
-    "worst reward": ("worst/reward_mean",),
-    "loss": ("train/loss",),
-    "grad norm": ("train/grad_norm",),
-    "samples/s": ("time/samples_per_s",),
-    "rewards/s": ("time/rewards_per_s",),
-    "tokens/s": ("time/tokens_per_s",),
-    "updates/s": ("time/updates_per_s",),
-    "step s": ("time/step_s",),
-    "macro held-out": ("macro/eval",),
-    "worst held-out": ("worst/eval",),
-}
-
-
-def _cells(columns: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return title -> text of the columns that have at least one number."""
-
-    def text(value: float) -> str:
-        if math.isnan(value):
-            return "-"
-        small = f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
-        return f"{value:.0f}" if abs(value) >= 100 else small
-
-    shown = {title: names for title, names in columns.items() if not metrics.keys().isdisjoint(names)}
-    return {t: "/".join(text(metrics.get(name, math.nan)) for name in names) for t, names in shown.items()}
+"""Title -> the metric ``task/<name>/<metric>`` of the column."""
+_SHARES = ("share", "rejected", "failing")
+_STAGES = {"rollout": "sampling", "constraints": "constraints", "rewards": "rewards", "update": "learning"}
+_BARS = "▁▂▃▄▅▆▇█"
+_ALARMS = ("warn", "alarm", "stop", "rollback", "failed", "hacking", "starved")
+_MOST_IN_A_LINE = 6
+"""Tasks whose levels one line shows."""
+_TABLE_EVERY = 10
+"""Steps from one table of the tasks to the next, where there is no terminal."""
+_PROGRESS_EVERY_S = 30.0
+"""Between two lines on work that takes long, where there is no terminal."""
 
 
 class ConsoleTracker(Tracker):
@@ -66,77 +52,276 @@ class ConsoleTracker(Tracker):
     ) -> None:
         self._stream = stream
         self._output_dir = output_dir
-        self._num_steps: int | None = None
+        self._mode = config.console
         self._live: Live | None = None
-        self._shown_run: dict[str, str] = {}
-        self._shown_tasks: dict[str, dict[str, str]] = {}
+        self._handlers: dict[Any, Any] = {}
+        """Handlers of the log -> their stream before the live view."""
+        self._num_steps: int | None = None
+        self._tasks: dict[str, _TaskView] = {}
+        self._numbers: dict[str, float] = {}
+        self._decisions: dict[str, str] = {}
+        """Source of events -> its newest decision."""
+        self._warnings: deque[str] = deque(maxlen=2)
+        self._work = ""
+        """What takes time now, with how much of it is done."""
+        self._told_at = self._began = time.monotonic()
+        self._step = 0
+        self._first_step: int | None = None
+        """Steps done when the first step of this process began."""
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
-        """Print where the run writes; on a terminal, open the live table."""
+        """Print where the run writes; on a terminal, open the live view."""
         max_steps = parameters.get("max_steps")
         self._num_steps = max_steps if isinstance(max_steps, int) else None
-        resumed = "" if resume_step is None else f", resumed after step {resume_step}"
-        self._write(f"output in {self._output_dir}{resumed}")
+        self._step = resume_step or 0
+        resumed = f", resumed after step {resume_step}" if resume_step else ""
+        self._tell(f"output in {self._output_dir}{resumed}")
         stream = self._stream or sys.stdout
-        if stream.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(file=stream), auto_refresh=False, vertical_overflow="visible")
+        console = Console(file=stream)
+        if self._mode == "auto" and (stream.isatty() or console.is_jupyter):
+            self._live = Live(
+                console=console,
+                get_renderable=self._view,
+                refresh_per_second=2,
+                transient=False,
+                vertical_overflow="visible" if console.is_jupyter else "ellipsis",
+            )
             self._live.start()
+            # the log's handlers hold the streams that the live view has replaced, and would write into it
+            for handler in logging.getLogger().handlers:
+                if type(handler) is logging.StreamHandler:
+                    self._handlers[handler] = handler.setStream(sys.stderr)
 
-    def _write(self, line: str) -> None:
+    def log_progress(self, what: str, done: int, total: int) -> None:
+        """Show how much of something long is done; without a terminal in a line twice a minute."""
+        self._work = "" if done >= total else f"{what}: {done:,} of {total:,} responses"
+        now = time.monotonic()
+        if done == 0:
+            self._told_at = now
+        elif self._work and self._live is None and now - self._told_at >= _PROGRESS_EVERY_S:
+            self._told_at = now
+            self._tell(f"  {self._work}")
+
+    def log_evaluation(self, evaluations: Mapping[str, TaskEvaluation], step: int) -> None:
+        """Show the held-out value of each task, with half the width of its 95 % interval."""
+        self._work = ""
+        for name, evaluation in evaluations.items():
+            self._tasks.setdefault(name, _TaskView()).hear(evaluation)
+        if self._mode == "json":
+            held_out = {n: [e.primary.mean, e.primary.error, e.primary.n] for n, e in evaluations.items()}
+            self._write_json(step, {"held_out": held_out})
+        elif self._live is None:
+            self._tell(f"{self._title(step)}  held out: {_levels(self._tasks)}")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Show a step: a line, and now and then the tasks."""
+        is_step = (
+            "time/step_s" in metrics or "macro/reward_mean" in metrics
+        )  # not an evaluation, nor the guard
+        self._numbers.update(metrics)
+        for key, value in metrics.items():
+            area, *rest = key.split("/", 2)
+            if area == "task" and len(rest) == 2:
+                self._tasks.setdefault(rest[0], _TaskView()).numbers[rest[1]] = value
+        if self._mode == "json":
+            self._write_json(step, {"metrics": dict(metrics)})
+        if not is_step:
+            return
+        self._work = ""
+        if self._first_step is None:
+            self._first_step, self._began = step - 1, time.monotonic() - metrics.get("time/step_s", 0.0)
+        self._step = step
+        if self._live is not None or self._mode == "json":
+            return
+        if failing := _failing(self._tasks):
+            self._tell(f"{self._title(step)}  {failing}", is_alarm=True)
+        reward = metrics.get("macro/reward_mean", math.nan)
+        parts = [self._title(step), f"reward {_number(reward)}"]
+        if "time/step_s" in metrics:
+            parts += [f"{_number(metrics['time/step_s'])} s ({_stages(metrics)})"]
+        self._tell("  ".join([*parts, *filter(None, [self._left()])]))
+        if step % _TABLE_EVERY == 0 or step == self._first_step + 1:
+            for line in _rows(self._tasks):
+                self._tell(f"  {line}")
+
+    def log_event(self, event: Event) -> None:
+        """Write one line; on a terminal above the view."""
+        task = f" [{event.task}]" if event.task else ""
+        line = f"step {event.step}  {event.source} {event.kind}{task}: {event.reason}"
+        is_alarm = event.kind in _ALARMS
+        if is_alarm:
+            self._warnings.append(line)
+        else:
+            self._decisions[event.source] = f"{event.kind}{task}: {event.reason} (step {event.step})"
+        if self._mode == "json":
+            told = {"source": event.source, "kind": event.kind, "task": event.task, "reason": event.reason}
+            self._write_json(event.step, {"event": told})
+        else:
+            self._tell(line, is_alarm=is_alarm)
+
+    def finish(self, status: str) -> None:
+        """Close the view, whose last state stays; print how the run ended and what may follow."""
+        self._work = status
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            for handler, former in self._handlers.items():
+                handler.setStream(former)
+        run = shlex.quote(str(self._output_dir))
+        follows = f"multitask-rl report {run}"
+        if status != "finished":
+            follows = f"multitask-rl train output_dir={run} goes on from the newest checkpoint"
+        if self._mode == "json":
+            self._write_json(self._step, {"status": status})
+        else:
+            self._tell(f"run {status}; next: {follows}", is_alarm=True)
+
+    def _tell(self, line: str, *, is_alarm: bool = False) -> None:
+        if self._mode == "json" or (self._mode == "quiet" and not is_alarm):
+            return
         if self._live is not None:
             self._live.console.print(printable(line), markup=False, highlight=False)
         else:
             print(printable(line), file=self._stream or sys.stdout, flush=True)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the step: a line for the run, one per task."""
-        by_task: dict[str, dict[str, float]] = {}
-        for key, value in metrics.items():
-            area, *rest = key.split("/", 2)
-            if area == "task" and len(rest) == 2:
-                by_task.setdefault(rest[0], {})[rest[1]] = value
-        tasks = {name: _cells(_TASK_COLUMNS, values) for name, values in by_task.items()}
-        run = _cells(_GLOBAL_COLUMNS, metrics)
-        title = f"step {step}" + (f"/{self._num_steps}" if self._num_steps else "")
-        if not run and not any(tasks.values()):
-            return
-        if self._live is not None:
-            # an evaluation has other columns than a step: the table keeps the last of each
-            self._shown_run.update(run)
-            for name, cells in tasks.items():
-                self._shown_tasks.setdefault(name, {}).update(cells)
-            self._live.update(_table(title, self._shown_run, self._shown_tasks), refresh=True)
-            return
-        width = max(map(len, tasks), default=0)
-        rows = [(title, run), *((f"  {n:<{width}}", cells) for n, cells in tasks.items() if cells)]
-        for head, cells in rows:
-            self._write("  ".join([head, *(f"{name} {text}" for name, text in cells.items())]))
+    def _write_json(self, step: int, data: Mapping[str, Any]) -> None:
+        print(dump_line({"step": step, **data}), end="", file=self._stream or sys.stdout, flush=True)
 
-    def log_event(self, event: Event) -> None:
-        """Write one line, above the live table."""
-        task = f" [{event.task}]" if event.task else ""
-        self._write(f"step {event.step}  {event.source} {event.kind}{task}: {event.reason}")
+    def _title(self, step: int) -> str:
+        return f"step {step}" + (f"/{self._num_steps}" if self._num_steps else "")
 
-    def finish(self, status: str) -> None:
-        """Close the table, whose last state stays, and print how the run ended."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        self._write(f"run {status}")
+    def _left(self) -> str:
+        """Return the time that the rest takes at the pace so far, evaluations included."""
+        if self._first_step is None or not self._num_steps or self._step <= self._first_step:
+            return ""
+        pace = (time.monotonic() - self._began) / (self._step - self._first_step)
+        return f"{_duration(pace * max(0, self._num_steps - self._step))} left"
+
+    def _view(self) -> Group:
+        """Return the live view; it is drawn twice a second."""
+        gone = _duration(time.monotonic() - self._began)
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(
+            total=self._num_steps or 1, completed=min(self._step, self._num_steps or 1), width=24
+        )
+        head.add_row(self._title(self._step), bar, f"{gone} gone", self._left())
+        lines: list[Any] = [head, Text(printable(self._work or "learning"), style="dim")]
+        if self._tasks:
+            table = Table(box=None, padding=(0, 1), pad_edge=False)
+            table.add_column("task", no_wrap=True, overflow="ellipsis", max_width=22)
+            titles, rows = _cells(self._tasks)
+            for title in titles:
+                table.add_column(title, justify="left" if title == "trend" else "right", no_wrap=True)
+            for name, cells in rows.items():
+                is_failing = self._tasks[name].numbers.get("failure_rate", 0.0) > 0.5
+                table.add_row(Text(printable(name)), *cells, style="red" if is_failing else "")
+            lines.append(table)
+        if "time/step_s" in self._numbers:
+            speed = self._numbers.get("time/tokens_per_s", math.nan)
+            step_s = self._numbers["time/step_s"]
+            text = f"a step {_number(step_s)} s: {_stages(self._numbers)}; {_number(speed)} tokens/s"
+            lines.append(Text(text, style="dim"))
+        for source, text in self._decisions.items():
+            lines.append(Text(printable(f"{source}: {text}"), no_wrap=True, overflow="ellipsis"))
+        for text in self._warnings:
+            lines.append(Text(printable(text), style="yellow", no_wrap=True, overflow="ellipsis"))
+        return Group(*lines)
 
 
-def _table(title: str, run: Mapping[str, str], tasks: Mapping[str, Mapping[str, str]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+class _TaskView:
+    """What the console knows of a task."""
 
-    present = [title for title in _TASK_COLUMNS if any(title in row for row in tasks.values())]
-    table = Table(title=title, caption="  ".join(f"{name} {text}" for name, text in run.items()))
-    table.add_column("task")
-    for head in present:
-        table.add_column(head, justify="right")
-    for name, row in tasks.items():
-        table.add_row(Text(name), *(row.get(head, "-") for head in present))
-    return table
+    def __init__(self) -> None:
+        self.numbers: dict[str, float] = {}
+        self.held_out: deque[float] = deque(maxlen=8)
+        self.half_width = math.nan
+
+    def hear(self, evaluation: TaskEvaluation) -> None:
+        self.held_out.append(evaluation.primary.mean)
+        self.half_width = 1.96 * evaluation.primary.error
+
+
+def _cells(tasks: Mapping[str, _TaskView]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the titles, and name -> a text per title; a column that no task has is left out."""
+    columns: dict[str, list[str]] = {}
+    if any(view.held_out for view in tasks.values()):
+        columns["held-out"] = [_level(view) for view in tasks.values()]
+    if any(len(view.held_out) > 1 for view in tasks.values()):
+        columns["trend"] = [_sparkline(view.held_out) for view in tasks.values()]
+    for title, metric in _COLUMNS.items():
+        values = [view.numbers.get(metric, math.nan) for view in tasks.values()]
+        if any(value for value in values if not math.isnan(value)) or title in ("reward", "share"):
+            texts = [f"{v:.0%}" if title in _SHARES and math.isfinite(v) else _number(v) for v in values]
+            columns[title] = texts
+    return list(columns), {name: [c[i] for c in columns.values()] for i, name in enumerate(tasks)}
+
+
+def _rows(tasks: Mapping[str, _TaskView]) -> list[str]:
+    titles, rows = _cells(tasks)
+    if not rows:
+        return []
+    widths = [max(len(t), *(len(row[i]) for row in rows.values())) for i, t in enumerate(titles)]
+    first = max([4, *map(len, rows)])
+    lines = [["task", *titles], *([name, *row] for name, row in rows.items())]
+    return [
+        "  ".join(
+            [line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))]
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def _level(view: _TaskView) -> str:
+    if not view.held_out:
+        return "-"
+    return f"{_number(view.held_out[-1])} ±{_number(view.half_width)}"
+
+
+def _levels(tasks: Mapping[str, _TaskView]) -> str:
+    """Return the level of each task; of many tasks the mean and the ends, in their own units."""
+    known = {name: view for name, view in tasks.items() if view.held_out}
+    if len(known) <= _MOST_IN_A_LINE:
+        return ", ".join(f"{name} {_level(view)}" for name, view in known.items())
+    order = sorted(known, key=lambda name: known[name].held_out[-1])
+    mean = math.fsum(view.held_out[-1] for view in known.values()) / len(known)
+    ends = "; ".join(
+        f"{what} {', '.join(f'{n} {_level(known[n])}' for n in names)}"
+        for what, names in (("lowest", order[:2]), ("highest", order[-2:]))
+    )
+    return f"mean of {len(known)} tasks {_number(mean)}; {ends}"
+
+
+def _sparkline(values: Iterable[float]) -> str:
+    """Return a bar per value, from the lowest to the highest; equal values are all low."""
+    found = [value for value in values if math.isfinite(value)]
+    low, span = min(found, default=0.0), max(found, default=0.0) - min(found, default=0.0)
+    return "".join(_BARS[round((v - low) / span * (len(_BARS) - 1)) if span else 0] for v in found)
+
+
+def _stages(metrics: Mapping[str, float]) -> str:
+    """Return the shares of the step's time, largest first; stages of an overlapped run add up to more."""
+    total = metrics.get("time/step_s", 0.0)
+    spent = {name: metrics.get(f"time/{key}_s", 0.0) for key, name in _STAGES.items()}
+    shown = sorted(((s, n) for n, s in spent.items() if total and s / total >= 0.01), reverse=True)
+    return ", ".join(f"{name} {seconds / total:.0%}" for seconds, name in shown)
+
+
+def _failing(tasks: Mapping[str, _TaskView]) -> str:
+    """Return the tasks of which more than half cannot be scored."""
+    found = {n: v.numbers.get("failure_rate", 0.0) for n, v in tasks.items()}
+    failing = [f"{name} {rate:.0%}" for name, rate in found.items() if rate > 0.5]
+    return f"warning: responses without a reward: {', '.join(failing)}" if failing else ""
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    if value == 0 or 1e-3 <= abs(value) < 100:
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1e}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

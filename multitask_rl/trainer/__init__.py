@@ -141,6 +141,8 @@ class Trainer:
         self._is_closed = False
         with self._closing_on_error():
             self.scorer.start()
+            if actor is None:
+                logger.info("loading the actor from %s", config.model.name_or_path)
             self.actor = actor or load_actor(
                 config.model, plan.devices.get("actor", ""), config.seed, tokenizer
             )

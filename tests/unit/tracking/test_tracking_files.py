@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from multitask_rl.records import (
     Scored,
     Verdict,
 )
+from multitask_rl.testing import make_evaluation
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ConsoleTracker
 from multitask_rl.tracking.jsonl import JsonlTracker, rollout_from_dict
@@ -41,6 +43,8 @@ METRICS = {
     "macro/reward_mean": 0.5,
     "time/samples_per_s": 250.0,
     "time/step_s": 1.25,
+    "time/update_s": 0.75,
+    "time/rollout_s": 0.25,
 }
 
 
@@ -81,16 +85,65 @@ def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path)
     stream = io.StringIO()
     tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
     tracker.start({"max_steps": 10})
+    tracker.log_evaluation({"math": make_evaluation([1, 0, 0, 1], task="math", step=2)}, 2)
+    tracker.log_progress("sampling", 0, 64)
+    tracker.log_progress("sampling", 32, 64)
     tracker.log_metrics(METRICS, 3)
-    tracker.log_event(Event(step=3, source="guard", kind="alarm", reason="fell", task="math"))
+    tracker.log_metrics(METRICS, 4)
+    tracker.log_metrics(METRICS | {"task/math/failure_rate": 0.75, "task/a-long-name/reward_mean": 7.0}, 10)
+    tracker.log_event(Event(step=10, source="guard", kind="alarm", reason="fell", task="math"))
     tracker.finish("finished")
+    assert re.sub(r"\d+:\d\d left", "0:09 left", stream.getvalue()).splitlines()[1:] == [
+        "step 2/10  held out: math 0.500 ±0.566",
+        "step 3/10  reward 0.500  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "  task             held-out  reward  share",
+        "  math         0.500 ±0.566   0.500    25%",
+        "  a-long-name             -       -      -",
+        "step 4/10  reward 0.500  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "step 10/10  warning: responses without a reward: math 75%",
+        "step 10/10  reward 0.500  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "  task             held-out  reward  share  failing",
+        "  math         0.500 ±0.566   0.500    25%      75%",
+        "  a-long-name             -   7.000      -        -",
+        "step 10  guard alarm [math]: fell",
+        f"run finished; next: multitask-rl report {tmp_path}",
+    ]
+
+
+def test_a_line_names_few_of_many_tasks(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
+    levels = {f"t{i}": make_evaluation([float(k < i) for k in range(10)], task=f"t{i}") for i in range(11)}
+    tracker.log_evaluation(levels, 2)
+    text = stream.getvalue()
+    assert "mean of 11 tasks 0.500; lowest t0 0.000" in text
+    assert "t10 1.000" in text
+    assert "t5" not in text
+
+
+@pytest.mark.parametrize(("console", "told"), [("quiet", ["fell", "run stopped"]), ("json", [])])
+def test_quiet_tells_alarms_and_json_is_one_object_a_line(
+    tmp_path: Path, console: str, told: list[str]
+) -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(console=console), None, stream=stream)
+    tracker.start({"max_steps": 10})
+    tracker.log_evaluation({"math": make_evaluation([1, 0], task="math")}, 2)
+    tracker.log_metrics(METRICS, 3)
+    tracker.log_event(Event(step=3, source="scheduler", kind="weights", reason="moved"))
+    tracker.log_event(Event(step=3, source="guard", kind="alarm", reason="fell", task="math"))
+    tracker.finish("stopped")
     lines = stream.getvalue().splitlines()
-    assert lines[1] == "step 3/10  macro reward 0.5  samples/s 250  step s 1.25"
-    assert lines[2] == (
-        "  math         reward 0.5  weight 0.25  share req/sampled/trained 0.25/0.3/0.2  rejected 0"
-    )
-    assert lines[3] == "  a-long-name  reward -"
-    assert lines[4:] == ["step 3  guard alarm [math]: fell", "run finished"]
+    if console == "quiet":
+        assert len(lines) == len(told)
+        assert all(part in line for part, line in zip(told, lines, strict=True))
+        assert f"multitask-rl train output_dir={tmp_path} goes on" in lines[1]
+        return
+    records = [json.loads(line) for line in lines]
+    assert [next(key for key in record if key != "step") for record in records] == [
+        *("held_out", "metrics", "event", "event", "status")
+    ]
+    assert records[1]["metrics"]["task/a-long-name/reward_mean"] is None
 
 
 def test_terminal_console_draws_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,19 +155,23 @@ def test_terminal_console_draws_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
     tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
-    tracker.start({})
+    tracker.start({"max_steps": 10})
     tracker.log_metrics(METRICS, 3)
     tracker.log_event(Event(step=3, source="guard", kind="alarm", reason="it [fell]"))
-    tracker.log_metrics({"task/math/eval": 0.625, "macro/eval": 0.625}, 4)
+    tracker.log_event(Event(step=3, source="scheduler", kind="weights", reason="moved"))
+    for level in (2, 5):
+        tracker.log_evaluation({"math": make_evaluation([k < level for k in range(8)], task="math")}, 4)
+    tracker.log_progress("evaluating", 12, 1024)
     tracker.finish("stopped")
     text = stream.getvalue()
-    last = text[text.rindex("step 4") :]
-    assert "0.625" in last
-    assert "0.25/0.3/0.2" in last, "an evaluation must not wipe the step's numbers off the table"
-    assert "step 3" in text
-    assert "0.25/0.3/0.2" in text
+    last = text[text.rindex("step 3/10") :]
+    assert "0.625 ±" in last
+    assert "▁█" in last
+    assert "25%" in last, "an evaluation must not wipe the step's numbers off the table"
+    assert "learning 60%, sampling 20%" in last
+    assert "scheduler: weights: moved (step 3)" in last
     assert "guard alarm: it [fell]" in text
-    assert text.rstrip().endswith("run stopped")
+    assert "run stopped; next: multitask-rl train output_dir=" in text.splitlines()[-1]
 
 
 def test_json_lines_are_strict_and_hold_every_record(tmp_path: Path) -> None:
@@ -162,7 +219,7 @@ def test_failing_tracker_is_reported_once_and_left_out(
     trackers.finish("finished")
     assert list(trackers.failures) == ["server"]
     assert len(caplog.records) == 1
-    assert "step 2  macro reward 2" in capsys.readouterr().out
+    assert "step 2  reward 2.000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["a directory", "full"])
