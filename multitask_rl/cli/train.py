@@ -196,14 +196,10 @@ def _literal(value: Any) -> Any:
 
 
 def _train(config: RunConfig) -> None:
-    from multitask_rl.step.evaluation import evaluation_row
-    from multitask_rl.tracking.jsonl import dump_line
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
     evaluations = Trainer.from_config(config).train()
-    if config.tracking.console == "json":
-        print(dump_line({"evaluations": {n: evaluation_row(e) for n, e in evaluations.items()}}), end="")
-    else:
+    if config.tracking.console != "json":  # which has had them, as ``held_out``
         print_evaluations(evaluations)
 
 

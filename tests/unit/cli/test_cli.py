@@ -174,7 +174,7 @@ def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.Cap
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages) + capsys.readouterr().out
     kinds = {"KIND", *KINDS}
-    named = set(re.findall(r"plugins new (\S+)", text))
+    named = set(re.findall(r"plugins new (\w+)", text))
     assert {"KIND", "reward", "constraint", "guard"} <= named <= kinds
     assert "new KIND NAME" in text
 
