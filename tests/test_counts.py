@@ -86,3 +86,16 @@ def test_the_lines_of_parts_written_by_hand_are_as_contributing_says() -> None:
             parts = [found[name.rpartition(".")[2]] for name in names.split(", ")]
             lines = sum((part.end_lineno or 0) - part.lineno + 1 for part in parts)
         assert abs(int(said) - lines) <= max(2, lines / 10), f"{place} {names}: {lines} lines"
+
+
+def test_the_glossary_names_modules_that_exist_and_no_term_twice() -> None:
+    page = (CORE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Glossary")[2]
+    rows = [
+        row
+        for row in re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", page, re.MULTILINE)
+        if row[1] != "where"
+    ]
+    assert len(rows) > 100
+    assert [term for term, number in Counter(term for term, _ in rows).items() if number > 1] == []
+    places = {place for _, where in rows for place in re.findall(r"`([\w/]+)`", where)}
+    assert [p for p in sorted(places) if not (CORE / p).is_dir() and not (CORE / f"{p}.py").is_file()] == []
