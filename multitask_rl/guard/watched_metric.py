@@ -128,7 +128,8 @@ class RegressionDetector:
     def is_good(self, settings: DetectorSettings) -> bool:
         """Whether the newest value is not below the demonstrated one, and the CUSUM at most half its limit.
 
-        The newest value counts with ``confidence_z`` standard errors added.
+        The newest value counts with ``confidence_z`` standard errors added. Without a demonstrated value
+        the answer is True after the first evaluation.
         """
         if self.demonstrated is None:
             return self.count > 0

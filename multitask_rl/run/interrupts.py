@@ -60,7 +60,7 @@ def finishing() -> Iterator[None]:
 
 
 def check_interrupt() -> None:
-    """Raise ``Terminated`` if a signal came in ``finishing``."""
+    """Raise ``Terminated`` if a signal came during a block of ``finishing``."""
     number, _waiting.number = _waiting.number, None
     if number is not None:
         raise Terminated(number)

@@ -55,7 +55,7 @@ class CodeRepair:
         self._share = 0.0
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """Divide the row's tests; the prompt says all.
+        """Divide the row's tests into public and hidden ones; return no message beside the prompt.
 
         Raises:
             DataError: the row has no usable tests.

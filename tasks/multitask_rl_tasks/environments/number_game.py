@@ -40,7 +40,7 @@ class NumberGame:
         self._number = self._high = self._guesses_left = 0
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """Choose the number from the row's ``seed`` and ``level``; the prompt says all.
+        """Choose the number from the row's ``seed`` and ``level``; return no message beside the prompt.
 
         Raises:
             DataError: the row lacks one.

@@ -90,7 +90,7 @@ class PythonTool:
         self._failure = ""
 
     def reset(self, **row: Any) -> None:
-        """Begin with an empty interpreter; the prompt says all."""
+        """Begin with an empty interpreter; the environment adds nothing to the prompt."""
         self._calls, self._spent_s, self._failure = [], 0.0, ""
 
     def python(self, code: str) -> str:

@@ -74,7 +74,7 @@ class User:
         self._replies = 0
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """Begin the conversation with the row's ``prompt``, a text or messages; the prompt says all."""
+        """Begin the conversation with the row's ``prompt``, a text or messages; return no further message."""
         prompt = row.get("prompt") or ""
         first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         self._talk = [message for message in first if message["role"] in ("user", "assistant")]
