@@ -1,11 +1,13 @@
-"""Speed of the sandbox or of scoring in two source trees, side by side: ratios with intervals.
+"""Speed of the sandbox, of scoring or of a step in two source trees, side by side: ratios with intervals.
 
-    python benchmarks/paired.py OLD NEW [--what sandbox|scoring] [--pairs 12] [--seconds 0.3] [--json FILE]
+    python benchmarks/paired.py OLD NEW [--what sandbox|scoring|step] [--pairs 12] [--json FILE]
 
 One process per tree is kept up. They work in turn, never together, in an order that changes from pair to
 pair, so that other work on the machine meets both. The workload is that of the scripts beside this one; only
 the package differs. A ratio is new / old of a pair: CPU time of all processes involved, and wall time.
 Printed are the median and its 95 % interval (order statistics).
+
+``step``: a step of the mixed workload of ``speed.py``, on one thread; the CPU time is that of the trainer.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from scipy.stats import binom
+from speed import Side as SpeedSide
+from speed import make_actor
 
 HERE = Path(__file__).resolve().parent
 
@@ -58,6 +62,26 @@ class Side:
     def _read(self) -> Any:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
+
+
+class StepSide:
+    """The process of one tree that trains ``model`` for at most ``steps`` steps."""
+
+    cases = ("mixed step",)
+
+    def __init__(self, tree: Path, model: Path, steps: int) -> None:
+        path = os.pathsep.join([str(tree), str(tree / "tasks"), str(tree / "rewards")])
+        arguments = ["--model", str(model), "--steps", str(steps)]
+        self._side = SpeedSide(str(tree), sys.executable, "ours.py", arguments, 1, {"PYTHONPATH": path})
+
+    def measure(self, case: str, seconds: float) -> tuple[float, float]:
+        """Return wall and CPU milliseconds of the next step."""
+        numbers = self._side.step()
+        return 1000 * numbers["step_s"], 1000 * numbers["cpu_s"]
+
+    def close(self) -> None:
+        """End the process."""
+        self._side.close()
 
 
 @contextlib.contextmanager
@@ -135,12 +159,20 @@ def main() -> None:
     )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--what", choices=("sandbox", "scoring"), default="sandbox")
+    parser.add_argument("--what", choices=("sandbox", "scoring", "step"), default="sandbox")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--json", type=Path, dest="json_file")
     arguments = parser.parse_args()
-    sides = [Side(tree.resolve(), arguments.what) for tree in (arguments.old, arguments.new)]
+    trees = [tree.resolve() for tree in (arguments.old, arguments.new)]
+    folder = tempfile.TemporaryDirectory()
+    sides: Sequence[Side | StepSide]
+    if arguments.what == "step":
+        model = Path(folder.name) / "actor"
+        make_actor(model, "0.45M", seed=0)
+        sides = [StepSide(tree, model, arguments.pairs + 1) for tree in trees]
+    else:
+        sides = [Side(tree, arguments.what) for tree in trees]
     table = {}
     try:
         for name in sides[0].cases:
@@ -155,6 +187,7 @@ def main() -> None:
     finally:
         for side in sides:
             side.close()
+        folder.cleanup()
     for name, own in pairs.items():
         row: dict[str, Any] = {"pairs": len(own)}
         for at, kind in enumerate(("wall", "cpu")):

@@ -117,7 +117,8 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
         self.prompts = [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in prompts]
         self.rows = len(grid.slots)
         self.length = 0
-        self._own: Tensor | None = None
+        self.own: Tensor | None = None
+        """[2, B, K, C, D]"""
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -131,7 +132,7 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
 
         The states [B', K, 1, D] of a batch that was filled up have more rows than the cache.
         """
-        own = self._own
+        own = self.own
         if own is None or self.length == own.shape[3] - 1:
             places = self.length + 1 + max(MOST_EMPTY, self.length // MOST_EMPTY_SHARE)
             shape = (2, self.rows, key_states.shape[1], places, key_states.shape[-1])
@@ -139,7 +140,7 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
             if own is not None:
                 grown[:, :, :, : self.length] = own[:, : self.rows, :, : self.length]
             grown[:, :, :, self.length :] = 0.0
-            self._own = own = grown
+            self.own = own = grown
         own[0, : self.rows, :, self.length] = key_states[: self.rows, :, 0]
         own[1, : self.rows, :, self.length] = value_states[: self.rows, :, 0]
         self.length += 1
@@ -149,8 +150,8 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
 
     def move(self, sources: Tensor, holes: Tensor, remaining: int) -> None:
         """Copy the rows ``sources`` over ``holes`` and keep the first ``remaining``."""
-        if len(holes) and self._own is not None:
-            self._own[:, holes, :, : self.length] = self._own[:, sources, :, : self.length]
+        if len(holes) and self.own is not None:
+            self.own[:, holes, :, : self.length] = self.own[:, sources, :, : self.length]
         self.rows = remaining
 
     def keep_prompts(self, kept: list[Tensor | None]) -> None:

@@ -6,7 +6,7 @@ that dies is restarted once with the newest weights; only its unfinished samples
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,8 @@ class RayEngine(RolloutEngine):
             return EngineReplica(engine.build(copy, config, seed=seed, output_dir=own), copy)
 
         self.can_watch = engine.can_watch
+        self._homes: dict[int, int] = {}
+        """Conversation -> replica that sampled its last turn."""
         self._group: ActorGroup | None = ActorGroup(
             "rollout replica", make, num_replicas, num_cpus=num_cpus, num_gpus=num_gpus
         )
@@ -80,7 +82,7 @@ class RayEngine(RolloutEngine):
         sent, monitors = without_monitors(requests)
         # per request the samples that have not ended, in order
         unfinished = [dict.fromkeys(range(len(request.seeds))) for request in requests]
-        shares = share_out([most_tokens(request) for request in requests], len(group))
+        shares = self._shares(requests, len(group))
         # per replica its requests as it numbers them, with their samples
         given: dict[int, list[tuple[int, list[int]]]] = {}
         # call that has not returned -> replica
@@ -89,7 +91,7 @@ class RayEngine(RolloutEngine):
 
         def begin(index: int) -> None:
             given[index] = [(i, list(unfinished[i])) for i in shares[index] if unfinished[i]]
-            asked = [replace(sent[i], seeds=[sent[i].seeds[j] for j in js]) for i, js in given[index]]
+            asked = [_samples(sent[i], js) for i, js in given[index]]
             group.submit(index, "begin", asked)
             under_way[group.submit(index, "advance", None)] = index
 
@@ -125,6 +127,31 @@ class RayEngine(RolloutEngine):
             if self._group is group and under_way:
                 group.call("stop", dict.fromkeys(under_way.values(), ()))
 
+    def _shares(self, requests: Sequence[GenerationRequest], number: int) -> list[list[int]]:
+        """Return the requests of each replica: a turn goes where the turns before it were sampled."""
+        homes = [next((self._homes[c] for c in r.conversations if c in self._homes), None) for r in requests]
+        new = [i for i, home in enumerate(homes) if home is None]
+        shares = [
+            [new[i] for i in share] for share in share_out([most_tokens(requests[i]) for i in new], number)
+        ]
+        for i, home in enumerate(homes):
+            if home is not None:
+                shares[home].append(i)
+        for home, share in enumerate(shares):
+            for i in share:
+                self._homes.update(dict.fromkeys(requests[i].conversations, home))
+        return shares
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """See ``RolloutEngine``."""
+        if not self._homes:
+            return
+        group = self._open()
+        self._homes = {c: home for c, home in self._homes.items() if c in conversations}
+        _, dead = group.call("retain", dict.fromkeys(range(len(group)), (list(conversations),)))
+        if dead:
+            self._revive(group, dead)
+
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Put ``weights`` into the object store once; every replica reads them there."""
         import ray
@@ -150,3 +177,12 @@ class RayEngine(RolloutEngine):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _samples(request: GenerationRequest, chosen: Sequence[int]) -> GenerationRequest:
+    """Return the request for some of its samples."""
+    return replace(
+        request,
+        seeds=[request.seeds[i] for i in chosen],
+        conversations=[request.conversations[i] for i in chosen] if request.conversations else (),
+    )

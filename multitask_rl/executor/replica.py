@@ -6,7 +6,7 @@ ask reward pools, so they stay with the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -130,6 +130,10 @@ class EngineReplica:
             self._answers.put(None)
             self._thread.join()
             self._thread = None
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.retain(conversations)
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Use ``weights`` from now on."""

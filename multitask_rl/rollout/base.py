@@ -6,7 +6,7 @@ one call may mix tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -52,6 +52,9 @@ class GenerationRequest:
     """One 63-bit seed per sample. The same weights, prompt and seed give the same tokens in every call."""
     watch: Watch | None = None
     """Only for engines with ``can_watch``."""
+    conversations: Sequence[int] = ()
+    """Per sample the number of its conversation: a later request of that number continues it, so that the
+    engine may keep the keys and values. Empty: nothing continues these samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +125,9 @@ class RolloutEngine:
         Their numbers continue those of the stream's requests, and the stream yields their samples.
         """
         raise NotImplementedError
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """Drop keys and values of turns, but not those of ``conversations``. Default: nothing is kept."""
 
     def sleep(self) -> None:
         """Give the device's memory back until the next call. Default: nothing."""

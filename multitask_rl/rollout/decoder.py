@@ -7,8 +7,10 @@ language model: over the model's cache, or without one where the model has anoth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +34,23 @@ SMALLEST_STEP = 16
 """Least difference between the sizes that batches are filled up to."""
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Tokens whose keys and values are known."""
+
+    ids: tuple[int, ...]
+    """[T]"""
+    layers: list[Tensor]
+    """Per layer keys and values, [2, K, T, D]."""
+
+    def shared(self, prompt: tuple[int, ...]) -> int:
+        """Return how many tokens ``prompt`` begins with that are known; its last one is always computed."""
+        most = min(len(self.ids), len(prompt) - 1)
+        if self.ids[:most] == prompt[:most]:
+            return most
+        return next(i for i in range(most) if self.ids[i] != prompt[i])
+
+
 def prefill(
     model: Any, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor, chunk_tokens: int
 ) -> Tensor:
@@ -42,7 +61,7 @@ def prefill(
     Args:
         model: causal language model of ``transformers``.
         ids: [U, P], left-padded.
-        cache: empty, filled in place.
+        cache: filled in place; it may hold the first columns, fewer than P.
         mask: [U, P] with 0 on the padding; None without padding.
         positions: [U, P].
         chunk_tokens: of one forward, over all rows; a single column is always computed.
@@ -50,7 +69,7 @@ def prefill(
     rows, width = ids.shape
     size = max(1, chunk_tokens // rows)
     logits = ids.new_empty(0)
-    start = 0
+    start = int(cache.get_seq_length())
     while start < width:
         end = min(start + size, width)
         if start:
@@ -83,21 +102,46 @@ def _left_padded(
 
 
 class SharedDecoder:
-    """Rows that continue shared prompts; call under ``use_attention([model], SHARED_PROMPT)``."""
+    """Rows that continue shared prompts; call under ``use_attention([model], SHARED_PROMPT)``.
+
+    Args:
+        model: causal language model of ``transformers``.
+        prompts: of each row.
+        filler: id of the padding.
+        prefill_tokens: see ``prefill``.
+        pasts: what is known of the prompts of some rows.
+    """
 
     def __init__(
-        self, model: Any, prompts: Sequence[Sequence[int]], filler: int, prefill_tokens: int = CHUNK_TOKENS
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        filler: int,
+        prefill_tokens: int = CHUNK_TOKENS,
+        pasts: Mapping[int, Past] = MappingProxyType({}),
     ) -> None:
         device = next(model.parameters()).device
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault(tuple(prompt), []).append(row)
+        # a bucket computes as many columns as the prompt of which the least is known needs
+        known = {}
+        for row, past in pasts.items():
+            prompt = tuple(prompts[row])
+            if 2 * past.shared(prompt) > len(prompt):
+                known[prompt] = past
         # prompts of similar length share a bucket
         cut: list[list[tuple[int, ...]]] = []
-        for prompt in sorted(groups, key=len):
-            if not cut or len(prompt) > 1.25 * len(cut[-1][0]) + BUCKET_SLACK:
+        for prompt in sorted(groups, key=lambda prompt: (prompt in known, len(prompt))):
+            similar = cut[-1] if cut else []
+            is_longer = bool(similar) and len(prompt) > 1.25 * len(similar[0]) + BUCKET_SLACK
+            if not similar or is_longer or (prompt in known) != (similar[0] in known):
                 cut.append([])
             cut[-1].append(prompt)
+        self.num_tokens = sum(map(len, groups))
+        """Of the distinct prompts."""
+        self.num_known = self.num_tokens
+        """Those that were not computed."""
         slots = torch.empty(len(prompts), dtype=torch.long)
         buckets: list[Bucket] = []
         states: list[list[tuple[Tensor, Tensor]]] = []
@@ -110,6 +154,11 @@ class SharedDecoder:
                 slots[rows] = first + number * width + torch.arange(len(rows))
             ids, mask, positions = _left_padded(similar, filler, device)
             cache = DynamicCache(config=model.config)
+            missing = [len(p) - known[p].shared(p) if p in known else len(p) for p in similar]
+            start = max(map(len, similar)) - max(missing)
+            if start:
+                _put(cache, similar, [known[p] for p in similar], start)
+            self.num_known -= sum(min(len(p), max(missing)) for p in similar)
             last = prefill(model, ids, cache, mask, positions, prefill_tokens)
             bias = None
             if mask is not None:
@@ -126,6 +175,21 @@ class SharedDecoder:
         self._fills_up = compiles_shapes(model, autocast=torch.is_autocast_enabled(device.type))
         self.logits = torch.cat(logits)[grid.slots]
         """[B, V] of the next token."""
+
+    def known(self, row: int) -> list[Tensor]:
+        """Return what ``Past.layers`` has for the prompt of a row and the tokens appended to it."""
+        grid, length = self._cache.grid, self._cache.layers[0].length
+        place, bucket = int(grid.slots[row]), 0
+        while place >= grid.buckets[bucket].slots:
+            place -= grid.buckets[bucket].slots
+            bucket += 1
+        prompt, size = place // grid.buckets[bucket].width, int(self._position[row]) - length
+        layers = []
+        for layer in self._cache.layers:
+            before = torch.stack([states[prompt, :, -size:] for states in layer.prompts[bucket]])
+            own = layer.own[:, row, :, :length] if length else before[:, :, :0]
+            layers.append(torch.cat([before, own], dim=2))
+        return layers
 
     def keep(self, rows: Tensor) -> Tensor:
         """Drop every row but ``rows`` (ascending); return them in their new order."""
@@ -145,6 +209,18 @@ class SharedDecoder:
         )
         self._position = self._position + 1
         self.logits = out.logits[:rows, -1]
+
+
+def _put(cache: Any, prompts: Sequence[tuple[int, ...]], pasts: Sequence[Past], start: int) -> None:
+    """Put the first ``start`` columns of left-padded prompts into the empty ``cache``."""
+    width = max(map(len, prompts))
+    for number, (first, *_) in enumerate(zip(*(past.layers for past in pasts), strict=True)):
+        filled = first.new_zeros(2, len(prompts), first.shape[1], start, first.shape[3])
+        for row, (prompt, past) in enumerate(zip(prompts, pasts, strict=True)):
+            padding = width - len(prompt)
+            if start > padding:
+                filled[:, row, :, padding:] = past.layers[number][:, :, : start - padding]
+        cache.update(filled[0], filled[1], number)
 
 
 def round_rows(rows: int) -> int:
@@ -171,6 +247,7 @@ class PlainDecoder:
         unique = list(dict.fromkeys(map(tuple, prompts)))
         numbers = {prompt: row for row, prompt in enumerate(unique)}
         which = torch.tensor([numbers[tuple(p)] for p in prompts], device=device)
+        self.num_tokens = sum(map(len, unique))
         self._model = model
         self._ids, self._mask, self._positions = _left_padded(unique, filler, device)
         self._cache: Any = DynamicCache(config=model.config) if cached else None

@@ -6,7 +6,7 @@ Works for every causal language model (see ``decoder.py``). Rows that have ended
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
 from multitask_rl.rollout.decoder import (
     CHUNK_TOKENS,
+    Past,
     PlainDecoder,
     SharedDecoder,
     TokenDecoder,
@@ -52,6 +53,7 @@ class _Row:
     sampling: SamplingParams
     seed: int
     watch: Watch | None = None
+    conversation: int = 0
 
 
 class HFEngine(RolloutEngine):
@@ -72,6 +74,7 @@ class HFEngine(RolloutEngine):
         autocast: bool = False,
         prefill_tokens: int = CHUNK_TOKENS,
         use_cache: bool = True,
+        kept_tokens: int = 65536,
     ) -> None:
         self.model = model
         self._prefill_tokens = prefill_tokens
@@ -87,6 +90,13 @@ class HFEngine(RolloutEngine):
         self._cached = use_cache
         """Keys and values are kept from token to token."""
         self._is_open = False
+        self._kept_tokens = kept_tokens
+        self._pasts: dict[int, Past] = {}
+        """Conversation -> what is known of it, at most ``kept_tokens`` tokens of all."""
+        self.num_prompt_tokens = 0
+        """Prompt tokens of the last call; those that several samples share count once."""
+        self.num_cached_tokens = 0
+        """Those whose keys and values were kept from an earlier turn."""
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> HFEngine:
@@ -101,11 +111,18 @@ class HFEngine(RolloutEngine):
             grammars=lambda: actor.grammars,
             autocast=actor.config.autocast,
             prefill_tokens=config.prefill_tokens,
+            kept_tokens=config.max_batch_tokens,
         )
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Store the version; the weights are the actor's own."""
+        """Store the version; the weights are the actor's own. What is known under the old ones is dropped."""
         self.policy_version = policy_version
+        self._pasts.clear()
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """See ``RolloutEngine``."""
+        for number in self._pasts.keys() - set(conversations):
+            del self._pasts[number]
 
     @torch.no_grad()
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
@@ -115,6 +132,7 @@ class HFEngine(RolloutEngine):
                 "the engine is at work on another call; end that one, or close its stream, first"
             )
         self._is_open = True
+        self.num_prompt_tokens = self.num_cached_tokens = 0
         device = next(self.model.parameters()).device
         try:
             with evaluating(self.model):
@@ -144,9 +162,11 @@ class HFEngine(RolloutEngine):
     def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[_Row]]:
         """Cut the rows into batches of one sampling distribution, similar length and bounded tokens."""
         rows = [
-            _Row(i, j, r.prompt_ids, r.sampling, seed, r.watch)
+            _Row(i, j, r.prompt_ids, r.sampling, seed, r.watch, number)
             for i, r in enumerate(requests)
-            for j, seed in enumerate(r.seeds)
+            for j, (seed, number) in enumerate(
+                zip(r.seeds, r.conversations or [0] * len(r.seeds), strict=True)
+            )
         ]
         for row in rows:
             if not row.prompt_ids:
@@ -209,11 +229,19 @@ class HFEngine(RolloutEngine):
         every = HAND_ON_EVERY if self._autocast else 1
 
         prompts = [row.prompt_ids for row in rows]
-        state: TokenDecoder = (
-            SharedDecoder(self.model, prompts, self._pad, self._prefill_tokens)
-            if self._shares_prompts
-            else PlainDecoder(self.model, prompts, self._pad, self._prefill_tokens, cached=self._cached)
-        )
+        state: TokenDecoder
+        if self._shares_prompts:
+            pasts = {
+                i: self._pasts.pop(row.conversation)
+                for i, row in enumerate(rows)
+                if row.conversation in self._pasts
+            }
+            state = SharedDecoder(self.model, prompts, self._pad, self._prefill_tokens, pasts)
+            del pasts
+            self.num_cached_tokens += state.num_known
+        else:
+            state = PlainDecoder(self.model, prompts, self._pad, self._prefill_tokens, cached=self._cached)
+        self.num_prompt_tokens += state.num_tokens
         grammar = None
         if any(row.sampling.grammar for row in rows):
             if self._grammars is None:
@@ -251,7 +279,10 @@ class HFEngine(RolloutEngine):
                 reasons |= dict.fromkeys(active[ended].tolist(), "stop")
                 gone = active[~going]
                 tokens_of, logprobs_of = ids[gone, : step + 1].tolist(), logprobs[gone, : step + 1].tolist()
-                for i, own, nats in zip(gone.tolist(), tokens_of, logprobs_of, strict=True):
+                places = (~going).nonzero().squeeze(-1).tolist()
+                for place, i, own, nats in zip(places, gone.tolist(), tokens_of, logprobs_of, strict=True):
+                    if rows[i].conversation and isinstance(state, SharedDecoder):
+                        self._keep(rows[i], own, state, place)
                     reason = reasons.get(i, "length")
                     generation = Generation(response_ids=own, rollout_logprobs=nats, finish_reason=reason)
                     finished.append((rows[i].request, rows[i].sample, generation))
@@ -263,6 +294,12 @@ class HFEngine(RolloutEngine):
             if not len(active):
                 break
             state.advance(tokens)
+
+    def _keep(self, row: _Row, response_ids: Sequence[int], state: SharedDecoder, place: int) -> None:
+        """Keep what is known of an ended row, if there is room; its last token was not computed."""
+        ids = (*row.prompt_ids, *response_ids[:-1])
+        if len(ids) + sum(len(past.ids) for past in self._pasts.values()) <= self._kept_tokens:
+            self._pasts[row.conversation] = Past(ids, state.known(place))
 
 
 def _flagged(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:

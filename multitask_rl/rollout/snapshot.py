@@ -7,7 +7,7 @@ An overlapped run samples the next batch during an update, which must not change
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,10 @@ class SnapshotEngine(RolloutEngine):
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """See ``RolloutEngine``."""
         return self._engine.generate_stream(requests)
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.retain(conversations)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:

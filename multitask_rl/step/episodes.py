@@ -7,7 +7,7 @@ world of one episode works, the engine samples the turns of others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +87,11 @@ class Episodes:
     def num_waiting(self) -> int:
         """Number of episodes that wait for their worlds."""
         return len(self._waiting)
+
+    @property
+    def tickets(self) -> Collection[int]:
+        """Of the worlds of all episodes that go on; a conversation of the engine has the same number."""
+        return self._open.keys()
 
     @property
     def must_wait(self) -> bool:

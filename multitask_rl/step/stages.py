@@ -167,6 +167,8 @@ class RolloutStage(StreamingStage):
                     requests, ready = self._requests(call, ready), []
                     if not requests:
                         continue
+                if episodes is not None:
+                    self.engine.retain(episodes.tickets)
                 began = time.monotonic()
                 for ended in self.engine.generate_stream(requests):
                     done = self._take(call, ended)
@@ -186,6 +188,7 @@ class RolloutStage(StreamingStage):
             self._call = None
             if episodes is not None:
                 episodes.close()
+                self.engine.retain(())
 
     def _has_world(self, slot: Rollout) -> bool:
         return self._episodes is not None and bool(self._tasks[slot.task].spec.environment)
@@ -245,17 +248,28 @@ class RolloutStage(StreamingStage):
                 # a partial answer is judged alone, without the turns before it
                 watch = call.judge.watch(seed, replace(rollout, turns=[]), self._tasks[rollout.task].spec)
             prompt_ids, sampling = rollout.prompt.prompt_ids, rollout.sampling
+            conversations: list[int] = []
             if isinstance(slot, Episode) and call.episodes is not None:
-                prompt_ids = slot.context_ids
+                prompt_ids, conversations = slot.context_ids, [slot.ticket]
                 sampling = call.episodes.sampling(slot)
             previous = requests[-1] if requests else None
             is_shared = previous is not None and previous.prompt_ids is prompt_ids
             if previous is not None and is_shared and previous.sampling == sampling:
-                requests[-1] = replace(previous, seeds=[*previous.seeds, seed])
+                requests[-1] = replace(
+                    previous,
+                    seeds=[*previous.seeds, seed],
+                    conversations=[*previous.conversations, *conversations],
+                )
                 call.owners[-1].append(len(call.slots))
             else:
                 requests.append(
-                    GenerationRequest(prompt_ids=prompt_ids, sampling=sampling, seeds=[seed], watch=watch)
+                    GenerationRequest(
+                        prompt_ids=prompt_ids,
+                        sampling=sampling,
+                        seeds=[seed],
+                        watch=watch,
+                        conversations=conversations,
+                    )
                 )
                 call.owners.append([len(call.slots)])
             call.slots.append(slot)

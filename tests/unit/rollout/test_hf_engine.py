@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -128,3 +130,72 @@ def test_a_call_beside_an_open_stream_is_refused_and_disturbs_nothing():
     next(parts)
     parts.close()
     assert engine.generate(REQUESTS) == expected
+
+
+def converse(engine, turns=3):
+    """Return the answers of six conversations of one group, turn by turn, and how much was cached."""
+    prompts = [[5, 9, 3, 7, 2 + 1] * 3] * 6
+    answers, cached = [], []
+    for turn in range(turns):
+        # siblings share their first prompt; a new conversation begins beside each later turn
+        requests = [
+            GenerationRequest(
+                prompt_ids=prompt,
+                sampling=SamplingParams(max_new_tokens=4 + 3 * (i % 3)),
+                seeds=[100 * turn + i],
+                conversations=[i + 1],
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        if turn:
+            requests.insert(2, replace(REQUESTS[1], conversations=[10 * turn + i for i in range(4)]))
+        found = engine.generate(requests)
+        cached.append(engine.num_cached_tokens / engine.num_prompt_tokens)
+        answers += found
+        own = [group[0].response_ids for group in found if len(group) == 1]
+        prompts = [
+            [*p, *ids, *range(20, 24 + 9 * (i % 2))]
+            for i, (p, ids) in enumerate(zip(prompts, own, strict=True))
+        ]
+        prompts[3][8:] = prompts[3][9:]  # a template has rewritten what was said before
+    return [generation for group in answers for generation in group], cached
+
+
+@pytest.mark.parametrize("name", ["qwen2.Qwen2", "gpt_neox.GPTNeoX", "mistral.Mistral"])
+def test_turns_continue_from_kept_keys_and_values(name):
+    model = build(name)
+    kept, cached = converse(HFEngine(model, eos_token_ids=[1], pad_token_id=0))
+    again, without = converse(HFEngine(model, eos_token_ids=[1], pad_token_id=0, kept_tokens=0))
+    assert [g.response_ids for g in kept] == [g.response_ids for g in again]
+    for one, other in zip(kept, again, strict=True):
+        assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
+    assert without == [0.0, 0.0, 0.0]
+    shares_prompts = name != "mistral.Mistral"  # a model of sliding windows computes every turn anew
+    assert [share > 0.4 for share in cached] == [False, shares_prompts, shares_prompts]
+
+
+def test_what_is_kept_is_bounded_and_ends_with_its_conversation_and_weights():
+    def share(engine, between=lambda: None):
+        prompt = list(range(3, 30))
+        first = GenerationRequest(
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=1),
+            seeds=[1, 2],
+            conversations=[1, 2],
+        )
+        (answers,) = engine.generate([first])
+        between()
+        engine.generate(
+            [
+                replace(first, prompt_ids=[*prompt, *a.response_ids, 7 + n], seeds=[3], conversations=[n])
+                for n, a in enumerate(answers, 1)
+            ]
+        )
+        return engine.num_cached_tokens / 27
+
+    def engine(tokens):
+        return HFEngine(build("qwen2.Qwen2"), eos_token_ids=[1], pad_token_id=0, kept_tokens=tokens)
+
+    assert [share(engine(tokens)) for tokens in (54, 53, 26)] == [2, 1, 0]
+    assert share(one := engine(54), lambda: one.retain([2, 9])) == 1
+    assert share(one, lambda: one.update_weights({}, 1)) == 0
