@@ -206,12 +206,17 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
     spec.rewards = _plugins(RewardSpec, plugin_lists["rewards"], where.at("rewards"), spec)
     spec.constraints = _plugins(ConstraintSpec, plugin_lists["constraints"], where.at("constraints"), spec)
     spec.environment = _resolve_plugin(spec.environment, where)
-    if spec.environment and not spec.rewards and not spec.constraints:
+    if spec.environment and not spec.rewards:
         spec.rewards = [RewardSpec(plugin="environment", name="environment")]
     usual = asdict(TaskSpec(name=name))  # a run's record has every key
     given = [key for key in _ENVIRONMENT_KEYS if key in values and values[key] != usual[key]]
     if given and not spec.environment:
         raise ConfigError(f"{where.at(given[0])}: {given[0]!r} needs 'environment' beside it")
+    if not spec.environment and any(reward.plugin == "environment" for reward in spec.rewards):
+        raise ConfigError(
+            f"{where.at('rewards')}: the reward 'environment' is what the task's environment gives; set the "
+            f"task's key 'environment', or name another reward"
+        )
     spec.sampling_keys = tuple(values.get("sampling") or ())
     spec.source = where.source
     spec.dataset = _beside(spec.dataset, where)

@@ -44,6 +44,8 @@ class WorldSpec:
         is_trl = prefix == "trl"
         function = None
         with _LOADING:  # two threads must not load one file
+            if is_trl and not rest:
+                raise PluginError(f"{self.where}: nothing follows 'trl:'; expected 'trl:file.py:Class'")
             if separator and prefix in FOREIGN:
                 found = build_foreign(prefix, rest, self.where)
             else:

@@ -236,6 +236,8 @@ class Agent(AgentWorld):
         self._arguments = config.arguments
         self._function = locate(self.target, ENVIRONMENTS).value
         try:
+            if isinstance(self._function, type):
+                raise TypeError("it is a class")
             inspect.signature(self._function).bind("base_url", "api_key", {}, **config.arguments)
         except (TypeError, ValueError) as error:
             raise PluginError(

@@ -236,6 +236,9 @@ def test_a_wrong_environment_is_refused_before_the_run(tmp_path):
     write(tmp_path, TASKS + ECHO.replace("    environment: worlds.py:Echo\n", ""))
     with pytest.raises(ConfigError, match="'max_turns' needs 'environment' beside it"):
         train(run_config(tmp_path, "out", 1))
+    write(tmp_path, "\ntasks: {a: {dataset: digit.jsonl, rewards: [environment]}}")
+    with pytest.raises(ConfigError, match=r"tasks.a.rewards: .*set the task's key 'environment'"):
+        train(run_config(tmp_path, "out", 1))
 
 
 def test_tools_are_called_and_the_reward_has_components(tmp_path):
@@ -274,8 +277,7 @@ def test_a_constraint_judges_every_answer_of_an_episode(tmp_path, mode):
     (tmp_path / "checks.py").write_text(CHECKED)
     settings = {"reject": "max_attempts: 3", "penalty": "weight: 1", "lagrangian": "limit: 0.2"}[mode]
     constraint = f"    constraints: [{{plugin: checks.py:NoDigit, mode: {mode}, {settings}}}]\n"
-    reward = "    rewards: [environment]\n"
-    write(tmp_path, "tasks:" + ECHO + reward + constraint)
+    write(tmp_path, "tasks:" + ECHO + constraint)  # its reward is still the environment's
     train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
     rows = stored(tmp_path / "out")
     violated = 0
@@ -289,6 +291,8 @@ def test_a_constraint_judges_every_answer_of_an_episode(tmp_path, mode):
             number = has_digit.index(True) + 1
             assert verdict["reason"] == (f"turn {number}: a digit" if len(answers) > 1 else "a digit")
         assert row["rejected"] == (mode == "reject" and any(has_digit))
+        if not row["rejected"]:
+            assert row["reward"] == row["earned"] - (mode == "penalty") * verdict["cost"]
     assert 0 < violated < len(rows)
     if mode == "reject":
         assert max(row["attempt"] for row in rows) == 2

@@ -361,6 +361,8 @@ def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(tmp_path, 
 
 
 def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path):
+    with pytest.raises(PluginError, match="it is a class"):
+        world(tmp_path, "class run:\n    def __init__(self, base_url, api_key, row): ...")
     with pytest.raises(PluginError, match="no function run"):
         world(tmp_path, "def run(row):\n    return 1.0")
     with pytest.raises(PluginError, match="no function run"):
