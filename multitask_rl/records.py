@@ -139,6 +139,8 @@ class Prompt:
     """The prompt as the model sees it, after template and chat template."""
     prompt_ids: list[int]
     """[P] token ids of ``text``; a conditioned prompt carries its control token here."""
+    given_ids: list[int] | None = None
+    """[T] the row's answer, which is trained on (type ``sft``); None = a response is sampled."""
     position: int = 0
     """Index in its batch. Responses end in any order; the batch is sorted by this index."""
 

@@ -16,7 +16,7 @@ from multitask_rl.config.schema.ranges import Count
 
 
 class Anchor(Algorithm):
-    """Trains nothing: ``step/anchors.py`` measures ``loss`` and ``kl`` of the task in every evaluation.
+    """Trains nothing: ``step/texts.py`` measures ``loss`` and ``kl`` of the task in every evaluation.
 
     Forgetting follows the KL from the initial to the present policy: Shenfeld et al., "RL's Razor"
     (arXiv:2509.04259).

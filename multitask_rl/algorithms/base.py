@@ -144,13 +144,18 @@ class Algorithm:
     """Values are computed and a value head is trained for the task."""
     num_control_tokens: int = 0
     """Number of control tokens that the tokenizer must have; ``bind`` receives their ids."""
-    wants_exact_kl: ClassVar[bool] = False
+    wants_exact_kl: bool = False
     """The learner computes the KL over the whole vocabulary into ``TokenBatch.exact_kl``."""
     on_policy: ClassVar[bool] = True
     """Samples come from the current policy: the engine mismatch is measured and corrected."""
     trains_rejected: ClassVar[bool] = False
     """Whether responses rejected by a ``reject`` constraint are training samples; ``outcome`` is their
     reward. False: they are counted and left out."""
+
+    needs_reward: ClassVar[bool] = True
+    """False: samples are trained on whether a reward scored them or not."""
+    has_teacher: ClassVar[bool] = False
+    """``ref_logprobs`` and ``exact_kl`` are to the task's teacher."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config

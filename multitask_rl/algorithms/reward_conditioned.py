@@ -83,7 +83,7 @@ class RewardConditioned(Algorithm):
                     f"buffer_size must be >= quantiles, {self.quantiles}, got {self.buffer_size!r}"
                 )
 
-    wants_exact_kl: ClassVar[bool] = True
+    wants_exact_kl: bool = True
     on_policy: ClassVar[bool] = False
     config: Config
 

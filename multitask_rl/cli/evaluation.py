@@ -24,7 +24,7 @@ from multitask_rl.run.plan import load_specs
 from multitask_rl.step.evaluation import append_evaluations, evaluation_row
 from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import read_run
-from multitask_rl.training.checkpoint import CheckpointStore
+from multitask_rl.training.checkpoint import model_directory
 
 
 def main(arguments: list[str]) -> int:
@@ -65,28 +65,6 @@ def main(arguments: list[str]) -> int:
         lambda config: _evaluate(config, options, dict(zip(names, directories, strict=True))),
     )
     return 0
-
-
-def model_directory(name: str) -> str:
-    """Return the model directory of a run (its newest checkpoint) or of a checkpoint, else ``name``.
-
-    Raises:
-        ConfigError: a run without a checkpoint, or adapters alone.
-    """
-    path = Path(name)
-    if (path / "checkpoints").is_dir():
-        found = CheckpointStore(path / "checkpoints", keep=1, is_writer=False).newest()
-        if found is None:
-            raise ConfigError(f"{name} is a run without a checkpoint; give the directory of a model")
-        path = found.actor_dir
-    elif (path / "manifest.json").is_file() and (path / "actor").is_dir():
-        path /= "actor"
-    if (path / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{name} holds adapters (model.lora) without the model below them; evaluate the run that made "
-            "them: multitask-rl eval output_dir=RUN"
-        )
-    return name if path == Path(name) else str(path)
 
 
 def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[str, str]) -> None:

@@ -13,10 +13,12 @@ from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar, is_installed
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.config.task import ConstraintSpec, TaskSpec
+from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
 from multitask_rl.errors import ConfigError, MissingExtraError, path_errors
 from multitask_rl.plugins import PLUGIN_FORMS, list_plugins
 
+_UNSCORED = ("anchor", "sft", "distill")
+"""Kinds of tasks that need no reward."""
 RESERVED_NAMES = ("all", "macro", "worst", "global")
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")
@@ -121,7 +123,7 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
                 "('first|second') or in one schema ('anyOf'), or make it two tasks"
             )
         has_grammar |= constraint.mode == "grammar"
-    if not spec.is_scored and spec.kind != "anchor" and not spec.dataset.startswith("plugin:"):
+    if not spec.is_scored and spec.kind not in _UNSCORED and not spec.dataset.startswith("plugin:"):
         raise ConfigError(
             f"{where}: the task has neither rewards nor constraints that judge, so nothing could be learnt; "
             f"add 'rewards: [<name>]' (`multitask-rl plugins list` shows what is installed)"
@@ -131,15 +133,36 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
             parse_template(template)
         except ConfigError as error:
             raise ConfigError(f"{where.at(key)}: {error}") from error
-    if spec.answer and spec.kind != "anchor":
-        raise ConfigError(f"{where.at('answer')}: only a task of type anchor reads it, not {spec.type}")
+    if spec.answer and spec.kind not in ("anchor", "sft"):
+        raise ConfigError(f"{where.at('answer')}: only types anchor and sft read it, not {spec.type}")
+    if bool(spec.teacher) != (spec.kind == "distill"):
+        raise ConfigError(f"{where.at('teacher')}: type distill needs a teacher, and no other type has one")
     if not spec.prompt and not (spec.kind == "anchor" and spec.answer and not spec.is_scored):
         raise ConfigError(
             f"{where.at('prompt')}: an empty prompt is for plain text: a task of type anchor with 'answer' "
             "and without rewards"
         )
-    if spec.kind == "anchor" and spec.environment:
-        raise ConfigError(f"{where.at('environment')}: a task of type anchor has prompts of one turn")
+    if spec.kind in ("anchor", "sft") and spec.environment:
+        raise ConfigError(f"{where.at('environment')}: a task of type {spec.kind} has prompts of one turn")
+    if spec.kind == "sft" and spec.constraints:
+        raise ConfigError(
+            f"{where.at('constraints')}: type sft trains on the rows' answers, which no constraint changes; "
+            "leave them out"
+        )
+    if spec.kind == "sft" and (spec.group_size or 1) > 1:
+        raise ConfigError(f"{where.at('group_size')}: type sft trains on one answer per row; leave it out")
+    if spec.kind == "sft" and spec.curriculum.by == PASS_RATE:
+        raise ConfigError(f"{where.at('curriculum', 'by')}: type sft samples nothing that has a pass rate")
+    if spec.kind in ("sft", "distill") and spec.kl.coefficient > 0:
+        raise ConfigError(
+            f"{where.at('kl')}: type {spec.kind} has no KL term to the initial actor; leave kl out, or "
+            "measure it with a task of type anchor"
+        )
+    if spec.kind == "distill" and any(c.mode in ("penalty", "lagrangian") for c in spec.constraints):
+        raise ConfigError(
+            f"{where.at('constraints')}: modes penalty and lagrangian act on rewards, which type distill "
+            "does not train on; use mode reject or grammar"
+        )
     known = ["reward", *(r.name or r.plugin for r in spec.rewards)]
     if spec.primary_metric.split("/", 1)[0] not in known:
         raise ConfigError(

@@ -217,6 +217,9 @@ class TaskSpec(Settings):
     """Direction of the primary metric; None = as its reward declares."""
     target: float = 1.0
     """Value of the primary metric at which a scheduler treats the task as learnt."""
+    teacher: str = ""
+    """Type ``distill``: the model whose distribution the actor learns. A directory of transformers, a run
+    (its newest checkpoint), a checkpoint or a hub id, with the actor's vocabulary."""
     answer: str = ""
     """Template over the row's columns: the given response of types ``sft`` (default ``{answer}``) and
     ``anchor``. An anchor with ``prompt: ""`` reads it as plain text."""
@@ -232,18 +235,20 @@ class TaskSpec(Settings):
     """``file:line`` of its definition, for errors."""
 
     def __post_init__(self) -> None:
-        """Check ranges; an anchor is never trained."""
+        """Check ranges; an anchor is never trained, ``sft`` has an answer."""
         Settings.__post_init__(self)
         self.evaluation_only = self.evaluation_only or self.kind == "anchor"
+        if self.kind == "sft" and not self.answer:
+            self.answer = "{answer}"
 
     @property
     def kind(self) -> str:
-        """``type`` without its module, in small letters: ``anchor`` has rules of its own."""
+        """``type`` without its module, in small letters: ``anchor``, ``sft``, ``distill`` have own rules."""
         return self.type.rpartition(":")[2].lower()
 
     @property
     def is_scored(self) -> bool:
-        """Responses are sampled and scored; else the task is measured by the loss of given texts alone."""
+        """Responses are scored; else held-out rows give a ``loss`` or, of type ``distill``, a ``kl``."""
         return bool(self.rewards or self.judged)
 
     @property

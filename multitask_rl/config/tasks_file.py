@@ -221,6 +221,9 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
     spec.source = where.source
     spec.dataset = _beside(spec.dataset, where)
     spec.eval_dataset = _beside(spec.eval_dataset, where)
+    if spec.teacher and where.file:
+        beside = (Path(where.file).parent / Path(spec.teacher).expanduser()).resolve()
+        spec.teacher = str(beside) if beside.is_dir() else spec.teacher
     return spec
 
 

@@ -28,14 +28,15 @@ from multitask_rl.run.profiling import StepProfiler
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
+from multitask_rl.run.teachers import load_teachers
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.statistics.definitions import metric_names
-from multitask_rl.step.anchors import AnchorMeter
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.stages import AdvantageStage, UpdateStage, sampling_stages
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
+from multitask_rl.step.texts import TextMeter
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.timeline import Timeline
@@ -133,7 +134,10 @@ def build_parts(
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
         reference = store.reference(actor, tasks)
-        runner = ModelRunner(actor, critic, config, reference)
+        # without training a teacher only measures the KL of a task without rewards
+        taught = {n: plan.specs[n] for n in plan.specs if track or not plan.specs[n].is_scored}
+        teachers = load_teachers(taught, actor, config.model, config.seed)
+        runner = ModelRunner(actor, critic, config, reference, teachers=teachers)
         learner_tasks = {n: tasks[n].learner for n in plan.trained}
         backend = build_backend(
             runner,
@@ -192,12 +196,10 @@ def build_parts(
             worlds=worlds,
             on_progress=trackers.log_progress,
         )
-        if any(task.spec.kind == "anchor" for task in tasks.values()):
+        if any(task.spec.kind == "anchor" or not task.spec.is_scored for task in tasks.values()):
             # passes of its own: learner ranks do not evaluate
-            own = ModelRunner(actor, critic, config, reference)
-            evaluator.anchors = AnchorMeter(
-                runner=own, actor=actor, engine=engine, tasks=tasks, seed=config.seed
-            )
+            own = ModelRunner(actor, critic, config, reference, teachers=teachers)
+            evaluator.texts = TextMeter(runner=own, actor=actor, engine=engine, tasks=tasks, seed=config.seed)
         supervisor = Supervisor(
             config=config,
             progress=progress,

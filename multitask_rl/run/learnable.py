@@ -24,6 +24,8 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
             f"could be learnt with group_size {group_size}; set at least {algorithm.min_group_size} (here or "
             "as batch.group_size), or take another type, e.g. ppo"
         )
+    if not algorithm.needs_reward:
+        return
     costs = [c for c in spec.judged if c.mode != "penalty" or c.weight]
     # Beside rewards, a rejected response is left out and costs nothing; without rewards it is 1 - cost.
     pays = any(c.mode != "reject" for c in costs) if spec.rewards else bool(costs)

@@ -282,6 +282,12 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
         )
     check_learnable(spec, algorithm, spec.group_size or config.batch.group_size)
+    if spec.teacher and (plan.actor_devices.is_sharded or config.batch.context_ranks > 1):
+        raise ConfigError(
+            f"{where}.teacher: a teacher is computed whole, and device_map.actor="
+            f"{config.device_map.get('actor', 'cpu')!r}, batch.context_ranks={config.batch.context_ranks} "
+            "cut models or sequences; leave sharded out and set batch.context_ranks=1"
+        )
     if measures_kl(algorithm):
         if config.model.reference_decay < 1.0:
             raise ConfigError(

@@ -144,8 +144,9 @@ class Supervisor:
         step = self.progress.step
         self.progress.evaluated_at = step
         deciding = self._deciding(evaluations)
-        # the loss of an anchor has another unit than rewards
-        best_of = [e for n, e in deciding.items() if self.tasks[n].spec.kind != "anchor"]
+        # losses have another unit than rewards; without any reward they decide
+        scored = [e for n, e in deciding.items() if self.tasks[n].spec.kind != "anchor"]
+        best_of = [e for e in scored if self.tasks[e.task].spec.is_scored] or scored
         finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
         score = math.fsum(finite) / len(finite) if finite else None
         self._known = CheckpointEntry(step=step, score=score)

@@ -59,11 +59,11 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
     Components of rewards, ``reward/<name>/<component>``, depend on the plugin's results and are left out.
     """
     found = {REWARD: True, "length": False, "truncated_rate": True, "failure_rate": True}
+    of_texts = {"anchor": ("loss", "kl"), "sft": ("loss",), "distill": ("kl",)}.get(spec.kind, ())
+    if of_texts and not spec.is_scored:
+        return dict.fromkeys(of_texts, True)
     if spec.kind == "anchor":
-        of_texts = {"loss": True, "kl": True}
-        if not spec.is_scored:
-            return of_texts
-        found |= {**of_texts, "turnover": True, "pass@1": True}
+        found |= dict.fromkeys([*of_texts, "turnover", "pass@1"], True)
     found |= {f"reward/{r.name or r.plugin}": True for r in spec.rewards}
     if (samples := spec.eval_samples) > 1:
         found |= {f"pass@{k}": True for k in _sizes(samples)} | {f"maj@{samples}": True}

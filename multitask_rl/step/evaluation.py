@@ -19,10 +19,10 @@ from multitask_rl.records import Statistic, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import served
-from multitask_rl.step.anchors import AnchorMeter
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import Progress, sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
+from multitask_rl.step.texts import TextMeter
 from multitask_rl.tracking.jsonl import RecordFile
 
 
@@ -40,8 +40,8 @@ class Evaluator:
     seed: int
     temperature: float
     worlds: WorldPool | None = None
-    anchors: AnchorMeter | None = None
-    """Measures the tasks of type ``anchor``; None = there are none."""
+    texts: TextMeter | None = None
+    """Measures anchors and tasks without rewards; None = there are none."""
     on_progress: Progress | None = None
     tally: ScoreTally = field(init=False, default_factory=ScoreTally)
     """Counts of scored records by task; the trainer adds those of its steps."""
@@ -101,9 +101,9 @@ class Evaluator:
                 num_failed=task.metrics.num_failed(own),
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
             )
-            if task.spec.kind == "anchor":
-                assert self.anchors is not None
-                found[name] = self.anchors.measure(name, found[name])
+            if task.spec.kind == "anchor" or not task.spec.is_scored:
+                assert self.texts is not None
+                found[name] = self.texts.measure(name, found[name], purpose)
         return found
 
 

@@ -91,14 +91,23 @@ class RolloutStage(StreamingStage):
     def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
         """Sample each prompt's group; yield rollouts as they end, less joined ones (see ``take_joined``)."""
         slots: list[Rollout] = []
+        given: list[Rollout] = []
         for position, prompt in enumerate(prompt for part in parts for prompt in part):
             prompt.position = position
             task = self._tasks[prompt.task]
             sampling = task.sampling
             if self._temperature is not None:
                 sampling = replace(sampling, temperature=self._temperature)
+            if prompt.given_ids is not None:
+                response = self._decode(prompt.given_ids)
+                own = Rollout(prompt=prompt, sample=0, sampling=sampling, response=response)
+                version = self.engine.policy_version
+                given.append(replace(own, response_ids=prompt.given_ids, policy_version=version))
+                continue
             for sample in range(self._group_sizes.get(prompt.task, task.group_size)):
                 slots.append(Rollout(prompt=prompt, sample=sample, sampling=sampling))
+        if given:
+            yield given
         num_done = 0
         what = {"rollout": "sampling", "evaluation": "evaluating"}.get(self._purpose, "confirming")
         if self._on_progress is not None:
@@ -461,22 +470,22 @@ class RewardBatch:
         self._num_judged = 0
         self._rollouts: list[Rollout] = []
         self._asked: list[int] = []
-        """Per rollout its index in ``pending``; -1: rejected by a constraint, not scored."""
+        """Per rollout its index in ``pending``; -1: rejected by a constraint, or given: not scored."""
         self._num_asked = 0
         self._num_parts = 0
         self._groups: dict[str, list[int]] = {}
         """Group id -> rollouts not yet taken, in the order of the batch."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Begin to score rollouts, except rejected ones: the algorithm decides what they earn."""
+        """Begin to score rollouts, except given ones, and rejected ones: their algorithm rewards them."""
         self._num_parts += 1
         for rollout in rollouts:
             self._rollouts.append(rollout)
-            self._asked.append(-1 if rollout.rejected else self._num_asked)
-            self._num_asked += not rollout.rejected
+            self._asked.append(self._num_asked if _is_asked(rollout) else -1)
+            self._num_asked += _is_asked(rollout)
             self._judged.append(self._num_judged if rollout.task in self._later else -1)
             self._num_judged += rollout.task in self._later
-        self._pending.add([r for r in rollouts if not r.rejected])
+        self._pending.add([r for r in rollouts if _is_asked(r)])
         if self._judging is not None:
             self._judging.add([r for r in rollouts if r.task in self._later])
 
@@ -619,6 +628,8 @@ class RewardStage(StreamingStage):
 
     def _with_costs(self, scored: Scored) -> Scored:
         spec = self._tasks[scored.rollout.task].spec
+        if not spec.is_scored:
+            return replace(scored, reward=None)
         if not spec.judged:
             return scored
         costs: dict[str, list[float]] = {}
@@ -754,4 +765,10 @@ def is_trainable(task: TaskState, scored: Scored) -> bool:
     """Whether the algorithm may learn from the record: not failed, nor rejected unless it trains those."""
     if scored.failure is not None or scored.rollout.failure is not None:
         return False
-    return task.algorithm.trains_rejected if scored.rollout.rejected else scored.reward is not None
+    if scored.rollout.rejected:
+        return task.algorithm.trains_rejected
+    return scored.reward is not None or not task.algorithm.needs_reward
+
+
+def _is_asked(rollout: Rollout) -> bool:
+    return not rollout.rejected and rollout.prompt.given_ids is None

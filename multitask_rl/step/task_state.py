@@ -195,7 +195,7 @@ def build_task_states(
             spec=spec,
             algorithm=algorithm,
             sampling=sampling,
-            group_size=spec.group_size or config.batch.group_size,
+            group_size=1 if spec.kind == "sft" else spec.group_size or config.batch.group_size,
             kl=KLController(spec.kl),
             learner=LearnerTask(spec=spec, algorithm=algorithm),
             multipliers={
@@ -239,7 +239,8 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
         while len(found) < count and task.stream is not None:
             for draw, row in task.stream.next(count - len(found)):
                 prompt = render(task, row, draw, actor)
-                if task.max_prompt_tokens and len(prompt.prompt_ids) > task.max_prompt_tokens:
+                is_long = task.max_prompt_tokens and len(prompt.prompt_ids) > task.max_prompt_tokens
+                if is_long or len(prompt.given_ids or ()) > task.sampling.max_new_tokens:
                     task.num_overlong += 1
                     misses += 1
                 else:
@@ -249,8 +250,9 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
             if misses > min(max(50, 4 * task.stream.num_rows), 10_000):
                 raise DataError(
                     f"task {name!r}: the last {misses} prompts were all longer than {task.max_prompt_tokens} "
-                    "tokens; shorten the prompt template, or raise rollout.max_prompt_tokens; if the model's "
-                    "positions are the limit, set model.rope_scaling or lower rollout.max_new_tokens"
+                    f"tokens, or had given answers of more than {task.sampling.max_new_tokens} "
+                    "(max_new_tokens); shorten the prompt template, or raise rollout.max_prompt_tokens; if the "
+                    "model's positions are the limit, set model.rope_scaling or lower rollout.max_new_tokens"
                 )
         prompts.extend(found)
     return prompts
@@ -259,6 +261,7 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
 def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
     """Return the prompt of ``row``, conditioned by the algorithm unless for ``evaluation``."""
     text, ids = render_prompt(task.spec, row, actor.tokenizer)
+    given = render_answer_ids(task, row, actor) if task.spec.kind == "sft" and not evaluation else None
     return Prompt(
         task=task.spec.name,
         prompt_id=f"{task.spec.name}/{row_id(row)}",
@@ -266,6 +269,7 @@ def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bo
         row=row,
         text=text,
         prompt_ids=ids if evaluation else task.algorithm.condition(ids, evaluation=False),
+        given_ids=given,
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multitask_rl.errors import CheckpointError, disk_errors
+from multitask_rl.errors import CheckpointError, ConfigError, disk_errors
 from multitask_rl.training.manifest import check_files, read_json, read_manifest, sync, write_manifest
 
 if TYPE_CHECKING:
@@ -212,3 +212,25 @@ class CheckpointStore:
             else:
                 with disk_errors(str(final)):
                     os.replace(replaced, final)
+
+
+def model_directory(name: str) -> str:
+    """Return the model directory of a run (its newest checkpoint) or of a checkpoint, else ``name``.
+
+    Raises:
+        ConfigError: a run without a checkpoint, or adapters alone.
+    """
+    path = Path(name)
+    if (path / "checkpoints").is_dir():
+        found = CheckpointStore(path / "checkpoints", keep=1, is_writer=False).newest()
+        if found is None:
+            raise ConfigError(f"{name} is a run without a checkpoint; give the directory of a model")
+        path = found.actor_dir
+    elif (path / "manifest.json").is_file() and (path / "actor").is_dir():
+        path /= "actor"
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{name} holds adapters (model.lora) without the model below them; merge them into a model, or "
+            "evaluate the run that made them: multitask-rl eval output_dir=RUN"
+        )
+    return name if path == Path(name) else str(path)

@@ -74,7 +74,8 @@ class CreditAssigner:
         needs_critic = task.algorithm.needs_critic
         whole_and_parts = [(sample, part) for sample in samples for part in sample.split()]
         parts = [part for _, part in whole_and_parts]
-        want_ref = task.spec.kl.coefficient > 0 and not task.algorithm.wants_exact_kl
+        has_ref = task.spec.kl.coefficient > 0 or task.algorithm.has_teacher
+        want_ref = has_ref and not task.algorithm.wants_exact_kl
         before = None
         if want_ref or needs_critic or self._many_updates:
             before = self._backend.step_start_outputs(

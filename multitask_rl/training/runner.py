@@ -125,7 +125,8 @@ class AveragedReference:
 class ModelRunner:
     """Runs actor, critic and reference over samples, for credit and losses.
 
-    ``reference`` is the model that the KL is measured to; None = the actor without its adapters.
+    ``reference`` is the model that the KL is measured to; None = the actor without its adapters. ``teachers``
+    are by task; each computes what the actor computes, with as many logits.
     ``shares_prompts``: whether the actor can compute a group's prompt once; None = tried on first use.
     ``is_whole``: all of the actor's weights are here now, so that the layout can be tried.
 
@@ -140,6 +141,7 @@ class ModelRunner:
         config: RunConfig,
         reference: PreTrainedModel | None = None,
         *,
+        teachers: Mapping[str, PreTrainedModel] | None = None,
         passes: Passes | None = None,
         shares_prompts: bool | None = None,
         is_whole: bool = True,
@@ -148,6 +150,7 @@ class ModelRunner:
         self.actor = actor
         self.critic = critic
         self.reference = reference
+        self.teachers = dict(teachers or {})
         decay = config.model.reference_decay
         self.average = AveragedReference(reference, decay) if reference is not None and decay < 1.0 else None
         """Moves the reference; None if it is fixed."""
@@ -155,9 +158,13 @@ class ModelRunner:
         self._shares_prompts = shares_prompts
         if is_whole and config.batch.layout == "shared":
             self._layout()  # refused before anything is sampled
-        if is_whole and config.batch.layout == "packed" and not supports_packing(actor.model):
+        models = [actor.model, *self.teachers.values()]
+        unable = [
+            m for m in models if is_whole and config.batch.layout == "packed" and not supports_packing(m)
+        ]
+        if unable:
             raise ConfigError(
-                f"batch.layout=packed: {type(actor.model).__name__} cannot tell packed samples apart (it has "
+                f"batch.layout=packed: {type(unable[0]).__name__} cannot tell packed samples apart (it has "
                 "another state than keys and values, or makes no mask from positions that start again); set "
                 "batch.layout=auto"
             )
@@ -194,7 +201,8 @@ class ModelRunner:
         if layout not in ("auto", "shared"):
             return layout
         if self._shares_prompts is None:
-            self._shares_prompts = supports_shared_prompts(self.actor.model)
+            models = [self.actor.model, *self.teachers.values()]
+            self._shares_prompts = all(map(supports_shared_prompts, models))
         if layout == "shared" and not self._shares_prompts:
             raise ConfigError(
                 f"batch.layout=shared: {type(self.actor.model).__name__} cannot share a group's prompt (it "
@@ -208,7 +216,8 @@ class ModelRunner:
 
         It must enclose forward and backward pass: the backward pass computes checkpointed layers again.
         """
-        models = [self.actor.model] + ([] if self.reference is None else [self.reference])
+        models = [self.actor.model, *self.teachers.values()]
+        models += [] if self.reference is None else [self.reference]
         attention = self.passes.attention(models)
         if attention is not None:
             return attention
@@ -223,10 +232,14 @@ class ModelRunner:
             return self._forward(self.actor.model, batch, samples, **wants)
 
     @torch.no_grad()
-    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """Return the reference policy's log-probabilities of each response: [T] nats each, on the CPU."""
+    def reference_logprobs(self, samples: Sequence[TrainSample], task: str = "") -> list[Tensor]:
+        """Return the log-probabilities of each response: [T] nats each, on the CPU.
+
+        They are those of the teacher of ``task``, if it has one, else of the reference policy.
+        """
         result: list[Tensor] = [torch.empty(0)] * len(samples)
-        with self.actor.reference_policy(self.reference) as reference, self._autocast():
+        model = self.teachers.get(task, self.reference)
+        with self.actor.reference_policy(model) as reference, self._autocast():
             for batch in self.cut(samples, for_reference=True):
                 out = self._forward(reference, batch.to(self.actor.device), samples)
                 scatter(result, batch, out.logprobs)
@@ -238,10 +251,11 @@ class ModelRunner:
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             self._forward(reference, self._idle().to(self.actor.device), [])
 
-    def exact_kl(self, samples: Sequence[TrainSample], logits: Tensor) -> Tensor:
+    def exact_kl(self, samples: Sequence[TrainSample], logits: Tensor, task: str = "") -> Tensor:
         """Return KL(policy || reference) over the whole vocabulary: [N], with gradient in the policy.
 
-        ``logits`` [N, V] are those of the policy at all response tokens, after temperature and filter.
+        A teacher of ``task`` takes the place of the reference. ``logits`` [N, V] are those of the policy at
+        all response tokens, after temperature and filter.
         """
         batch = make_microbatch(
             list(range(len(samples))),
@@ -249,21 +263,24 @@ class ModelRunner:
             layout="packed" if self._config.batch.layout == "packed" else "bucketed",
             pad_token_id=self.actor.pad_token_id,
         ).to(logits.device)
-        with torch.no_grad(), self.actor.reference_policy(self.reference) as reference, self._autocast():
+        model = self.teachers.get(task, self.reference)
+        with torch.no_grad(), self.actor.reference_policy(model) as reference, self._autocast():
             logits_ref = self._forward(reference, batch, samples, want_logits=True).logits
         assert logits_ref is not None
         return exact_kl(logits, logits_ref)
 
     @torch.no_grad()
     def score_texts(
-        self, samples: Sequence[TrainSample], *, against_reference: bool
+        self, samples: Sequence[TrainSample], *, with_kl: bool, task: str = ""
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return per sample the log-probabilities [T] of its tokens and KL(reference || policy) [T], nats.
+        """Return per sample the log-probabilities [T] of its tokens and a KL [T], nats.
 
-        The KL is summed over the vocabulary. Samples are computed in small parts, which bounds the logits.
+        The KL is KL(reference || policy) or, if ``task`` has a teacher, KL(policy || teacher), summed over
+        the vocabulary. Samples are computed in small parts, which bounds the logits.
         """
+        teacher = self.teachers.get(task)
         logprobs: list[Tensor] = [torch.empty(0)] * len(samples)
-        kls = [torch.empty(0)] * len(samples) if against_reference else None
+        kls = [torch.empty(0)] * len(samples) if with_kl else None
         width = int(self.actor.model.config.get_text_config().vocab_size)
         parts: list[list[int]] = []
         used = 0
@@ -282,14 +299,15 @@ class ModelRunner:
                 pad_token_id=self.actor.pad_token_id,
             ).to(self.actor.device)
             with self._autocast():
-                out = self._forward(self.actor.model, batch, samples, want_logits=against_reference)
+                out = self._forward(self.actor.model, batch, samples, want_logits=with_kl)
             scatter(logprobs, batch, out.logprobs)
             if kls is not None:
                 assert out.logits is not None
-                with self.actor.reference_policy(self.reference) as reference, self._autocast():
-                    base = self._forward(reference, batch, samples, want_logits=True).logits
-                assert base is not None
-                scatter(kls, batch, exact_kl(base, out.logits))
+                with self.actor.reference_policy(teacher or self.reference) as other, self._autocast():
+                    logits = self._forward(other, batch, samples, want_logits=True).logits
+                assert logits is not None
+                pair = (logits, out.logits) if teacher is None else (out.logits, logits)
+                scatter(kls, batch, exact_kl(*pair))
         return logprobs, kls
 
     def values(self, task: str, batch: MicroBatch, out: TokenOutputs, tokens: Tensor | None = None) -> Tensor:

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from model_builders import build_actor, build_model
+from multitask_rl.algorithms.distill import Distill
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.ppo import PPO
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned
+from multitask_rl.algorithms.sft import SFT
 from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
@@ -53,6 +55,12 @@ class Bench:
             self.algorithms["b"] = RewardConditioned(RewardConditioned.Config())
             self.algorithms["b"].bind([40, 41, 42, 43, 44])
             specs["b"].kl = KLSpec(coefficient=0.1)
+        teachers = {}
+        if second in ("distill", "sampled"):
+            self.algorithms["b"] = Distill(Distill.Config(exact=second == "distill"))
+            teachers = {"b": build_model(seed=5)}
+        if second == "sft":
+            self.algorithms["b"] = SFT(SFT.Config())
         if kl is not None:
             specs["b"].kl = kl
         critic = Critic(trunk=trunk)
@@ -67,7 +75,7 @@ class Bench:
             for n, s in specs.items()
         }
         reference = None if self.actor.config.lora.rank else build_model(seed=3)
-        runner = ModelRunner(self.actor, critic, self.config, reference)
+        runner = ModelRunner(self.actor, critic, self.config, reference, teachers=teachers)
         self.main = InProcess(runner, self.tasks, self.config)
         self.use(self.main)
         self.gradient: dict[str, torch.Tensor] = {}

@@ -113,7 +113,7 @@ def test_the_report_says_what_training_changed_elsewhere(finished, capsys):
     [
         (
             {"type": "grpo", "answer": "{a}", "rewards": ["math_answer"]},
-            "only a task of type anchor reads it",
+            "only types anchor and sft read it",
         ),
         ({"type": "grpo", "prompt": "", "rewards": ["math_answer"]}, "an empty prompt is for plain text"),
         ({"type": ANCHOR, "prompt": ""}, "an empty prompt is for plain text"),

@@ -63,7 +63,9 @@ class InProcess(TrainingBackend):
                 scatter(old, batch, out.logprobs)
                 if values is not None and batch.indices:
                     scatter(values, batch, runner.values(task, batch, out))
-            return StepStartOutputs(old, runner.reference_logprobs(samples) if want_ref else None, values)
+            return StepStartOutputs(
+                old, runner.reference_logprobs(samples, task) if want_ref else None, values
+            )
 
     def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
         """Make one optimizer step on this process's samples; ranks sum their gradients."""
@@ -131,7 +133,7 @@ class InProcess(TrainingBackend):
             exact = rollout = None
             if self._wants_exact_kl(task):
                 assert out.logits is not None
-                exact = runner.exact_kl(samples, out.logits[tokens])[in_loss]
+                exact = runner.exact_kl(samples, out.logits[tokens], name)[in_loss]
             if algorithm.on_policy:
                 known = [s.rollout_logprobs or [math.nan] * len(s.response_ids) for s in samples]
                 rollout = stack([torch.tensor(one, dtype=torch.float32) for one in known])
@@ -170,4 +172,4 @@ class InProcess(TrainingBackend):
 
     @staticmethod
     def _wants_exact_kl(task: LearnerTask) -> bool:
-        return task.algorithm.wants_exact_kl and task.kl_coefficient > 0
+        return task.algorithm.wants_exact_kl and (task.kl_coefficient > 0 or task.algorithm.has_teacher)

@@ -91,7 +91,7 @@ class RankGroup(TrainingBackend):
         self._others = range(1, self.num_ranks)
         if sharded:
             check_shardable(runner, tensor)
-        models = (runner.actor, runner.critic, runner.reference, runner.average)
+        models = (runner.actor, runner.critic, runner.reference, runner.average, runner.teachers)
         try:
             frozen, self._tensors = freeze((*models, main.tasks, config))
         except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:

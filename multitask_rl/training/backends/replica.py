@@ -116,8 +116,8 @@ class Replica:
         main, own = setup.devices[0], setup.devices[rank]
         places = {main[1]: own[1], main[0]: own[0]}
         thawed, self._tensors = thaw(setup.frozen, places)
-        actor, critic, reference, average, tasks, config = thawed
-        for model in (actor.model, reference, critic.trunk):
+        actor, critic, reference, average, teachers, tasks, config = thawed
+        for model in (actor.model, reference, critic.trunk, *teachers.values()):
             if model is not None:
                 register_outputs(model)
         self._config: RunConfig = config
@@ -129,7 +129,8 @@ class Replica:
         if config.model.compile:
             compile_blocks(actor.model)
         passes = ContextPasses(self.ranks) if setup.context > 1 else None
-        runner = ModelRunner(actor, critic, config, reference, passes=passes, is_whole=False)
+        given = {"teachers": teachers, "passes": passes, "is_whole": False}
+        runner = ModelRunner(actor, critic, config, reference, **given)
         runner.average = average
         self._own = InProcess(runner, tasks, config)
         self._state = SharedState(self.ranks, *self._own.optimizer.parameters)

@@ -1,7 +1,8 @@
-"""Anchors: what training changes on texts and prompts that no task trains on.
+"""Measures of held-out texts without a reward: loss, KL, turnover (docs/definitions.md).
 
-Each evaluation computes, on fixed texts, the loss of the actor and KL(initial actor || actor), and compares
-what was solved at the first evaluation with what is solved now.
+- ``anchor``: loss and KL(initial actor || actor) on fixed texts; what was solved at first and is not now.
+- ``sft`` without rewards: loss of the held-out answers.
+- ``distill`` without rewards: KL(actor || teacher) on responses of the actor.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from multitask_rl.algorithms.anchor import Anchor
+from multitask_rl.algorithms.anchor import Anchor, measures_kl
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Direction, Prompt, Rollout, Scored, Statistic, TaskEvaluation, TrainSample
 from multitask_rl.rollout.base import RolloutEngine
@@ -23,8 +24,8 @@ from multitask_rl.training.runner import ModelRunner
 
 
 @dataclass(kw_only=True, slots=True)
-class AnchorMeter:
-    """Measures the anchors of a run; ``runner`` has the initial weights as its reference."""
+class TextMeter:
+    """Measures anchors and tasks without rewards; ``runner`` has the initial weights and the teachers."""
 
     runner: ModelRunner
     actor: Actor
@@ -32,30 +33,37 @@ class AnchorMeter:
     tasks: Mapping[str, TaskState]
     seed: int
 
-    def measure(self, name: str, evaluation: TaskEvaluation) -> TaskEvaluation:
+    def measure(self, name: str, evaluation: TaskEvaluation, purpose: str) -> TaskEvaluation:
         """Return the evaluation with ``loss``, ``kl`` and, of scored responses, ``turnover``.
 
-        Without rewards ``evaluation`` is empty, and ``loss`` becomes the primary metric.
+        Without rewards ``evaluation`` is empty, and ``loss`` or, with a teacher, ``kl`` becomes the primary
+        metric. ``purpose`` names the random streams of responses.
         """
         task = self.tasks[name]
         algorithm = task.algorithm
-        assert isinstance(algorithm, Anchor)
-        samples = self._given(task, algorithm.config.max_tokens)
-        logprobs, kls = self.runner.score_texts(samples, against_reference=algorithm.config.kl)
-        found = {"loss": _per_text([-own.mean().item() for own in logprobs])}
+        with_kl = measures_kl(algorithm) or algorithm.has_teacher
+        max_tokens = algorithm.config.max_tokens if isinstance(algorithm, Anchor) else None
+        samples = self._given(task, max_tokens, purpose)
+        logprobs, kls = self.runner.score_texts(samples, with_kl=with_kl, task=name)
+        found = {}
+        if not algorithm.has_teacher:
+            found["loss"] = _per_text([-own.mean().item() for own in logprobs])
         if kls is not None:
             # rounding may leave a KL of equal policies below 0
             found["kl"] = _per_text([max(0.0, own.mean().item()) for own in kls])
         if task.spec.is_scored:
             turnover = self._turnover(task, evaluation)
             return replace(evaluation, metrics={**evaluation.metrics, **found, **turnover})
-        given = [[sample.prompt_ids, sample.response_ids] for sample in samples]
-        digest = hashlib.blake2b(json.dumps(given, default=list).encode(), digest_size=8).hexdigest()
-        loss = found.pop("loss")
-        return replace(evaluation, metric="loss", primary=loss, prompts=digest, metrics=found)
+        # the same prompts, whatever was sampled for them
+        texts = [[s.prompt_ids, [] if algorithm.has_teacher else s.response_ids] for s in samples]
+        digest = hashlib.blake2b(json.dumps(texts, default=list).encode(), digest_size=8).hexdigest()
+        metric = next(iter(found))
+        return replace(
+            evaluation, metric=metric, primary=found.pop(metric), prompts=digest, metrics=found, num_samples=1
+        )
 
-    def _given(self, task: TaskState, max_tokens: int) -> list[TrainSample]:
-        """Return the fixed texts: those of the rows, or responses that the initial actor has sampled."""
+    def _given(self, task: TaskState, max_tokens: int | None, purpose: str) -> list[TrainSample]:
+        """Return the texts: those of the rows, responses of the initial actor, or (teacher) the actor's."""
         plain = task.spec.answer and not task.spec.prompt
         if plain:
             prompts = [
@@ -66,8 +74,13 @@ class AnchorMeter:
             prompts = render_rows(task, task.eval_rows, self.actor)
         if task.spec.answer:
             texts = [render_answer_ids(task, row, self.actor) for row in task.eval_rows]
+        elif task.algorithm.has_teacher:
+            texts = self._sample(task, prompts, purpose)
         else:
-            texts = self._sampled(task, prompts)
+            missing = [p for p in prompts if p.prompt_id not in task.anchor.responses]
+            ids_of = zip(missing, self._sample(task, missing, "anchor"), strict=True)
+            task.anchor.responses |= {prompt.prompt_id: ids for prompt, ids in ids_of}
+            texts = [task.anchor.responses[p.prompt_id] for p in prompts]
         samples = []
         for prompt, text in zip(prompts, texts, strict=True):
             context, ids = prompt.prompt_ids, text[:max_tokens]
@@ -80,22 +93,18 @@ class AnchorMeter:
                 samples.append(TrainSample(prompt_ids=context, response_ids=ids, **own))  # type: ignore[arg-type]
         return samples
 
-    def _sampled(self, task: TaskState, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the response to each prompt that was sampled at the task's first evaluation."""
-        missing = [p for p in prompts if p.prompt_id not in task.anchor.responses]
-        if missing:
-            stage = RolloutStage(
-                self.engine,
-                self.tasks,
-                lambda ids: str(self.actor.tokenizer.decode(ids)),
-                seed=self.seed,
-                purpose="anchor",
-                group_sizes={task.spec.name: 1},
-                temperature=1.0,
-            )
-            for rollout in stage.process(missing):
-                task.anchor.responses[rollout.prompt.prompt_id] = list(rollout.response_ids)
-        return [task.anchor.responses[p.prompt_id] for p in prompts]
+    def _sample(self, task: TaskState, prompts: Sequence[Prompt], purpose: str) -> list[list[int]]:
+        """Return one response to each prompt, sampled at temperature 1."""
+        stage = RolloutStage(
+            self.engine,
+            self.tasks,
+            lambda ids: str(self.actor.tokenizer.decode(ids)),
+            seed=self.seed,
+            purpose=purpose,
+            group_sizes={task.spec.name: 1},
+            temperature=1.0,
+        )
+        return [list(rollout.response_ids) for rollout in stage.process(list(prompts))] if prompts else []
 
     def _turnover(self, task: TaskState, evaluation: TaskEvaluation) -> dict[str, Statistic]:
         """Return per prompt: the share of responses solved at first, times the share not solved now."""

@@ -1,0 +1,54 @@
+"""The teachers of tasks of type ``distill``: frozen models beside the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from multitask_rl.config.run import LoraConfig, ModelConfig
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor, control_ids, load_actor
+from multitask_rl.training.checkpoint import model_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_teachers(
+    specs: Mapping[str, TaskSpec], actor: Actor, config: ModelConfig, seed: int
+) -> dict[str, PreTrainedModel]:
+    """Return the teacher of every task of ``specs`` that names one, on the actor's device; equal ones once.
+
+    Raises:
+        ConfigError: a teacher cannot be loaded, or has another vocabulary than the actor.
+    """
+    plain = replace(config, lora=LoraConfig(), gradient_checkpointing=False, compile=False, autocast=False)
+    loaded: dict[str, PreTrainedModel] = {}
+    for name, spec in specs.items():
+        if not spec.teacher or spec.teacher in loaded:
+            continue
+        where = f"{spec.source or 'tasks'}: tasks.{name}.teacher"
+        try:
+            directory = model_directory(spec.teacher)
+            teacher = load_actor(replace(plain, name_or_path=directory), str(actor.device), seed)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        own, others = (
+            {token: i for token, i in t.get_vocab().items() if token not in control_ids(t)}
+            for t in (actor.tokenizer, teacher.tokenizer)
+        )
+        if own != others:
+            different = sum(own.get(token) != i for token, i in others.items())
+            raise ConfigError(
+                f"{where}: {spec.teacher} has another vocabulary than the actor ({len(others)} and "
+                f"{len(own)} tokens, {different} not the same), so their distributions cannot be compared; "
+                "take a teacher of the actor's family, or train on its responses with type sft"
+            )
+        model = teacher.model
+        rows = int(actor.model.config.get_text_config().vocab_size)
+        if int(model.config.get_text_config().vocab_size) != rows:  # padding, or control tokens
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        loaded[spec.teacher] = model.requires_grad_(False).eval()
+    return {name: loaded[spec.teacher] for name, spec in specs.items() if spec.teacher}

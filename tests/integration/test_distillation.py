@@ -1,0 +1,170 @@
+"""Tasks of type ``sft`` and ``distill`` in runs: two actors of one task each become one actor of both."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from model_builders import build_byte_actor
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, OptimizerConfig
+from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.trainer import Trainer
+from run_builders import run_config, undocumented, weights_hash, write_run
+
+SFT, DISTILL = "multitask_rl.algorithms.sft:SFT", "multitask_rl.algorithms.distill:Distill"
+ONE = f"""
+tasks:
+  TASK: {{type: "{SFT}", dataset: TASK.jsonl, answer: "{{reference}}", rewards: [rewards.py:starts_right]}}
+"""
+BOTH = f"""
+tasks:
+  copy: {{type: "{DISTILL}", teacher: copy_run, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}}
+  digit: {{type: "{DISTILL}", teacher: digit_run, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}}
+"""
+MIXED = f"""
+tasks:
+  short: {{type: grpo, dataset: copy.jsonl, rewards: [rewards.py:is_short]}}
+  warm: {{type: "{SFT}", dataset: digit.jsonl, answer: "{{reference}}"}}
+  taught: {{type: "{DISTILL}", teacher: digit_run, dataset: digit.jsonl}}
+"""
+
+
+def settings(directory, output, steps, **changes):
+    return run_config(
+        directory,
+        output,
+        steps,
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        eval=EvalConfig(every=0, num_prompts=12, temperature=0.0),
+        checkpoint=CheckpointConfig(every=0),
+        guard=GuardConfig(enabled=False),
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """A folder with an actor of each task, fitted to the answers of its rows."""
+    directory = tmp_path_factory.mktemp("teachers")
+    solved = {}
+    for task in ("copy", "digit"):
+        write_run(directory, ONE.replace("TASK", task))
+        trainer = Trainer.from_config(settings(directory, f"{task}_run", 25))
+        solved[task] = trainer.train()[task].primary.mean
+    return directory, solved
+
+
+def test_two_actors_of_one_task_each_are_distilled_into_one(teachers):
+    directory, solved = teachers
+    assert min(solved.values()) > 0.9
+    write_run(directory, BOTH)
+    config = settings(directory, "both", 45)
+    config = replace(
+        config,
+        batch=BatchConfig(prompts_per_step=64, group_size=1),
+        rollout=replace(config.rollout, max_new_tokens=2),
+        optimizer=replace(config.optimizer, learning_rate=0.015),
+    )
+    trainer = Trainer.from_config(config)
+    trainer.train()
+    first, last = trainer.history[0][1], trainer.history[-1][1]
+    for task in ("copy", "digit"):
+        assert first[task].primary.mean < 0.3
+        assert last[task].primary.mean > 0.8
+    steps = [json.loads(line) for line in (directory / "both" / "metrics.jsonl").read_text().splitlines()]
+    kls = [row["task/copy/teacher_kl"] for row in steps if "task/copy/teacher_kl" in row]
+    assert kls[-1] < 0.3 * kls[0]
+
+
+@pytest.fixture(scope="module")
+def mixed(teachers):
+    """A run of four steps of a task with rewards, one with answers and one with a teacher, sampled ahead."""
+    directory, _ = teachers
+    (directory / "mixed").mkdir()
+    for name in ("copy_run", "digit_run"):
+        (directory / "mixed" / name).symlink_to(directory / name)
+    write_run(directory / "mixed", MIXED)
+    return directory / "mixed", run_mixed(directory / "mixed", "whole", 4)
+
+
+def run_mixed(directory, output, steps, **changes):
+    config = settings(directory, output, steps)
+    changed = {
+        "rollout": replace(config.rollout, max_staleness=1),
+        "eval": replace(config.eval, every=2),
+        "checkpoint": replace(config.checkpoint, every=2),
+        "guard": GuardConfig(monitor_metrics=["short", "warm", "taught"]),
+    }
+    trainer = Trainer.from_config(replace(config, **(changed | changes)))
+    trainer.train()
+    return trainer
+
+
+def test_tasks_without_rewards_are_measured_and_keep_their_share(mixed):
+    directory, trainer = mixed
+    first, last = trainer.history[0][1], trainer.history[-1][1]
+    assert (last["warm"].metric, last["taught"].metric) == ("loss", "kl")
+    for task in ("warm", "taught"):
+        assert first[task].prompts == last[task].prompts
+        assert trainer.scheduler.weights()[task] == pytest.approx(1 / 3, abs=0.02)
+    assert last["warm"].primary.mean < first["warm"].primary.mean
+    steps = [json.loads(line) for line in (directory / "whole" / "metrics.jsonl").read_text().splitlines()]
+    numbers = {name: value for row in steps for name, value in row.items()}
+    assert numbers["task/warm/nll"] < 4
+    assert numbers["task/taught/teacher_kl"] > 0
+    assert "guard/warm/value" in numbers
+    assert undocumented(directory / "whole") == set()
+
+
+def test_a_run_with_answers_and_a_teacher_resumes_as_if_it_had_not_stopped(mixed):
+    directory, trainer = mixed
+    run_mixed(directory, "cut", 2)
+    assert weights_hash(run_mixed(directory, "cut", 4)) == weights_hash(trainer)
+
+
+def test_answers_are_trained_on_with_their_end_and_are_not_scored(mixed):
+    directory, _ = mixed
+    rows = [json.loads(line) for line in (directory / "whole" / "rollouts.jsonl").read_text().splitlines()]
+    own = [row for row in rows if row["task"] == "warm"]
+    assert own
+    assert all(row["reward"] is None and len(row["response"]) == 1 for row in own)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"type": DISTILL}, "type distill needs a teacher"),
+        ({"type": "grpo", "teacher": "x", "rewards": ["math_answer"]}, "no other type has one"),
+        ({"type": DISTILL, "teacher": "x", "kl": {"coefficient": 0.1}}, "no KL term to the initial actor"),
+        ({"type": SFT, "environment": "number_game"}, "prompts of one turn"),
+        ({"type": SFT, "group_size": 4}, "one answer per row"),
+        ({"type": SFT, "curriculum": {"by": "pass_rate"}}, "nothing that has a pass rate"),
+        ({"type": SFT, "constraints": ["over_refusal"]}, "which no constraint changes"),
+        (
+            {"type": DISTILL, "teacher": "x", "constraints": [{"plugin": "over_refusal", "mode": "penalty"}]},
+            "act on rewards, which type distill does not",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused(keys, told):
+    with pytest.raises(ConfigError, match=told):
+        parse_tasks({"tasks": {"a": keys}})
+
+
+def test_teachers_that_cannot_be_compared_are_refused(mixed):
+    directory, _ = mixed
+    build_byte_actor().save(directory / "stranger")
+    for teacher, told in (("stranger", "has another vocabulary"), ("absent/run/x", "tasks.taught.teacher")):
+        with pytest.raises(ConfigError, match=told):
+            run_mixed(directory, "no", 1, tasks={"taught": {"teacher": teacher}})
+    devices = {"actor": "cpu:0-1 sharded"}
+    with pytest.raises(ConfigError, match="computed whole"):
+        run_mixed(directory, "no", 1, device_map=devices)
+
+
+def test_an_answer_that_is_too_long_is_left_out(mixed):
+    directory, trainer = mixed
+    rollout = replace(trainer.config.rollout, max_new_tokens=1)
+    with pytest.raises(DataError, match="given answers of more than 1"):
+        run_mixed(directory, "long", 1, rollout=rollout)
