@@ -251,8 +251,9 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
                 raise DataError(
                     f"task {name!r}: the last {misses} prompts were all longer than {task.max_prompt_tokens} "
                     f"tokens, or had given answers of more than {task.sampling.max_new_tokens} "
-                    "(max_new_tokens); shorten the prompt template, or raise rollout.max_prompt_tokens; if the "
-                    "model's positions are the limit, set model.rope_scaling or lower rollout.max_new_tokens"
+                    "(max_new_tokens); shorten the prompt template, or raise rollout.max_prompt_tokens; if "
+                    "the model's positions are the limit, set model.rope_scaling or lower "
+                    "rollout.max_new_tokens"
                 )
         prompts.extend(found)
     return prompts
