@@ -79,6 +79,8 @@ def game(level: int, environment: str = "number_game", **config: str) -> dict[st
         "max_turns": level,
         "sampling": {"max_new_tokens": 3},
         "rewards": ["environment"],
+        # without it a player soon stops trying what it would hear an answer to
+        "algorithm_config": {"entropy_coefficient": 0.02},
     }
 
 
@@ -118,7 +120,8 @@ def _run(
         name=f"turns-{arm.name}",
         tasks=tasks,
         overrides={
-            "optimizer": {"learning_rate": 1e-3 if len(tasks) == 1 else 3e-4},
+            "optimizer": {"learning_rate": 5e-4},
+            "batch": {"group_size": 16},
             "rollout": {"lockstep": True},  # arms of a pair are equal up to what they differ in
             **overrides,
         },
