@@ -64,6 +64,8 @@ def faults(page: str) -> list[str]:
             found += [f"{number}: {test}"] if test != "-" else []
             continue
         file = ROOT / cited[2]
+        if cited[2].startswith("tests/gpu/"):
+            found.append(f"{number}: {cited[1]} is skipped by make test")
         if not file.is_file() or not re.search(rf"\bdef {cited[1]}\(", file.read_text(encoding="utf-8")):
             found.append(f"{number}: {cited[1]}")
     if len(rows) != 189:

@@ -137,6 +137,8 @@ class ConsoleTracker(Tracker):
             self._tell(f"{self._title(step)}  {failing}", is_alarm=True)
         reward = metrics.get("macro/reward_mean", math.nan)
         parts = [self._title(step), f"reward {_number(reward)}"]
+        shown = {"loss": "train/loss", "kl": "macro/kl"}
+        parts += [f"{name} {_number(metrics[key])}" for name, key in shown.items() if key in metrics]
         if "time/step_s" in metrics:
             parts += [f"{_number(metrics['time/step_s'])} s ({_stages(metrics)})"]
         self._tell("  ".join([*parts, *filter(None, [self._left()])]))
@@ -219,8 +221,9 @@ class ConsoleTracker(Tracker):
         if "time/step_s" in self._numbers:
             speed = self._numbers.get("time/tokens_per_s", math.nan)
             step_s = self._numbers["time/step_s"]
-            text = f"a step {_number(step_s)} s: {_stages(self._numbers)}; {_number(speed)} tokens/s"
-            lines.append(Text(text, style="dim"))
+            loss = _number(self._numbers.get("train/loss", math.nan))
+            text = f"a step {_number(step_s)} s: {_stages(self._numbers)}"
+            lines.append(Text(f"{text}; {_number(speed)} tokens/s; loss {loss}", style="dim"))
         for source, text in self._decisions.items():
             lines.append(Text(printable(f"{source}: {text}"), no_wrap=True, overflow="ellipsis"))
         for text in self._warnings:

@@ -44,6 +44,7 @@ METRICS = {
     "time/samples_per_s": 250.0,
     "time/step_s": 1.25,
     "time/update_s": 0.75,
+    "train/loss": -0.25,
     "time/rollout_s": 0.25,
 }
 
@@ -95,13 +96,13 @@ def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path)
     tracker.finish("finished")
     assert re.sub(r"\d+:\d\d left", "0:09 left", stream.getvalue()).splitlines()[1:] == [
         "step 2/10  held out: math 0.500 ±0.566",
-        "step 3/10  reward 0.500  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "step 3/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  0:09 left",
         "  task             held-out  reward  share",
         "  math         0.500 ±0.566   0.500    25%",
         "  a-long-name             -       -      -",
-        "step 4/10  reward 0.500  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "step 4/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  0:09 left",
         "step 10/10  warning: responses without a reward: math 75%",
-        "step 10/10  reward 0.500  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "step 10/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  0:09 left",
         "  task             held-out  reward  share  failing",
         "  math         0.500 ±0.566   0.500    25%      75%",
         "  a-long-name             -   7.000      -        -",
