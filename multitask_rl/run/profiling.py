@@ -10,13 +10,14 @@ import json
 import logging
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from multitask_rl.records import Event
 from multitask_rl.training.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,35 @@ def memory_numbers() -> dict[str, float]:
         share = max(share, torch.cuda.max_memory_reserved(device) / total)
         torch.cuda.reset_peak_memory_stats(device)
     return {"memory/peak_mb": peak / MIB, "memory/device_share": share}
+
+
+class MemoryWatch:
+    """Warns when a device's memory is nearly full.
+
+    Args:
+        read: returns ``memory_numbers``.
+    """
+
+    NEARLY_FULL = 0.9
+    """Share of a device's memory, held by torch at its peak in a step."""
+
+    def __init__(self, read: Callable[[], dict[str, float]] = memory_numbers) -> None:
+        self._read = read
+        self._is_full = False
+
+    def observe(self, step: int) -> tuple[dict[str, float], list[Event]]:
+        """Return the numbers of ``step``, and a warning at the first step of each time above the share."""
+        numbers = self._read()
+        share = numbers.get("memory/device_share", 0.0)
+        was_full, self._is_full = self._is_full, share > self.NEARLY_FULL
+        if was_full or not self._is_full:
+            return numbers, []
+        reason = (
+            f"torch holds {share:.0%} of a device's memory: a longer batch may fail; lower "
+            "batch.tokens_per_microbatch or rollout.engine_config.gpu_memory_utilization, or set "
+            "model.gradient_checkpointing=true"
+        )
+        return numbers, [Event(step=step, source="run", kind="warn", reason=reason, data={"share": share})]
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

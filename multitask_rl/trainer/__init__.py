@@ -39,7 +39,7 @@ from multitask_rl.run.assembly import (
 from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import check_overlap, plan_run
-from multitask_rl.run.profiling import memory_numbers
+from multitask_rl.run.profiling import MemoryWatch
 from multitask_rl.run.state import RunProgress
 from multitask_rl.step.experience import Experience
 from multitask_rl.step.flow import DataFlow, Stage
@@ -138,6 +138,7 @@ class Trainer:
         self.scorer = build_scorer(plan)
         self._inserted: list[tuple[Stage, str]] = []
         self._parts: RunParts | None = None
+        self._memory = MemoryWatch()
         self._is_closed = False
         with self._closing_on_error():
             self.scorer.start()
@@ -314,7 +315,9 @@ class Trainer:
             recorded = explained(recorded, self.scorer)
             timeline.add("constraints", (began, time.monotonic()), step=step)
         report.seconds = timeline.seconds(step)
-        shares = {**timeline.end_step(step, parts.experience.running()), **memory_numbers()}
+        memory, full = self._memory.observe(step)
+        supervisor.note(full)
+        shares = {**timeline.end_step(step, parts.experience.running()), **memory}
         if parts.profiler is not None:
             parts.profiler.step()
         self.progress.step += 1
