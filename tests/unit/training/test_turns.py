@@ -9,7 +9,10 @@ import torch
 from learner_benches import Bench, RanksBench, moments, relative_difference
 from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.base import TokenBatch
+from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.config.task import KLSpec
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import add_adapters
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
 from multitask_rl.records import SamplingParams, Turn
 from multitask_rl.training.microbatch import build_microbatches
@@ -68,9 +71,12 @@ def naive_gradient(bench, task, shares):
             logprobs.append(distribution.log_prob(torch.tensor(token)))
             entropy.append(distribution.entropy())
             if algorithm.needs_critic:
-                values.append(bench.critic.values(task, out.hidden_states[-1][0, -1:])[0])
-            with torch.no_grad():
-                ref.append(reference(torch.tensor([before])).logits[0, -1].log_softmax(-1)[token])
+                trunk = bench.critic.trunk
+                read = out if trunk is None else trunk(torch.tensor([before]), output_hidden_states=True)
+                values.append(bench.critic.values(task, read.hidden_states[-1][0, -1:])[0])
+            if reference is not None:
+                with torch.no_grad():
+                    ref.append(reference(torch.tensor([before])).logits[0, -1].log_softmax(-1)[token])
             sequence.append(number)
     if spec.kl.coefficient:
         wanted = torch.cat([c.ref_logprobs for c in own])
@@ -135,9 +141,46 @@ def test_every_algorithm_has_the_gradient_of_the_loop_over_sampled_tokens(kind, 
     assert relative_difference(bench.gradient, naive_gradient(bench, task, 1.0)) < 1e-5
 
 
+def test_a_critic_with_a_trunk_of_its_own_reads_what_stands_before_the_sampled_tokens():
+    episodes = as_episodes(sample_scored(build_actor(), "a", groups=2), forks=True)
+    bench = bench_of("ppo", trunk="separate")
+    bench.update(episodes, {"a": 1.0})
+    expected = naive_gradient(bench, "a", 1.0)
+    assert any(name.startswith("trunk") for name in expected)
+    assert relative_difference(bench.gradient, expected) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["entropy", "correction", "kl in the loss", "adapters"])
+def test_every_part_of_the_loss_meets_the_sampled_tokens(part):
+    actor = build_actor()
+    episodes = as_episodes(sample_scored(actor, "b", groups=2), forks=True)
+    if part == "adapters":
+        lora = LoraConfig(rank=2, target_modules="q_proj,v_proj")
+        actor = Actor(add_adapters(actor.model, lora, 0), actor.tokenizer, ModelConfig(lora=lora))
+        for name, parameter in actor.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    bench = bench_of("grpo", actor=actor, layout="shared")
+    config = bench.algorithms["b"].config
+    if part == "entropy":
+        config.entropy_coefficient = 0.1
+    if part == "correction":  # the engine's log-probabilities differ token by token
+        config.truncated_is = 1.1
+        rng = random.Random(1)
+        for one in episodes:
+            own = one.rollout
+            own.rollout_logprobs = [x + rng.uniform(-0.5, 0.5) for x in own.rollout_logprobs]
+    bench.tasks["b"].spec.kl = KLSpec(coefficient=0.1, placement="loss" if "kl" in part else "reward")
+    if part == "adapters":  # their reference is the model without them
+        bench.tasks["b"].spec.kl, bench.tasks["b"].kl_coefficient = KLSpec(), 0.0
+    bench.update(episodes, {"b": 1.0})
+    expected = naive_gradient(bench, "b", 1.0)
+    assert relative_difference({n: bench.gradient[n] for n in expected}, expected) < 1e-5
+
+
 @pytest.mark.parametrize(("layout", "tokens"), LAYOUTS)
 def test_conditioning_has_the_gradient_of_the_loop_and_the_reference_sees_no_control_token(layout, tokens):
-    episodes = as_episodes(sample_scored(build_actor(), "b", groups=3), forks=True)
+    episodes = as_episodes(sample_scored(build_actor(), "b", groups=2), forks=True)
     bench = Bench(rate=1e-12, second="reward_conditioned", layout=layout, tokens=tokens)
     bench.update(episodes, {"b": 1.0})
     for parameter in bench.actor.model.parameters():
