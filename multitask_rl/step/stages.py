@@ -80,6 +80,8 @@ class RolloutStage(StreamingStage):
         self._group_sizes = group_sizes or {}
         self._temperature = temperature
         self._call: _Call | None = None
+        self._is_sampling = False
+        """The engine's stream is open; between two of them worlds are waited for."""
         self._joined: list[Rollout] = []
         self.spans: list[Span] = []
         """When the engine worked, since the caller last cleared it."""
@@ -127,7 +129,7 @@ class RolloutStage(StreamingStage):
     @property
     def can_join(self) -> bool:
         """Whether the engine works and admits more requests."""
-        return self._call is not None and self.engine.can_admit
+        return self._is_sampling and self.engine.can_admit
 
     def join(self, slots: Sequence[Rollout]) -> None:
         """Let the engine fill further empty rollouts; only while ``can_join``."""
@@ -179,6 +181,7 @@ class RolloutStage(StreamingStage):
                 if episodes is not None:
                     self.engine.retain(episodes.tickets)
                 began = time.monotonic()
+                self._is_sampling = True
                 for ended in self.engine.generate_stream(requests):
                     done = self._take(call, ended)
                     if episodes is not None and not episodes.in_lockstep:
@@ -189,12 +192,13 @@ class RolloutStage(StreamingStage):
                             self.engine.admit(self._requests(call, ready))
                             ready = []
                     yield done
+                self._is_sampling = False
                 self.spans.append((began, time.monotonic()))
                 took = time.monotonic() - began
                 call.owners.clear()
                 requests = []
         finally:
-            self._call = None
+            self._call, self._is_sampling = None, False
             if episodes is not None:
                 episodes.close()
                 self.engine.retain(())

@@ -24,8 +24,11 @@ from multitask_rl.config.run import (
 from multitask_rl.trainer import Trainer
 
 __all__ = [
+    "ECHO",
+    "ECHO_WORLD",
     "TASKS",
     "VOCABULARY",
+    "assert_episodes_keep_their_limits",
     "build_actor",
     "build_tokenizer",
     "lines",
@@ -47,6 +50,54 @@ def is_short(response):
 
 def has_no_digit(response):
     return float(any(c.isdigit() for c in response))
+"""
+
+ECHO = """
+  echo:
+    type: grpo
+    dataset: digit.jsonl
+    environment: worlds.py:Echo
+    max_turns: 4
+"""
+"""A task of many turns, below others; its world is in ``worlds.py``."""
+
+ECHO_WORLD = """
+import itertools, os, random, time
+from multitask_rl.environments.base import StepResult
+
+
+class Echo:
+    '''Says the actor's letter back three times, then gives 1 for a letter that it has said before.'''
+
+    def __init__(self, dies_at="", log="", is_slow=False):
+        self.dies_at, self.log, self.is_slow = dies_at, log, is_slow
+
+    def reset(self, row):
+        self.note("reset")
+        self.heard = []
+        return []
+
+    def step(self, message):
+        text = message["content"]
+        if self.is_slow:
+            time.sleep(random.SystemRandom().random() / 10)
+        if self.dies_at and not os.path.exists(self.dies_at):
+            open(self.dies_at, "w").close()
+            os._exit(9)
+        repeats = float(bool(text) and text[:1] in self.heard)
+        self.heard.append(text[:1])
+        if len(self.heard) == 3:
+            return StepResult(done=True, reward=repeats, info={"heard": len(self.heard)})
+        reply = {"role": "user", "content": text[:1] * 3}
+        return StepResult(messages=[reply], reward=repeats, info={"heard": len(self.heard)})
+
+    def close(self):
+        self.note("close")
+
+    def note(self, what):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(what + "\\n")
 """
 
 TASKS = """
@@ -155,3 +206,20 @@ def lines(directory: Path, name: str, *, without: tuple[str, ...] = ("time",)) -
         json.dumps({k: v for k, v in row.items() if not any(w in k for w in without)}, sort_keys=True)
         for row in rows
     ]
+
+
+def assert_episodes_keep_their_limits(rows, tokenizer):
+    """Hold stored episodes of ``ECHO`` with 4 tokens a turn and 6 in all: tokens, texts, ends and rewards."""
+    cut = 0
+    for row in rows:
+        turns, ids = row["turns"], list(row["response_ids"])
+        assert sum(turn["num_tokens"] for turn in turns) == len(ids) <= 6
+        assert all(0 < turn["num_tokens"] <= 4 for turn in turns)
+        for turn in turns:
+            own, ids = ids[: turn["num_tokens"]], ids[turn["num_tokens"] :]
+            assert tokenizer.decode(own, skip_special_tokens=True) == turn["response"]
+        is_full = len(row["response_ids"]) == 6 and len(turns) < 3
+        cut += is_full
+        assert not is_full or row["finish_reason"] == "length"
+        assert row["reward"] == row["earned"] == sum(turn["reward"] for turn in turns)
+    assert cut

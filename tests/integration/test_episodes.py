@@ -16,46 +16,21 @@ import torch
 from multitask_rl.config.run import BatchConfig, EvalConfig, GuardConfig, RolloutConfig
 from multitask_rl.run.interrupts import stopping_on_signals
 from multitask_rl.tracking.jsonl import rollout_from_dict
-from run_builders import TASKS, lines, run_config, train, undocumented, weights_hash, write_run
+from run_builders import (
+    ECHO,
+    ECHO_WORLD,
+    TASKS,
+    lines,
+    run_config,
+    train,
+    undocumented,
+    weights_hash,
+    write_run,
+)
 
-WORLD = """
-import itertools, os, random, time
-from multitask_rl.environments.base import StepResult
-
-
-class Echo:
-    '''Says the actor's letter back three times, then gives 1 for a letter that it has said before.'''
-
-    def __init__(self, dies_at="", log="", is_slow=False):
-        self.dies_at, self.log, self.is_slow = dies_at, log, is_slow
-
-    def reset(self, row):
-        self.note("reset")
-        self.heard = []
-        return []
-
-    def step(self, message):
-        text = message["content"]
-        if self.is_slow:
-            time.sleep(random.SystemRandom().random() / 10)
-        if self.dies_at and not os.path.exists(self.dies_at):
-            open(self.dies_at, "w").close()
-            os._exit(9)
-        repeats = float(bool(text) and text[:1] in self.heard)
-        self.heard.append(text[:1])
-        if len(self.heard) == 3:
-            return StepResult(done=True, reward=repeats, info={"heard": len(self.heard)})
-        reply = {"role": "user", "content": text[:1] * 3}
-        return StepResult(messages=[reply], reward=repeats, info={"heard": len(self.heard)})
-
-    def close(self):
-        self.note("close")
-
-    def note(self, what):
-        if self.log:
-            with open(self.log, "a") as file:
-                file.write(what + "\\n")
-
+WORLD = (
+    ECHO_WORLD
+    + """
 
 NUMBERS = itertools.count()
 
@@ -117,15 +92,7 @@ class Counter:
     def get_reward(self):
         return {"calls": float(self.calls), "always": 0.5}
 """
-
-ECHO = """
-  echo:
-    type: grpo
-    dataset: digit.jsonl
-    environment: worlds.py:Echo
-    max_turns: 4
-"""
-
+)
 
 IN_LOCKSTEP = RolloutConfig(max_new_tokens=4, lockstep=True)
 

@@ -1,11 +1,23 @@
 """The same run on Ray: same seed, same weights, same rollouts as in process."""
 
+import json
 from importlib.util import find_spec
 
 import pytest
 
-from multitask_rl.config.run import RayConfig
-from run_builders import TASKS, lines, run_config, train, weights_hash, write_run
+from multitask_rl.config.run import RayConfig, RolloutConfig
+from run_builders import (
+    ECHO,
+    ECHO_WORLD,
+    TASKS,
+    assert_episodes_keep_their_limits,
+    build_tokenizer,
+    lines,
+    run_config,
+    train,
+    weights_hash,
+    write_run,
+)
 
 pytestmark = [
     pytest.mark.ray,
@@ -24,12 +36,19 @@ assert STREAMING != TASKS
 def test_a_run_on_ray_equals_the_run_in_process(tmp_path):
     import ray
 
-    write_run(tmp_path, STREAMING)
-    local = train(run_config(tmp_path, "local", 2))
+    write_run(tmp_path, STREAMING + ECHO + "    max_response_tokens: 6\n")
+    (tmp_path / "worlds.py").write_text(ECHO_WORLD)
+    settings = {"rollout": RolloutConfig(max_new_tokens=4, lockstep=True)}
+    local = train(run_config(tmp_path, "local", 2, **settings))
     try:
-        remote = train(run_config(tmp_path, "ray", 2, executor="ray", ray=RayConfig(num_engines=1)))
+        remote = train(
+            run_config(tmp_path, "ray", 2, executor="ray", ray=RayConfig(num_engines=1), **settings)
+        )
     finally:
         ray.shutdown()
     assert any('"flagged"' in row for row in lines(tmp_path / "ray", "rollouts.jsonl"))
     assert weights_hash(remote) == weights_hash(local)
-    assert lines(tmp_path / "ray", "rollouts.jsonl") == lines(tmp_path / "local", "rollouts.jsonl")
+    same = [lines(tmp_path / name, "rollouts.jsonl", without=("world_s",)) for name in ("local", "ray")]
+    assert same[0] == same[1]
+    rows = [json.loads(line) for line in (tmp_path / "ray" / "rollouts.jsonl").read_text().splitlines()]
+    assert_episodes_keep_their_limits([row for row in rows if row["task"] == "echo"], build_tokenizer())

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from run_builders import TASKS, run_config, train, write_run
+from run_builders import (
+    ECHO,
+    ECHO_WORLD,
+    TASKS,
+    assert_episodes_keep_their_limits,
+    run_config,
+    train,
+    write_run,
+)
 
 pytest.importorskip("vllm")
 
@@ -60,8 +68,9 @@ def rows_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_four_tasks_train_with_vllm_and_the_engine_follows_the_actor(tmp_path, actor_dir):
-    write_run(tmp_path, TASKS)
+def test_tasks_of_one_and_of_many_turns_train_with_vllm_and_the_engine_follows_the_actor(tmp_path, actor_dir):
+    write_run(tmp_path, TASKS + ECHO + "    max_response_tokens: 6\n")
+    (tmp_path / "worlds.py").write_text(ECHO_WORLD)
     trainer = run_with_vllm(tmp_path, actor_dir, 3, 4)
     assert isinstance(trainer.parts.engine, VLLMEngine)
     steps = [row for row in rows_of(tmp_path / "out" / "metrics.jsonl") if "train/learning_rate" in row]
@@ -72,6 +81,10 @@ def test_four_tasks_train_with_vllm_and_the_engine_follows_the_actor(tmp_path, a
     assert any(gaps[1:])
     rollouts = rows_of(tmp_path / "out" / "rollouts.jsonl")
     assert {r["policy_version"] for r in rollouts if r["step"] == 3} == {2}
+    # the gaps above are those of the sampled tokens of all turns
+    assert any("task/echo/mismatch_max" in row for row in steps)
+    assert any(row["task/echo/turns"] > 1.0 for row in steps)
+    assert_episodes_keep_their_limits([r for r in rollouts if r["task"] == "echo"], build_tokenizer())
 
 
 STREAMING = """
