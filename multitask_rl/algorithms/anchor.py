@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from multitask_rl.algorithms.base import (
-    Algorithm,
-    AlgorithmConfig,
-    Credit,
-    CreditBatch,
-    LossOutput,
-    TokenBatch,
-)
+from multitask_rl.algorithms.base import Algorithm, AlgorithmConfig
 from multitask_rl.config.schema.ranges import Count
 
 
@@ -31,15 +25,8 @@ class Anchor(Algorithm):
         max_tokens: Count = 512
         """Longest given text; the rest of a longer one is left out."""
 
+    trains: ClassVar[bool] = False
     config: Config
-
-    def credit(self, batch: CreditBatch) -> Credit:
-        """Raise: an anchor is not trained."""
-        raise NotImplementedError("a task of type anchor is evaluated only")
-
-    def loss(self, batch: TokenBatch) -> LossOutput:
-        """Raise: an anchor is not trained."""
-        raise NotImplementedError("a task of type anchor is evaluated only")
 
 
 def measures_kl(algorithm: Algorithm) -> bool:

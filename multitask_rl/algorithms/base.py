@@ -152,6 +152,8 @@ class Algorithm:
     """Whether responses rejected by a ``reject`` constraint are training samples; ``outcome`` is their
     reward. False: they are counted and left out."""
 
+    trains: ClassVar[bool] = True
+    """False: its tasks are evaluated only; ``credit`` and ``loss`` are never called."""
     needs_reward: ClassVar[bool] = True
     """False: samples are trained on whether a reward scored them or not."""
     has_teacher: ClassVar[bool] = False

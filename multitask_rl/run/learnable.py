@@ -16,6 +16,8 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
     if spec.evaluation_only:
         return
     where = f"{spec.source or 'tasks'}: tasks.{spec.name}"
+    if not algorithm.trains:
+        raise ConfigError(f"{where}.type: {spec.type} trains nothing; set evaluation_only: true")
     # Rejected attempts stand beside the accepted one, so that a group of one may hold several.
     has_attempts = algorithm.trains_rejected and any(c.mode == "reject" for c in spec.judged)
     if group_size is not None and group_size < algorithm.min_group_size and not has_attempts:

@@ -217,7 +217,7 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
                 sequence=torch.repeat_interleave(torch.arange(len(samples)), lengths),
                 num_sequences=len(samples),
                 rollout_logprobs=old if algorithm.on_policy else None,
-                exact_kl=logprobs * 0.0 if algorithm.wants_exact_kl else None,
+                exact_kl=logprobs.exp() if algorithm.wants_exact_kl else None,
                 values=None if values is None else (values + 0.1).requires_grad_(),
                 old_values=values,
                 returns=credit.returns,
@@ -232,6 +232,8 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
         torch.autograd.backward(loss.mean())
         return credit.advantages, logprobs.grad
 
+    if not algorithm_class.trains:
+        return [run_check("it is built", lambda: "" if build() else "nothing was built")]
     differing = [0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
     def gradient() -> str:

@@ -28,6 +28,18 @@ tasks:
   warm: {{type: "{SFT}", dataset: digit.jsonl, answer: "{{reference}}"}}
   taught: {{type: "{DISTILL}", teacher: digit_run, dataset: digit.jsonl}}
 """
+ECHO = """
+from multitask_rl.environments.base import StepResult
+
+
+class Echo:
+    def reset(self, row):
+        return []
+
+    def step(self, message):
+        text = message["content"]
+        return StepResult(messages=[{"role": "user", "content": text}], reward=float(len(text) > 1))
+"""
 
 
 def settings(directory, output, steps, **changes):
@@ -168,3 +180,22 @@ def test_an_answer_that_is_too_long_is_left_out(mixed):
     rollout = replace(trainer.config.rollout, max_new_tokens=1)
     with pytest.raises(DataError, match="given answers of more than 1"):
         run_mixed(directory, "long", 1, rollout=rollout)
+
+
+def test_episodes_have_a_teacher_and_several_responses_a_prompt(mixed):
+    directory, _ = mixed
+    (directory / "worlds.py").write_text(ECHO)
+    world = {
+        "type": DISTILL,
+        "teacher": str(directory / "digit_run"),
+        "dataset": str(directory / "digit.jsonl"),
+        "environment": f"{directory}/worlds.py:Echo",
+        "max_turns": 2,
+        "eval_samples": 2,
+    }
+    sampled = EvalConfig(every=0, num_prompts=4)
+    trainer = run_mixed(directory, "turns", 1, tasks={"echo": world}, eval=sampled)
+    found = trainer.history[-1][1]["echo"]
+    assert found.primary.n == 2 * len(found.values)
+    assert found.metrics["turns"].mean == 2.0
+    assert '"task/echo/teacher_kl"' in (directory / "turns" / "metrics.jsonl").read_text()
