@@ -123,12 +123,13 @@ class RunStore:
     def reference(self, actor: Actor, tasks: Mapping[str, TaskState]) -> PreTrainedModel | None:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
-        None: no task has a KL term or measures the KL, or adapters make the base model the reference.
+        None: no trained task has a KL term or measures the KL, or adapters make the base model the reference.
 
         Raises:
             CheckpointError: it is damaged or cannot be written.
         """
-        if all(t.spec.kl.coefficient == 0 and not measures_kl(t.algorithm) for t in tasks.values()):
+        trained = [t for t in tasks.values() if not t.spec.evaluation_only]
+        if all(t.spec.kl.coefficient == 0 and not measures_kl(t.algorithm) for t in trained):
             return None
         directory = self._output_dir / "reference"
         reference = actor.clone_for_reference()

@@ -7,18 +7,21 @@ import torch
 
 from model_builders import build_actor
 from multitask_rl.config.run import CheckpointConfig
-from multitask_rl.config.task import KLSpec
+from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import CheckpointError
 from multitask_rl.run.store import RunStore
 from multitask_rl.training.checkpoint import CheckpointEntry
 
-WITH_KL = {"task": SimpleNamespace(spec=SimpleNamespace(kl=KLSpec(coefficient=0.1)))}
+
+def with_kl(**further):
+    spec = TaskSpec(name="task", kl=KLSpec(coefficient=0.1), **further)
+    return {"task": SimpleNamespace(spec=spec)}
 
 
-def reference(directory, actor):
+def reference(directory, actor, tasks=None):
     store = RunStore(directory, CheckpointConfig())
     try:
-        return store.reference(actor, WITH_KL)
+        return store.reference(actor, tasks or with_kl())
     finally:
         store.close()
 
@@ -39,6 +42,11 @@ def equal(model, other):
 
 def test_the_reference_is_what_the_run_began_with(run):
     assert equal(reference(run, build_actor(1)), build_actor(0).model)
+
+
+def test_a_task_that_is_only_evaluated_needs_no_reference(tmp_path):
+    assert reference(tmp_path, build_actor(0), with_kl(evaluation_only=True)) is None
+    assert not (tmp_path / "reference").exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
