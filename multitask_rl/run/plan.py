@@ -356,13 +356,19 @@ def reach_warning(every: int, reach: int) -> str:
 
 
 def check_overlap(plan: RunPlan) -> None:
-    """Refuse to learn from stale samples without a correction.
+    """Refuse to learn from stale samples without a correction, and a quorum that episodes cannot have.
 
     Raises:
-        ConfigError: a task turned truncated importance sampling off.
+        ConfigError: a task turned truncated importance sampling off, or has an environment beside a quorum.
     """
-    bound = plan.config.rollout.max_staleness
+    bound, quorum = plan.config.rollout.max_staleness, plan.config.batch.quorum
     for name, spec in plan.specs.items():
+        if spec.environment and quorum < 1.0:
+            raise ConfigError(
+                f"{spec.source or 'tasks'}: tasks.{name}.environment: batch.quorum={quorum:g} lets a step go "
+                "on without rewards that are late, but not without episodes whose worlds are slow: set "
+                "batch.quorum=1; a low turn_timeout_s and max_turns bound the wait"
+            )
         algorithm = plan.algorithms[name]
         if bound > 0 and algorithm.on_policy and algorithm.config.truncated_is == 0:
             raise ConfigError(

@@ -203,6 +203,19 @@ def test_a_wrong_environment_is_refused_before_the_run(tmp_path):
     write(tmp_path, TASKS + ECHO.replace("    environment: worlds.py:Echo\n", ""))
     with pytest.raises(ConfigError, match="'max_turns' needs 'environment' beside it"):
         train(run_config(tmp_path, "out", 1))
+    write(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"tasks\.echo\.environment: batch.quorum=0.8 .*slow: set batch.quorum=1"
+    ):
+        train(
+            run_config(
+                tmp_path,
+                "out",
+                1,
+                batch=BatchConfig(quorum=0.8),
+                rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
+            )
+        )
     write(tmp_path, "\ntasks: {a: {dataset: digit.jsonl, rewards: [environment]}}")
     with pytest.raises(ConfigError, match=r"tasks.a.rewards: .*set the task's key 'environment'"):
         train(run_config(tmp_path, "out", 1))
