@@ -108,7 +108,7 @@ class Setup:
         world = WorldSpec(
             reference=f"{folder / 'worlds.py'}:World", config=config, timeout_s=spec.turn_timeout_s
         )
-        self.pool = WorldPool({"wait": world}, num_workers=args.workers)
+        self.pool = WorldPool({"wait": world}, num_workers=args.workers, in_lockstep=args.lockstep)
         algorithm = SimpleNamespace(condition=lambda ids, *, evaluation: ids)
         task: Any = SimpleNamespace(
             spec=spec,
@@ -235,7 +235,7 @@ def main() -> None:
             found = (waiting if args.what == "waiting" else dying)(setup, args)
         finally:
             setup.pool.close()
-    settings = {name: getattr(args, name) for name in ("what", "episodes", "wait", "workers")}
+    settings = {name: getattr(args, name) for name in ("what", "episodes", "wait", "workers", "lockstep")}
     text = json.dumps({**settings, "turns": TURNS, **found, "cores": os.cpu_count()}, indent=1) + "\n"
     sys.stdout.write(text)
     if args.json:
@@ -256,6 +256,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dying", type=float, default=0.2, help="share of worlds that die")
     parser.add_argument("--timeout", type=float, default=5.0, help="turn_timeout_s")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--lockstep", action="store_true", help="as rollout.lockstep")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.wait is None:

@@ -159,6 +159,7 @@ class Episodes:
                     del self._open[ticket]
                     self._pool.cancel(ticket)
                     failure = Failure(kind=FailureKind.data, message=str(error), source="environment")
+                    episode.failures[FailureKind.data.value] = 1
                     done.append(_ended(episode, failure=failure, finish_reason="error"))
                 else:
                     ready += [episode] if goes_on else []
