@@ -128,8 +128,8 @@ class RunStore:
         Raises:
             CheckpointError: it is damaged or cannot be written.
         """
-        trained = [t for t in tasks.values() if not t.spec.evaluation_only]
-        if all(t.spec.kl.coefficient == 0 and not measures_kl(t.algorithm) for t in trained):
+        has_kl_term = any(t.spec.kl.coefficient > 0 and not t.spec.evaluation_only for t in tasks.values())
+        if not has_kl_term and not any(measures_kl(t.algorithm) for t in tasks.values()):
             return None
         directory = self._output_dir / "reference"
         reference = actor.clone_for_reference()
