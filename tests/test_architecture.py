@@ -31,7 +31,7 @@ TIERS = [
     {"curriculum", "sandbox"},
     {"config"},
     {"data", "tracking", "models", "algorithms"},
-    {"statistics", "scoring"},
+    {"statistics", "scoring", "report"},
     {"rollout", "environments"},
     {"training", "constraints", "guard"},
     {"executor"},

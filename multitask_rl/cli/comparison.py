@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import tempfile
+import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 from multitask_rl.boundary.printable import one_line, printable
 from multitask_rl.cli import aligned
 from multitask_rl.config.run import dotted
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.records import Direction
+from multitask_rl.report.page import render_page
 from multitask_rl.statistics.intervals import Difference, compare_means, holm
 from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
@@ -68,8 +70,14 @@ def main_report(argv: Sequence[str]) -> int:
         "changed in B.",
     )
     parser.add_argument("run", metavar="RUN", nargs="+", help="output directory or mlflow:<run id>")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that works offline")
+    parser.add_argument("--open", action="store_true", help="show the page in the browser")
     _add_common(parser)
     options = parser.parse_args(argv)
+    if options.open and options.html is None:
+        parser.error("--open shows the page that --html FILE writes")
+    if options.html and (len(options.run) > 1 or options.run[0].startswith("mlflow:")):
+        parser.error("--html takes one run, by its output directory")
     if len(options.run) > 1:
         with contextlib.ExitStack() as stack:
             runs = [stack.enter_context(_open_run(name, options.tracking_uri)) for name in options.run]
@@ -86,6 +94,12 @@ def main_report(argv: Sequence[str]) -> int:
             "stages": run.stages,
             "events": run.events,
         }
+        if options.html:
+            page = render_page(run, result, Path(options.run[0]))
+            with path_errors("the page", options.html, "a file that can be written"):
+                options.html.write_text(page, encoding="utf-8")
+            if options.open:
+                webbrowser.open(options.html.resolve().as_uri())
     _write(result, options.json, lambda: _render_report(result))
     return 0
 

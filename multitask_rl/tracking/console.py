@@ -35,7 +35,7 @@ _COLUMNS: Mapping[str, str] = {
 _SHARES = ("share", "rejected", "failing")
 _STAGES = {"rollout": "sampling", "constraints": "constraints", "rewards": "rewards", "update": "learning"}
 _BARS = "▁▂▃▄▅▆▇█"
-_ALARMS = ("warn", "alarm", "stop", "rollback", "failed", "hacking", "starved")
+ALARM_KINDS = ("warn", "alarm", "stop", "rollback", "failed", "hacking", "starved")
 _MOST_IN_A_LINE = 6
 """Tasks whose levels one line shows."""
 _TABLE_EVERY = 10
@@ -150,7 +150,7 @@ class ConsoleTracker(Tracker):
         """Write one line; on a terminal above the view."""
         task = f" [{event.task}]" if event.task else ""
         line = f"step {event.step}  {event.source} {event.kind}{task}: {event.reason}"
-        is_alarm = event.kind in _ALARMS
+        is_alarm = event.kind in ALARM_KINDS
         if is_alarm:
             self._warnings.append(line)
         else:
