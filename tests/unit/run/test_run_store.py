@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from model_builders import build_actor
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.run import CheckpointConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import CheckpointError
@@ -15,7 +16,7 @@ from multitask_rl.training.checkpoint import CheckpointEntry
 
 def with_kl(**further):
     spec = TaskSpec(name="task", kl=KLSpec(coefficient=0.1), **further)
-    return {"task": SimpleNamespace(spec=spec)}
+    return {"task": SimpleNamespace(spec=spec, algorithm=GRPO(GRPOConfig()))}
 
 
 def reference(directory, actor, tasks=None):
