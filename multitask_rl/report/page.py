@@ -19,7 +19,7 @@ from multitask_rl.tracking.reading import RunRecord, read_lines
 _TASK_METRICS = ("reward_mean", "weight", "kl", "length", "rejection_rate", "failure_rate")
 _MOST_POINTS = 400
 """Of one curve; of longer ones every n-th step is shown, and the last."""
-_SAMPLE_BYTES = 5_000_000
+_SAMPLE_BYTES = 6_000_000
 """Of compressed samples, which keeps the page under 8 MB."""
 _SAMPLE_KEYS = ("step", "task", "prompt_id", "draw", "sample", "attempt", "prompt", "response", "reward")
 _JUDGED_KEYS = ("breakdown", "failure", "finish_reason", "rejected", "verdicts", "turns")
