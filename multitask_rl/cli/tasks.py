@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -23,6 +24,8 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import held_out_warning
+from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError, UnavailableError
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.records import Failure
@@ -136,10 +139,11 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
 
 
 def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
-    """Build every reward and constraint where training builds them, and score a row of each task.
+    """Build every environment, reward and constraint where training builds them, and try a row of each task.
 
     Return a warning per plugin whose model or device this machine lacks: the file may be meant for another.
     """
+    _open_a_world({name: spec for name, spec in specs.items() if spec.environment})
     try:
         _score_a_row(specs)
     except UnavailableError:
@@ -157,6 +161,25 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
                     warnings.append(f"{where}{error} train refuses it on this machine.")
         return warnings
     return []
+
+
+def _open_a_world(specs: Mapping[str, TaskSpec]) -> None:
+    """Begin an episode of each task on its first row."""
+    pool = WorldPool({name: WorldSpec.of_task(spec) for name, spec in specs.items()}, num_workers=1)
+    with contextlib.closing(pool):
+        for name, spec in specs.items():
+            pool.check(name)
+            if not spec.dataset:
+                continue
+            pool.open(name, load_rows(spec, "eval" if spec.evaluation_only else "train")[0])
+            answers: list[Any] = []
+            while not answers:
+                answers = [answer for _, answer in pool.poll(spec.turn_timeout_s)]
+            if isinstance(answers[0], Failure):
+                raise ConfigError(
+                    f"{spec.source}: tasks.{name}.environment: {spec.environment!r} fails on the first row "
+                    f"({answers[0].kind.value}: {answers[0].message}); --quick validates without opening it"
+                )
 
 
 def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from multitask_rl.config.task import TaskSpec
 from multitask_rl.environments.base import Message, Opening, StepResult, World
 from multitask_rl.environments.foreign import FOREIGN, TrlWorld, build_foreign
 from multitask_rl.environments.tools import AuthorWorld, ToolWorld
@@ -30,6 +31,17 @@ class WorldSpec:
     """Longest call."""
     max_tool_calls: int = 0
     """Most calls of tools in an episode; 0 = any number."""
+
+    @classmethod
+    def of_task(cls, spec: TaskSpec) -> WorldSpec:
+        """Return the environment that ``spec`` names."""
+        return cls(
+            reference=spec.environment,
+            config=spec.environment_config,
+            where=f"{spec.source or 'tasks'}: tasks.{spec.name}.environment",
+            timeout_s=spec.turn_timeout_s,
+            max_tool_calls=spec.max_tool_calls,
+        )
 
     def build(self, run: Callable[..., Any]) -> World:
         """Return a new world; ``run`` calls a function, also an async one, and returns its result.

@@ -279,17 +279,7 @@ def build_worlds(plan: RunPlan) -> WorldPool | None:
     Raises:
         ConfigError, PluginError, MissingExtraError: an environment cannot be built.
     """
-    specs = {
-        name: WorldSpec(
-            reference=spec.environment,
-            config=spec.environment_config,
-            where=f"{spec.source or 'tasks'}: tasks.{name}.environment",
-            timeout_s=spec.turn_timeout_s,
-            max_tool_calls=spec.max_tool_calls,
-        )
-        for name, spec in plan.specs.items()
-        if spec.environment
-    }
+    specs = {name: WorldSpec.of_task(spec) for name, spec in plan.specs.items() if spec.environment}
     if not specs:
         return None
     rollout = plan.config.rollout

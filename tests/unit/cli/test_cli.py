@@ -169,6 +169,34 @@ def test_a_test_split_that_only_reports_is_told(here: Path, capsys: pytest.Captu
     assert "only reported" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ("worlds.py:Box", None),
+        ("worlds.py:Locked", "worlds.py:Locked' fails on the first row (infra: "),
+        ("gone.py:Box", "gone.py"),
+    ],
+)
+def test_validate_opens_a_world_on_the_first_row(
+    here: Path, capsys: pytest.CaptureFixture[str], environment: str, told: str | None
+) -> None:
+    (here / "worlds.py").write_text(
+        "class Box:\n"
+        "    def reset(self, row):\n        return []\n"
+        "    def step(self, message):\n        return None\n"
+        "class Locked(Box):\n"
+        "    def reset(self, row):\n        raise OSError('locked')\n"
+    )
+    (here / "game.yaml").write_text(
+        f"tasks: {{game: {{type: grpo, dataset: math.jsonl, environment: '{environment}', max_turns: 2}}}}"
+    )
+    assert main(["tasks", "validate", "game.yaml"]) == (2 if told else 0)
+    if told:
+        said = capsys.readouterr().err
+        assert told in said
+        assert "tasks.game.environment" in said
+
+
 def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
