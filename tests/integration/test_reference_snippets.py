@@ -222,6 +222,7 @@ def test_the_snippet_runs_as_written(name: str, failures: dict[str, str]) -> Non
 def test_every_snippet_of_the_reference_is_run() -> None:
     if not FOLDER.is_dir():
         return
+    # the last ends in transformers (test_scaled_instance), the others have tests of their own
     elsewhere = {"001_3_fsdp.py", "001_5_ppo_simple.sh", "001_6_torchrun.sh", "003_3_rope.py"}
     helpers = {"make_ws.py", "reward_fn.py", "002_tasks.yaml", "README.md"}
     assert {path.name for path in FOLDER.iterdir()} == SNIPPETS.keys() | elsewhere | helpers

@@ -71,3 +71,18 @@ def test_the_assignment_of_older_versions_is_explained():
     config.rope_scaling = dict(LINEAR)
     with pytest.raises(ConfigError, match=r"config.rope_scaling = .* replaces.*scale_rope\(config"):
         scale_rope(config, LINEAR)
+
+
+def test_an_assignment_as_in_the_reference_ends_in_transformers_before_this_package_is_asked(tmp_path):
+    """``003_3_rope.py`` cannot run: transformers 5 looks up ``rope_type`` in what was assigned."""
+    build_model().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.rope_scaling = dict(LINEAR)
+    with pytest.raises(KeyError, match="rope_type"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    config = AutoConfig.from_pretrained(tmp_path)
+    scale_rope(config, LINEAR)
+    AutoModelForCausalLM.from_pretrained(tmp_path, config=config).save_pretrained(tmp_path / "scaled")
+    assert load_actor(ModelConfig(name_or_path=str(tmp_path / "scaled")), "cpu").max_length == (
+        4 * build_model().config.max_position_embeddings
+    )
