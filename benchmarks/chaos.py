@@ -438,7 +438,7 @@ def _read(output: Path, weights: dict[int, Any], pristine: CheckpointStore) -> s
     """Return what a run goes on from: ``newest``, ``previous``; ``silent...`` if it is not what was saved."""
     store = RunStore(output, CheckpointConfig())
     try:
-        task = SimpleNamespace(spec=SimpleNamespace(kl=KLSpec(coefficient=0.1)))
+        task = SimpleNamespace(spec=SimpleNamespace(kl=KLSpec(coefficient=0.1), evaluation_only=False))
         actor = build_actor(3)  # other weights than the run began with: they would be seen
         reference: Any = store.reference(actor, {"task": task})  # type: ignore[dict-item]
         found = store.checkpoints.newest()

@@ -63,9 +63,10 @@ class Score:
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts for the log (``{"tests": 0.5, "codebleu": 0.8}``); they do not add to ``value``."""
-    answer: str = ""
+    answer: str = field(default="", compare=False)
     """The final answer that the reward read, in a form in which equal answers are equal texts: the majority
-    of an evaluation counts it. Empty = none was found, or the reward reads none."""
+    of an evaluation counts it. Empty = none was found, or the reward reads none. Scores with other answers
+    are equal."""
 
 
 RewardResult = Score | Failure | NotApplicable

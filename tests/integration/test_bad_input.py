@@ -258,7 +258,8 @@ def test_prompts_that_are_all_too_long_end_the_run_after_each_was_tried(space, c
     assert run(space, "too_long", "rollout.max_prompt_tokens=1") == 2
     message = capsys.readouterr().err
     assert "task 'copy': the last " in message
-    assert "all longer than 1 tokens; raise rollout.max_prompt_tokens" in message
+    assert "all longer than 1 tokens, or had given answers of more than" in message
+    assert "or raise rollout.max_prompt_tokens" in message
     tried = int(message.partition("the last ")[2].split()[0])
     assert tried < 1000, "as many as there are rows, a few times over"
 

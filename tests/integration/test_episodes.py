@@ -181,7 +181,14 @@ def test_a_world_that_dies_begins_again_and_changes_nothing(tmp_path):
     (tmp_path / "tasks.yaml").write_text(TASKS + dying)
     shaken = train(run_config(tmp_path, "shaken", 1, eval=EvalConfig(every=0), rollout=IN_LOCKSTEP))
     assert died.exists()
-    assert weights_hash(shaken) == weights_hash(calm)
+    # the passes of the model hold other turns than without a death: their rounding differs, no token does
+    kept = [
+        [(row["draw"], row["sample"], row["response"]) for row in stored(tmp_path / n)]
+        for n in ("calm", "shaken")
+    ]
+    assert kept[0] == kept[1]
+    for one, other in zip(calm.actor.model.parameters(), shaken.actor.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-3)
     notes = (tmp_path / "log").read_text().split()
     assert 0 < notes.count("close") <= notes.count("reset")
 
@@ -358,7 +365,7 @@ def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness):
         while not (tmp_path / "log").exists() or (tmp_path / "log").read_text().count("built") < 20:
             time.sleep(0.01)
         time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # as SIGINT, which a shell's background processes ignore
 
     thread = threading.Thread(target=interrupt)
     thread.start()

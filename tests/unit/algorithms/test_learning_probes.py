@@ -11,9 +11,9 @@ from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 
 VOCABULARY, PROMPTS, GROUP, TARGET = 6, 4, 16, 4
 LENGTHS = torch.full((PROMPTS * GROUP,), 2)
-CLASSES = {
-    e.name: e.load() for e in entry_points(group="multitask_rl.algorithms") if e.name != "reward_conditioned"
-}
+OTHERS = {"reward_conditioned", "anchor", "distill", "sft"}
+"""Rewards do not move these by a policy gradient."""
+CLASSES = {e.name: e.load() for e in entry_points(group="multitask_rl.algorithms") if e.name not in OTHERS}
 
 
 def _train(name, reward_of, num_steps=60, seed=0):

@@ -268,7 +268,7 @@ def test_layers_computed_again_without_blocks_fail_loudly():
     out = forward_tokens(model, batch, [SamplingParams()] * 4)
     with pytest.raises(RuntimeError):
         out.logprobs.sum().backward()
-    with pytest.raises(RuntimeError, match="do not belong to this sequence"), use_attention([model], BLOCKS):
+    with pytest.raises(RuntimeError, match="the blocks of another sequence"), use_attention([model], BLOCKS):
         model(input_ids=torch.tensor([[5, 6]]), attention_mask=torch.empty(1, 1, 1, 0))
 
 
