@@ -189,7 +189,7 @@ def greedy_attempts(directory, *settings):
     )
     parts = trainer._open(track=False)
     try:
-        shape = {"purpose": "evaluation", "group_size": 1, "temperature": 0.0}
+        shape = {"purpose": "evaluation", "group_sizes": {"held": 1}, "temperature": 0.0}
         stages = sampling_stages(
             trainer.actor, parts.engine, trainer.scorer, trainer.tasks, seed=trainer.config.seed, **shape
         )

@@ -134,8 +134,18 @@ class World:
 """
 
 
+OTHERS = set()
+
+
 def children():
-    return {process.pid for process in psutil.Process().children(recursive=True)}
+    """Return the processes that the test has started; those of other files' fixtures are left alone."""
+    return {process.pid for process in psutil.Process().children(recursive=True)} - OTHERS
+
+
+@pytest.fixture(autouse=True)
+def _others():
+    OTHERS.clear()
+    OTHERS.update(children())
 
 
 def until(condition, timeout_s=20.0):
@@ -166,8 +176,9 @@ def make(tmp_path):
         pool.close()
         pool.close()
     until(lambda: children() == before)
-    until(lambda: psutil.Process().num_fds() == fds)
-    until(lambda: threading.active_count() == threads)
+    # what tests before this one left may end meanwhile
+    until(lambda: psutil.Process().num_fds() <= fds)
+    until(lambda: threading.active_count() <= threads)
 
 
 def answers(pool, count, timeout_s=60.0):
@@ -368,16 +379,17 @@ def test_killed_workers_lose_no_episode_of_many(make, tmp_path):
             else:
                 steps[ticket] = steps.get(ticket, 0) + 1
                 pool.step(ticket, {"content": "speak"})
-                if kills < 8 and chance.random() < 0.1:
+                if kills < 8 and chance.random() < 0.1 and (workers := sorted(children())):
                     kills += 1
-                    os.kill(chance.choice(sorted(children())), signal.SIGKILL)
+                    os.kill(chance.choice(workers), signal.SIGKILL)
     assert ended == 40
     assert kills == 8
     pool.close()
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
 spec = WorldSpec(reference=sys.argv[1], config={"log": sys.argv[2]}, timeout_s=1000.0)
