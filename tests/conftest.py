@@ -1,7 +1,9 @@
 """Which tests have the machine to themselves: ``make unit`` runs two of the others at a time, then these."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 ALONE = (
@@ -23,3 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).as_posix().startswith(ALONE):
             item.add_marker("alone")
+
+
+@pytest.fixture
+def new_children() -> Callable[[], list[psutil.Process]]:
+    """List the processes below this one that were not there when the test began."""
+    here = psutil.Process()
+    before = {child.pid for child in here.children(recursive=True)}
+    return lambda: [child for child in here.children(recursive=True) if child.pid not in before]

@@ -89,7 +89,7 @@ class ConsoleTracker(Tracker):
             self._live.start()
             # the log's handlers hold the streams that the live view has replaced, and would write into it
             for handler in logging.getLogger().handlers:
-                if type(handler) is logging.StreamHandler:
+                if type(handler) is logging.StreamHandler and not handler.stream.closed:
                     self._handlers[handler] = handler.setStream(sys.stderr)
 
     def log_progress(self, what: str, done: int, total: int) -> None:

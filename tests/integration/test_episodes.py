@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 
-import psutil
 import pytest
 import torch
 
@@ -334,7 +333,7 @@ def closings(directory):
     return {name: closed[name] for name in built if name.partition("/")[0] not in dead}
 
 
-def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path):
+def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path, new_children):
     waits(tmp_path, dying=0.2)
     batch = BatchConfig(prompts_per_step=4, group_size=3)
     train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0), batch=batch))
@@ -357,11 +356,11 @@ def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path):
     assert counted == pytest.approx(sum(tries) / len(rows))
     assert undocumented(tmp_path / "out") == set()
     assert set(closings(tmp_path).values()) <= {1}
-    assert psutil.Process().children(recursive=True) == []
+    assert new_children() == []
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness):
+def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness, new_children):
     waits(tmp_path, wait=0.2)
 
     def interrupt():
@@ -377,7 +376,7 @@ def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness):
         train(run_config(tmp_path, "out", 9, rollout=rollout, eval=EvalConfig(every=0)))
     thread.join()
     assert set(closings(tmp_path).values()) == {1}
-    assert psutil.Process().children(recursive=True) == []
+    assert new_children() == []
 
 
 ROLLS_BACK = """

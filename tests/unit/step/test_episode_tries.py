@@ -56,10 +56,6 @@ class World:
 """
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
 class Engine(RolloutEngine):
     """Yields one answer after the other; ``between`` is called behind the first of a call of many."""
 
@@ -79,7 +75,9 @@ class Engine(RolloutEngine):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., list[Rollout]]]:
+def run(
+    tmp_path: Path, new_children: Callable[[], list[psutil.Process]]
+) -> Iterator[Callable[..., list[Rollout]]]:
     (tmp_path / "worlds.py").write_text(WORLDS)
     world = WorldSpec(
         reference=f"{tmp_path / 'worlds.py'}:World", config={"log": str(tmp_path / "log")}, timeout_s=20.0
@@ -117,15 +115,15 @@ def run(tmp_path: Path) -> Iterator[Callable[..., list[Rollout]]]:
 
     yield sample
     pool.close()
-    assert children() == []
+    assert new_children() == []
 
 
-def test_a_world_that_dies_while_the_engine_samples_its_turn_begins_again_once(run, tmp_path):
+def test_a_world_that_dies_while_the_engine_samples_its_turn_begins_again_once(run, tmp_path, new_children):
     killed = []
 
     def kill() -> None:
         if not killed:
-            killed.extend(children())
+            killed.extend(new_children())
             os.kill(killed[0].pid, signal.SIGKILL)
             time.sleep(0.3)  # the pool's thread hears of it
 

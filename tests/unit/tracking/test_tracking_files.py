@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import re
 import resource
@@ -244,3 +245,20 @@ def test_records_that_cannot_be_written_end_the_run(tmp_path: Path, what: str) -
 def test_unknown_tracker_is_an_error_that_lists_the_installed(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"'wandb'.*console, jsonl, mlflow"):
         Trackers(tmp_path, TrackingConfig(trackers=["wandb"]), None)
+
+
+def test_a_log_handler_whose_stream_is_closed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    closed = io.StringIO()
+    handler = logging.StreamHandler(closed)
+    closed.close()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=Terminal())
+    tracker.start({"max_steps": 10})
+    tracker.finish("finished")
+    assert handler.stream is closed
