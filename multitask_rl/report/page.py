@@ -1,4 +1,4 @@
-"""``multitask-rl report RUN --html FILE``: curves, decisions and stored samples of a run in one HTML file."""
+"""The page of one run: ``multitask-rl report RUN --html FILE`` and ``multitask-rl watch RUN``."""
 
 from __future__ import annotations
 
@@ -6,23 +6,53 @@ import base64
 import json
 import math
 import statistics
-import zlib
-from collections.abc import Mapping
-from importlib.resources import files
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from multitask_rl.report.samples import CHUNK, Samples
+from multitask_rl.report.shell import render_shell
 from multitask_rl.tracking.console import ALARM_KINDS
-from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import RunRecord, read_lines
 
-_TASK_METRICS = ("reward_mean", "weight", "kl", "length", "rejection_rate", "failure_rate")
-_MOST_POINTS = 400
-"""Of one curve; of longer ones every n-th step is shown, and the last."""
+_SECTIONS = {"learning": "Learning", "shares": "Shares", "constraints": "Constraints", "speed": "Speed"}
+_TASK_CHARTS = {
+    "reward_mean": ("learning", "Reward", "mean of the step's slots, penalties subtracted"),
+    "informative_rate": ("learning", "Informative groups", "share of groups whose rewards differ"),
+    "length": ("learning", "Length", "mean tokens of a response"),
+    "truncated_rate": ("learning", "Cut at the limit", "share cut at max_new_tokens"),
+    "entropy": ("learning", "Entropy", "of the next token, nats"),
+    "kl": ("learning", "KL to the reference", "per response, nats"),
+    "clip_fraction": ("learning", "Clipped", "share of tokens that the clip changed"),
+    "failure_rate": ("learning", "Failed", "share that could not be sampled or scored"),
+    "turns": ("learning", "Turns", "answers of an episode"),
+    "weight": ("shares", "Weight", "the scheduler's share of the prompts"),
+    "share_trained": ("shares", "Share trained", "share of the groups that gave a gradient"),
+    "level": ("shares", "Level", "the scheduler's estimate, smoothed, in [0, 1]"),
+    "rejection_rate": ("constraints", "Rejected", "share of all attempts"),
+    "violation_rate": ("constraints", "Violations", "share of first attempts"),
+    "cost": ("constraints", "Cost", "mean, in [0, 1]"),
+}
+"""Metric of a task -> section, title and note of its chart."""
+_RUN_CHARTS = {
+    "train/grad_norm": ("learning", "Norm of the gradient", "before it is clipped"),
+    "train/loss": ("learning", "Loss", "of the step's updates"),
+    "train/learning_rate": ("learning", "Learning rate", ""),
+    "time/tokens_per_s": ("speed", "Tokens per second", "sampled, per second of the step"),
+    "time/samples_per_s": ("speed", "Responses per second", "per second of the step"),
+    "memory/device_share": ("speed", "Memory of the device", "largest share in the step"),
+    "memory/peak_mb": ("speed", "Peak memory", "MiB, all devices"),
+}
+_STAGE_TIMES = ("rollout", "constraints", "rewards", "advantages", "update", "step")
+_MOST_POINTS = 800
+"""Of one curve; of longer ones each point is the mean of as many steps as needed."""
 _SAMPLE_BYTES = 6_000_000
 """Of compressed samples, which keeps the page under 8 MB."""
-_SAMPLE_KEYS = ("step", "task", "prompt_id", "draw", "sample", "attempt", "prompt", "response", "reward")
-_JUDGED_KEYS = ("breakdown", "failure", "finish_reason", "rejected", "verdicts", "turns")
+_SPANS_OF_STEPS = 12
+"""Newest steps in the timeline."""
+_MOST_SPANS = 4_000
 
 
 def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> str:
@@ -31,59 +61,232 @@ def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> s
     Raises:
         ConfigError: a record cannot be read.
     """
-    samples, left_out = _packed_samples(directory / "rollouts.jsonl")
-    data = {
-        "result": result,
-        "config": run.config,
-        "alarms": [event for event in run.events if event["kind"] in ALARM_KINDS],
-        "curves": _curves(run, directory),
-        "samples": samples,
-        "samples_left_out": left_out,
+    samples = Samples()
+    for _ in read_lines(directory / "rollouts.jsonl", samples.add):
+        pass
+    metrics = read_lines(directory / "metrics.jsonl", charted)
+    spans = read_lines(directory / "timeline.jsonl", span)
+    data = payload(run, result, directory, metrics, spans)
+    return render_shell(run.name, "run.js", {**data, "samples": embedded(samples)})
+
+
+def embedded(samples: Samples, most_bytes: int = _SAMPLE_BYTES) -> dict[str, Any]:
+    """Return the newest samples, with at most ``most_bytes`` of texts (base64), and how many are left out."""
+    chunks = [base64.b64encode(chunk).decode() for chunk in samples.chunks()]
+    total, first = 0, len(chunks)
+    while first and (total + len(chunks[first - 1]) <= most_bytes or first == len(chunks)):
+        first -= 1
+        total += len(chunks[first])
+    left_out = first * CHUNK
+    columns = {name: values[left_out:] for name, values in samples.columns.items()}
+    return {
+        "version": "",
+        "columns": columns,
+        "names": samples.names,
+        "chunk_size": CHUNK,
+        "chunks": chunks[first:],
+        "left_out": left_out,
     }
-    # no text of a response may end the script element or begin a comment in it
-    embedded = dump_line(data).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    template = files("multitask_rl.report").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace("@DATA@", embedded)
 
 
-def _curves(run: RunRecord, directory: Path) -> dict[str, dict[str, list[list[float]]]]:
-    """Return title -> task -> points: [step, value], of held-out means [step, mean, half an interval]."""
-    found: dict[str, dict[str, dict[int, list[float]]]] = {"held out": {}}
+def payload(
+    run: RunRecord,
+    result: Mapping[str, Any],
+    directory: Path,
+    metrics: Iterable[Mapping[str, float]],
+    spans: Iterable[Sequence[Any]],
+) -> dict[str, Any]:
+    """Return what the page shows besides samples.
+
+    ``metrics``: lines as ``charted`` returns them; ``spans``: as ``span`` does.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for line in metrics:
+        # an evaluation, the guard and a step write one line each; a step after a rollback replaces the former
+        rows.setdefault(int(line["step"]), {}).update(line)
+    steps = sorted(rows)
+    alarms = [event for event in run.events if event["kind"] in ALARM_KINDS]
+    machine = directory / "machine.json"
+    shown = ("tasks", "constraints", "stages", "events")
+    return {
+        "name": run.name,
+        "subtitle": _subtitle(run, steps),
+        "tasks": list(run.evaluations),
+        "alarm_kinds": list(ALARM_KINDS),
+        "alarms": alarms,
+        "result": {name: result[name] for name in shown},
+        "tiles": _tiles(run, result, rows, alarms),
+        "sections": list(_SECTIONS.items()),
+        "charts": [*_held_out(run), *_charts(rows), *_limits(run)],
+        "spans": _newest(spans),
+        "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100),
+        "machine": json.loads(machine.read_text(encoding="utf-8")) if machine.is_file() else {},
+    }
+
+
+def charted(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of ``metrics.jsonl`` that a chart shows, and its step."""
+    found: dict[str, float] = {"step": int(line["step"])}
+    for key, value in line.items():
+        if value is not None and key != "step" and _is_charted(key):
+            found[key] = float(f"{float(value):.5g}")
+    return found
+
+
+def _is_charted(key: str) -> bool:
+    area, _, rest = key.partition("/")
+    if area == "task":
+        name = rest.partition("/")[2]
+        return name in _TASK_CHARTS or name.startswith("multiplier/")
+    return key in _RUN_CHARTS or (area == "time" and rest.removesuffix("_s") in _STAGE_TIMES)
+
+
+def span(line: Mapping[str, Any]) -> list[Any]:
+    """Return a line of ``timeline.jsonl`` as stage, task, step, start and end."""
+    numbers = (round(float(line["start"]), 4), round(float(line["end"]), 4))
+    return [str(line["stage"]), str(line["task"]), int(line["step"]), *numbers]
+
+
+def _newest(spans: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Return the spans of the newest steps: whole steps, unless one alone has too many."""
+    by_step: dict[int, list[Sequence[Any]]] = {}
+    for one in spans:
+        by_step.setdefault(one[2], []).append(one)
+    found: list[Sequence[Any]] = []
+    for step in sorted(by_step, reverse=True)[:_SPANS_OF_STEPS]:
+        if found and len(found) + len(by_step[step]) > _MOST_SPANS:
+            break
+        found = by_step[step][:_MOST_SPANS] + found
+    return found
+
+
+def _subtitle(run: RunRecord, steps: Sequence[int]) -> str:
+    planned = run.config.get("max_steps")
+    model = run.config.get("model")
+    name = model.get("name_or_path") if isinstance(model, Mapping) else ""
+    done = f"step {steps[-1] if steps else 0}" + (f" of {planned}" if planned else "")
+    return " · ".join(part for part in (done, str(name or "")) if part)
+
+
+def _tiles(
+    run: RunRecord,
+    result: Mapping[str, Any],
+    rows: Mapping[int, Mapping[str, float]],
+    alarms: Sequence[Mapping[str, Any]],
+) -> list[list[Any]]:
+    """Return name, number and remark of what to see first."""
+    verdicts = [row["verdict"] for row in result["tasks"].values()]
+    seconds = [row["time/step_s"] for row in rows.values() if "time/step_s" in row]
+    last = max(rows, default=0)
+    left = f"of {run.config['max_steps']}" if run.config.get("max_steps") else ""
+    kinds = statistics.multimode(event["kind"] for event in alarms)
+    found: list[list[Any]] = [
+        ["steps", last, left],
+        ["tasks better", verdicts.count("better"), f"of {len(verdicts)}, held out"],
+        ["tasks worse", verdicts.count("worse"), f"{verdicts.count('unknown')} without a verdict"],
+        ["warnings and alarms", len(alarms), f"most: {kinds[0]}" if kinds else ""],
+    ]
+    if seconds:
+        typical = statistics.median(seconds)
+        found.append(
+            ["seconds a step", float(f"{typical:.3g}"), f"median; {sum(seconds) / 60:.3g} min in all steps"]
+        )
+    return found
+
+
+def _held_out(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the chart of held-out means with 95 % intervals (normal)."""
+    steps = sorted({evaluation.step for history in run.evaluations.values() for evaluation in history})
+    lines = []
     for task, history in run.evaluations.items():
-        own = found["held out"].setdefault(task, {})
+        own: dict[int, tuple[float, float]] = {}
         for evaluation in history:
             values = [value for value in evaluation.values if math.isfinite(value)]
             if values:
-                spread = statistics.stdev(values) if len(values) > 1 else math.nan
-                half = 1.96 * spread / math.sqrt(len(values))
-                own[evaluation.step] = [evaluation.step, statistics.fmean(values), half]
-    for line in read_lines(directory / "metrics.jsonl", lambda line: {**line, "step": int(line["step"])}):
-        for key, value in line.items():
-            area, *rest = key.split("/", 2)
-            if area == "task" and len(rest) == 2 and rest[1] in _TASK_METRICS and value is not None:
-                own = found.setdefault(rest[1], {}).setdefault(rest[0], {})
-                own[line["step"]] = [line["step"], float(value)]
-    return {
-        title: {task: _thin(list(points.values())) for task, points in tasks.items()}
-        for title, tasks in found.items()
-    }
+                spread = statistics.stdev(values) if len(values) > 1 else 0.0
+                own[evaluation.step] = statistics.fmean(values), 1.96 * spread / math.sqrt(len(values))
+        sides = {"y": 0, "low": -1, "high": 1}
+        ends = {
+            side: [_rounded(own[step][0] + sign * own[step][1]) if step in own else None for step in steps]
+            for side, sign in sides.items()
+        }
+        lines.append({"name": task, **ends})
+    note = "mean of the primary metric, 95 % interval"
+    return [_chart("held-out", "learning", "Held out", note, steps, lines)]
 
 
-def _thin(points: list[list[float]]) -> list[list[float]]:
-    stride = math.ceil(len(points) / _MOST_POINTS)
-    return points if stride < 2 else [*points[:-1:stride], points[-1]]
+def _charts(rows: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
+    names: dict[str, None] = {name: None for row in rows.values() for name in row if name != "step"}
+    found = []
+    for metric, (section, title, note) in _TASK_CHARTS.items():
+        parts = (name.split("/") for name in names)
+        own = {part[1]: "/".join(part) for part in parts if part[0] == "task" and part[2:] == [metric]}
+        found.append(_curves(rows, own, metric, section, title, note))
+    multipliers = {" · ".join(n.split("/")[1::2]): n for n in names if "/multiplier/" in n}
+    note = "Lagrange multiplier after the step before"
+    found.append(_curves(rows, multipliers, "multiplier", "constraints", "Multipliers", note, chips=True))
+    for metric, (section, title, note) in _RUN_CHARTS.items():
+        found.append(_curves(rows, {title: metric} if metric in names else {}, metric, section, title, note))
+    stages = {stage: f"time/{stage}_s" for stage in _STAGE_TIMES if f"time/{stage}_s" in names}
+    note = "stages that overlap add to more than the step"
+    found.append(_curves(rows, stages, "stages", "speed", "Seconds per stage", note, chips=True))
+    return [chart for chart in found if chart["lines"]]
 
 
-def _packed_samples(path: Path) -> tuple[str, int]:
-    """Return the newest stored samples (JSON list, deflate, base64), and how many older ones are left out."""
+def _curves(
+    rows: Mapping[int, Mapping[str, float]],
+    names: Mapping[str, str],
+    metric: str,
+    section: str,
+    title: str,
+    note: str,
+    *,
+    chips: bool = False,
+) -> dict[str, Any]:
+    """Return a chart of a line per title in ``names`` (title -> metric)."""
+    steps = [step for step in sorted(rows) if any(name in rows[step] for name in names.values())]
+    stride = max(1, math.ceil(len(steps) / _MOST_POINTS))
+    blocks = [steps[at : at + stride] for at in range(0, len(steps), stride)]
+    lines = []
+    for name, key in names.items():
+        found = [[rows[step][key] for step in block if key in rows[step]] for block in blocks]
+        lines.append({"name": name, "y": [_rounded(statistics.fmean(own)) if own else None for own in found]})
+    if stride > 1:
+        note += f"{'; ' if note else ''}each point is the mean of {stride} steps"
+    chart = _chart(metric.replace("/", "-"), section, title, note, [block[-1] for block in blocks], lines)
+    return {**chart, "chips": chips}
 
-    def chosen(line: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: line[key] for key in (*_SAMPLE_KEYS, *_JUDGED_KEYS) if key in line}
 
-    samples = list(read_lines(path, chosen))
-    kept = samples
-    while True:
-        packed = base64.b64encode(zlib.compress(json.dumps(kept).encode())).decode()
-        if len(packed) <= _SAMPLE_BYTES:
-            return packed, len(samples) - len(kept)
-        kept = kept[len(kept) // 4 + 1 :]
+def _limits(run: RunRecord) -> list[dict[str, Any]]:
+    """Return a chart per constraint with a limit: rate and upper bound of each evaluation, and the limit."""
+    found: list[dict[str, Any]] = []
+    for task, history in run.evaluations.items():
+        limits = {key for evaluation in history for key in evaluation.metrics if key.endswith("/limit")}
+        for key in sorted(limits):
+            prefix = key.removesuffix("limit")
+            name = prefix.removeprefix("constraint/").removesuffix("/")
+            kept = {"rate": "violation_rate", "upper bound": "upper_bound", "limit": "limit"}
+            own = [evaluation for evaluation in history if key in evaluation.metrics]
+            lines = [
+                {
+                    "name": title,
+                    "y": [_rounded(evaluation.metrics.get(prefix + metric)) for evaluation in own],
+                    "dashed": title == "limit",
+                }
+                for title, metric in kept.items()
+            ]
+            title, note = f"{task}: {name}", "held-out rate of violations, one-sided 95 % upper bound"
+            steps = [evaluation.step for evaluation in own]
+            chart = _chart(f"limit-{len(found)}", "constraints", title, note, steps, lines)
+            found.append({**chart, "chips": True})
+    return found
+
+
+def _chart(
+    name: str, section: str, title: str, note: str, steps: Sequence[int], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    return {"id": name, "section": section, "title": title, "note": note, "x": steps, "lines": lines}
+
+
+def _rounded(value: float | None) -> float | None:
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None

@@ -46,7 +46,10 @@ def test_the_wheel_holds_every_module_and_configuration(installed: Path) -> None
     for root in (ROOT, ROOT / "tasks", ROOT / "rewards"):
         for package in root.glob("multitask_rl*/"):
             for path in package.rglob("*"):
-                if path.suffix in (".py", ".yaml", ".txt", ".typed"):
+                if (
+                    path.suffix in (".py", ".yaml", ".txt", ".typed", ".html", ".css", ".js")
+                    or path.name == "LICENSE"
+                ):
                     assert (installed / path.relative_to(root)).is_file(), path
 
 

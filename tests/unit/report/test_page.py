@@ -1,30 +1,157 @@
+"""The page of a run: what it holds, how large it is, and that no text of a run gets out of its place."""
+
 import base64
+import hashlib
 import json
+import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 from multitask_rl.cli import main
+from multitask_rl.report.page import embedded
+from multitask_rl.report.samples import CHUNK, Samples
+
+EVIL = "</script><script>alert(1)</script><!-- \u202e\u0000 @DATA@ @SCRIPT@"
 
 
-def test_the_page_holds_the_samples_and_no_text_of_a_run_ends_its_script(tmp_path: Path) -> None:
-    evil = "</script><script>alert(1)</script><!--"
+def write(directory: Path, **files: list[dict[str, Any]]) -> Path:
+    """Write the records of a run, with an evaluation if none is given."""
     score = {"step": 1, "task": "sums", "metric": "m", "direction": "higher", "values": [0.0, 1.0]}
-    sample = {"step": 1, "task": "sums", "prompt": evil, "response": evil, "reward": 0.5}
-    event = {"step": 1, "source": "guard", "kind": "warn", "task": "sums", "reason": evil}
-    metrics = [{"step": step, "task/sums/reward_mean": step / 2000} for step in range(2001)]
-    for name, lines in {"evaluations": [score], "rollouts": [sample], "events": [event]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    page = tmp_path / "page.html"
+    for name, lines in {"evaluations": [score], **files}.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
 
-    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
 
+def sample(step: int, **other: Any) -> dict[str, Any]:
+    texts = {"prompt_id": "sums/1", "prompt": "1+1", "response": "2"}
+    return {"step": step, "task": "sums", **texts, "reward": 0.5, **other}
+
+
+def page_of(directory: Path) -> tuple[str, dict[str, Any]]:
+    """Return the page of the run in ``directory`` and the data in it."""
+    page = directory / "page.html"
+    assert main(["report", str(directory), "--html", str(page)]) == 0
     text = page.read_text()
+    return text, json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
+    evil = sample(1, prompt=EVIL, response=EVIL * 3, task=EVIL, row={"answer": EVIL}, finish_reason=EVIL)
+    event = {"step": 1, "source": "guard", "kind": "warn", "task": EVIL, "reason": EVIL}
+    directory = tmp_path / "<script> &amp;"
+    directory.mkdir()
+    (directory / "config.yaml").write_text(json.dumps({"model": {"name_or_path": EVIL.replace("\0", "")}}))
+    text, data = page_of(write(directory, rollouts=[evil], events=[event]))
     assert text.count("</script>") == 2
-    assert "alert(1)</script>" not in text
-    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    assert json.loads(zlib.decompress(base64.b64decode(data["samples"])))[0]["response"] == evil
-    assert data["alarms"][0]["reason"] == evil
-    curve = data["curves"]["reward_mean"]["sums"]
-    assert len(curve) <= 401
-    assert curve[-1] == [2000, 1.0]
+    assert text.count("<script") == 2
+    assert "alert(1)<" not in text
+    assert "<title>" in text.partition("&lt;script&gt; &amp;amp;</title>")[0]
+    assert data["alarms"][0]["reason"] == EVIL
+    chunk = json.loads(zlib.decompress(base64.b64decode(data["samples"]["chunks"][0])))
+    assert chunk[0]["response"] == EVIL * 3
+    assert data["samples"]["names"]["task"] == [EVIL]
+
+
+def test_the_policy_of_the_page_names_its_own_script_alone(tmp_path: Path) -> None:
+    text, _ = page_of(write(tmp_path))
+    code = re.search(r"<script>(.*)</script>", text, re.DOTALL)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert code is not None
+    assert policy is not None
+    digest = base64.b64encode(hashlib.sha256(code[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy[1]
+    assert "connect-src" not in policy[1]
+    assert "http" not in policy[1]
+    assert "Permission is hereby granted" in code[1], "the licence of uPlot goes with it"
+
+
+def test_curves_of_many_steps_become_means_and_keep_the_last_step(tmp_path: Path) -> None:
+    metrics: list[dict[str, Any]] = []
+    metrics += [{"step": step, "task/sums/reward_mean": step / 2000} for step in range(1, 2001)]
+    metrics += [{"step": 2000, "task/sums/multiplier/short": 0.25, "time/rollout_s": 2.0, "macro/kl": 1.0}]
+    _, data = page_of(write(tmp_path, metrics=metrics))
+    charts = {chart["id"]: chart for chart in data["charts"]}
+    assert set(charts) == {"held-out", "reward_mean", "multiplier", "stages"}
+    reward = charts["reward_mean"]
+    assert (len(reward["x"]), reward["x"][-1]) == (667, 2000)
+    assert reward["lines"][0]["y"][0] == 0.001
+    assert "3 steps" in reward["note"]
+    assert charts["multiplier"]["lines"] == [{"name": "sums · short", "y": [0.25]}]
+    assert charts["stages"]["lines"] == [{"name": "rollout", "y": [2.0]}]
+
+
+def test_held_out_curves_have_intervals_and_limits_their_bound(tmp_path: Path) -> None:
+    numbers = {"limit": 0.2, "violation_rate": 0.1, "upper_bound": 0.4}
+    metrics = {f"constraint/short/{name}": {"mean": value} for name, value in numbers.items()}
+    score = {"step": 3, "task": "sums", "metric": "m", "direction": "higher", "values": [0.0, 1.0, None]}
+    _, data = page_of(write(tmp_path, evaluations=[{**score, "metrics": metrics}]))
+    held_out, limit = data["charts"]
+    assert held_out["lines"] == [{"name": "sums", "y": [0.5], "low": [-0.48], "high": [1.48]}]
+    assert limit["title"] == "sums: short"
+    assert [(line["name"], line["y"], line["dashed"]) for line in limit["lines"]] == [
+        ("rate", [0.1], False),
+        ("upper bound", [0.4], False),
+        ("limit", [0.2], True),
+    ]
+
+
+def test_the_timeline_has_the_newest_steps_whole(tmp_path: Path) -> None:
+    spans = [
+        {"stage": stage, "task": "", "start": step + 0.0, "end": step + 0.5, "step": step}
+        for step in range(1, 31)
+        for stage in ("rollout", "step")
+    ]
+    _, data = page_of(write(tmp_path, timeline=spans))
+    assert [one[2] for one in data["spans"]] == [step for step in range(19, 31) for _ in range(2)]
+
+
+def test_samples_have_columns_to_filter_by(tmp_path: Path) -> None:
+    verdict = {"cost": 1.0, "violated": True, "reason": "too long"}
+    failure = {"kind": "timeout", "message": "30 s", "source": "slow"}
+    rows = [
+        sample(1, rejected=True, verdicts={"short": verdict, "safe": {**verdict, "violated": False}}),
+        sample(2, reward=None, failure=failure, finish_reason="length", response_ids=[4, 5]),
+        sample(2, task="other", verdicts={"safe": {**verdict, "applicable": False, "violated": False}}),
+    ]
+    _, data = page_of(write(tmp_path, rollouts=rows))
+    stored = data["samples"]
+    assert stored["names"] == {
+        "task": ["sums", "other"],
+        "prompt": ["sums/1"],
+        "failure": ["timeout"],
+        "constraint": ["short"],
+    }
+    assert stored["columns"] == {
+        "step": [1, 2, 2],
+        "draw": [0, 0, 0],
+        "reward": [0.5, None, 0.5],
+        "length": [0, 2, 0],
+        "flags": [1 + 2 + 4, 8 + 16, 0],
+        "task": [0, 0, 1],
+        "prompt": [0, 0, 0],
+        "failure": [-1, 0, -1],
+        "violated": [1, 0, 0],
+    }
+
+
+def test_the_oldest_samples_are_left_out_of_a_page_that_would_be_too_large() -> None:
+    samples = Samples()
+    for step in range(3 * CHUNK + 1):
+        samples.add(sample(step))
+    whole = embedded(samples)
+    assert (whole["left_out"], len(whole["chunks"])) == (0, 4)
+    part = embedded(samples, most_bytes=len(whole["chunks"][-1]) + len(whole["chunks"][2]))
+    assert part["left_out"] == 2 * CHUNK
+    assert part["columns"]["step"] == list(range(2 * CHUNK, 3 * CHUNK + 1))
+    assert embedded(samples, most_bytes=1)["left_out"] == 3 * CHUNK, "one chunk is always there"
+
+
+def test_a_text_without_end_is_cut_and_says_so() -> None:
+    samples = Samples()
+    row = {"long": "b" * 9_000, "prompt": "left out", "none": None}
+    samples.add(sample(1, response="a" * 200_000, row=row))
+    (one,) = json.loads(zlib.decompress(samples.chunks()[0]))
+    assert one["response"].endswith("aaa ... (100,000 characters more are in rollouts.jsonl)")
+    assert list(one["row"]) == ["long"]
+    assert len(one["row"]["long"]) < 2_100
