@@ -4,12 +4,12 @@
 
 More than one rollout worker are engine replicas in Ray actors (``pip install 'multitask-rl[ray]'``). The
 critic is ``--critic_model`` with a value head; it must have the actor's tokenizer. Without that flag the
-values are read from the actor's own hidden states. The reward is the one of ``ppo_train.py``.
+values are read from the actor's own hidden states. The prompts and the reward are those of ``ppo_train.py``.
 """
 
 import argparse
 
-from ppo_train import ENDS, STARTS, cheerful
+from cheerful import ENDS, STARTS, cheerful
 
 from multitask_rl import PPOConfig, RLTrainer
 

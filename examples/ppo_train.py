@@ -9,27 +9,9 @@ process. The reward counts cheerful words, so that any causal language model can
 
 import argparse
 
+from cheerful import ENDS, STARTS, cheerful
+
 from multitask_rl import PPOConfig, RLTrainer
-
-WORDS = {"good", "great", "nice", "happy", "love", "best", "wonderful", "fun", "beautiful", "thank"}
-STARTS = (
-    "The movie was",
-    "I think that",
-    "My friend said",
-    "Today we",
-    "The food in this place",
-    "She told me",
-)
-ENDS = ("", " really", " again", " in the end", " and so", " because", " although", " but then")
-
-
-def cheerful(responses: list[str]) -> list[float]:
-    """Return the share of cheerful words in each response, at most 1."""
-    shares = []
-    for response in responses:
-        words = [word.strip(".,!?\"'").lower() for word in response.split()]
-        shares.append(min(1.0, 5.0 * sum(word in WORDS for word in words) / max(1, len(words))))
-    return shares
 
 
 def main() -> None:

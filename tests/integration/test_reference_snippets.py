@@ -244,7 +244,7 @@ SPAWNED = """
 import sys
 sys.path.append({examples!r})
 from multitask_rl import PPOConfig, RLTrainer
-from ppo_train import ENDS, STARTS, cheerful
+from cheerful import ENDS, STARTS, cheerful
 if __name__ == "__main__":
     config = PPOConfig(
         model_name="meta-llama/Llama-3-8b",
@@ -325,7 +325,16 @@ def test_a_model_that_fsdp_wraps_is_trained(workspace: Path) -> None:
 
 
 def test_the_simple_example_trains_with_two_rollout_workers_and_a_critic_of_its_own(workspace: Path) -> None:
-    flags = ["--num_rollout_workers", "2", "--actor_model", "gpt2", "--critic_model", "gpt2"]
+    flags = [
+        "--num_rollout_workers",
+        "2",
+        "--actor_model",
+        "gpt2",
+        "--critic_model",
+        "gpt2",
+        "--batch_size",
+        "4",
+    ]
     command = [sys.executable, str(ROOT / "examples" / "ppo_simple.py"), *flags, "--output_dir", "simple"]
     ended = subprocess.run(
         command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300, check=False

@@ -12,6 +12,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import make_actor
 from multitask_rl.records import SamplingParams
+from plain_rewards import digits
 from vllm_builders import small_model, small_tokenizer
 
 pytestmark = [
@@ -19,11 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 PROMPTS = [f"{i}+{i}=" for i in range(6)]
-
-
-def digits(responses: list[str]) -> list[float]:
-    """Return 1 for a response that begins with a digit."""
-    return [float(response[:1].isdigit()) for response in responses]
 
 
 @pytest.fixture(scope="module")

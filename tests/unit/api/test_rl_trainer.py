@@ -10,13 +10,9 @@ from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer
 from multitask_rl.config import get_ppo_default_config
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
+from plain_rewards import digits
 
 PROMPTS = [f"{i}+{i}=" for i in range(8)]
-
-
-def digits(responses: list[str]) -> list[float]:
-    """Return 1 for a response that begins with a digit."""
-    return [float(response[:1].isdigit()) for response in responses]
 
 
 def config(tmp_path: Path, **changes: object) -> PPOConfig:
