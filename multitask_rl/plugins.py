@@ -130,10 +130,10 @@ def locate(reference: str, group: str, where: str = "") -> Located:
         module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
     except (PluginError, MissingExtraError) as error:
         raise type(error)(f"{prefix}{error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"{prefix}the plugin {reference!r} cannot be loaded: importing {place!r} failed with "
-            f"{type(error).__name__}: {error}"
+            f"{_import_failure(error)}"
         ) from error
     value: Any = module
     for part in name.split("."):
@@ -179,10 +179,10 @@ def _load_entry_point(group: str, name: str) -> Located:
         loaded = _entry_points(tuple(sys.path))[info].load()
     except MissingExtraError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"{_kind(group)} {name!r} of {version} cannot be loaded: importing {info.value!r} (group "
-            f"{group}) failed with {type(error).__name__}: {error}"
+            f"{group}) failed with {_import_failure(error)}"
         ) from error
     return Located(loaded, name, version, f"{version} ({info.value})")
 
@@ -253,6 +253,16 @@ def _entry_points(path: tuple[str, ...]) -> dict[PluginInfo, importlib.metadata.
 
 def _kind(group: str) -> str:
     return group.removeprefix("multitask_rl.").removesuffix("s").replace("_", " ")
+
+
+def _import_failure(error: BaseException) -> str:
+    """Return the error of an import, and what to do where that is known."""
+    told = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{told}; install that package beside multitask-rl, or correct the import"
+    if isinstance(error, SystemExit):
+        return f"{told}; put what a script does below `if __name__ == '__main__':`"
+    return told
 
 
 def _label(cls: Any) -> str:

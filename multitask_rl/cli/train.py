@@ -20,6 +20,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -305,13 +306,40 @@ def _is_below_mapping(key: str) -> bool:
     return any(key.startswith(f"{name}.") for name, default in config_keys().items() if default == {})
 
 
+_FORMS = {
+    "could not be converted to Integer": "a whole number",
+    "could not be converted to Float": "a number",
+    "is not a valid bool": "true or false",
+    "is not a ListConfig": "a list, KEY=[VALUE,VALUE]",
+}
+"""What OmegaConf says of a wrong type -> what is allowed."""
+
+
+def _explain_form(argument: str) -> str:
+    """Return what is wrong with an argument that is no override."""
+    key, equals, value = argument.lstrip("+").partition("=")
+    if not equals and Path(argument).suffix in (".yaml", ".yml"):
+        return f"{argument!r}: a file is given by its key: tasks_file={argument}"
+    if not equals or not key:
+        return (
+            f"{argument!r} is no key=value; write KEY=VALUE without spaces around the =, such as "
+            "max_steps=100 (keys: docs/configuration.md)"
+        )
+    return (
+        f"{argument!r}: the value has characters with a meaning of their own (spaces, braces, ~ : , =); "
+        f"quote it twice: '{key}=\"{value}\"', once for the shell and once for the value"
+    )
+
+
 def _explain(error: Exception) -> str:
     """Return one paragraph: Hydra's message, a close key, where the keys are listed."""
+    if isinstance(error, OverrideParseException):
+        return _explain_form(error.override)
     causes: list[BaseException] = [error, *([error.__cause__] if error.__cause__ else [])]
     said = [next(iter(str(cause).strip().splitlines()), type(cause).__name__) for cause in causes]
     unknown = re.search(r"[Kk]ey '([^']+)'", " ".join(said))
     full_key = re.search(r"full_key: (\S+)", " ".join(map(str, causes)))
-    hint = ""
+    hint = next((f"; give {form}" for end, form in _FORMS.items() if end in " ".join(said)), "")
     if unknown:
         section = (full_key[1] if full_key else unknown[1]).rpartition(".")[0]
         below = [k.removeprefix(f"{section}.") for k in config_keys() if k.startswith(section)]

@@ -111,6 +111,8 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
             f"{temperature!r}; for greedy evaluation set eval.temperature=0, or make the task evaluation_only"
         )
     check_entry_point(where.at("type"), "multitask_rl.algorithms", spec.type)
+    if spec.environment:
+        check_entry_point(where.at("environment"), "multitask_rl.environments", spec.environment)
     for index, reward in enumerate(spec.rewards):
         _check_plugin(where.at("rewards", index), "multitask_rl.rewards", reward.plugin)
     has_grammar = False
@@ -136,7 +138,10 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     if spec.answer and spec.kind not in ("anchor", "sft"):
         raise ConfigError(f"{where.at('answer')}: only types anchor and sft read it, not {spec.type}")
     if bool(spec.teacher) != (spec.kind == "distill"):
-        raise ConfigError(f"{where.at('teacher')}: type distill needs a teacher, and no other type has one")
+        raise ConfigError(
+            f"{where.at('teacher')}: type distill needs a teacher, and no other type has one; give teacher: "
+            "PATH of its model, or take another type"
+        )
     if not spec.prompt and not (spec.kind == "anchor" and spec.answer and not spec.is_scored):
         raise ConfigError(
             f"{where.at('prompt')}: an empty prompt is for plain text: a task of type anchor with 'answer' "
@@ -216,7 +221,7 @@ def check_entry_point(where: Where, group: str, name: str) -> None:
     """Refuse a name that no entry point of ``group`` has."""
     names = sorted({plugin.name for plugin in list_plugins(group)})
     if name not in names and ":" not in name:  # loading checks module:object and file.py:object
-        kind = group.rpartition(".")[2].removesuffix("s")
+        kind = group.rpartition(".")[2].removesuffix("s").replace("_", " ")
         raise ConfigError(
             f"{where}: unknown {kind} {name!r}{suggest(name, names)} "
             f"(installed: {', '.join(names) or 'none'}); "
@@ -245,7 +250,9 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
         try:
             tree = parse_python(text)
         except SyntaxError as error:
-            raise ConfigError(f"{where}: cannot read {place!r} of {plugin!r}: {error}") from error
+            raise ConfigError(
+                f"{where}: {place}:{error.lineno} is not Python: {error.msg}; correct that line"
+            ) from error
         names: list[str] = []
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

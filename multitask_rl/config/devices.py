@@ -129,7 +129,10 @@ def parse_device_map(
         if devices.kind == "cuda" and (missing or not available):
             names = f"cuda:{','.join(map(str, missing))}" if missing else "cuda"
             have = f"cuda:0-{available - 1}" if available > 1 else "cuda:0" if available else "no CUDA device"
-            raise ConfigError(f"device_map.{role}: {names} is not on this machine, which has {have} and cpu")
+            raise ConfigError(
+                f"device_map.{role}: {names} is not on this machine, which has {have} and cpu; "
+                "name what it has"
+            )
     for role, devices in parsed.items():
         if role in _WITH_ACTOR and devices != actor:
             has = f"which has {actor}" if actor is not None else "which device_map does not name"

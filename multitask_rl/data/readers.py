@@ -179,7 +179,10 @@ def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path:
             try:
                 value = _parse_json(line)
             except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-                raise DataError(f"{path}:{number}: not a line of JSON: {error}") from error
+                raise DataError(
+                    f"{path}:{number}: not a line of JSON: {error}; each line is one object, such as "
+                    '{"prompt": "1+1=", "reference": "2"}'
+                ) from error
             if not isinstance(value, dict):
                 raise DataError(
                     f"{path}:{number}: expected a JSON object (a row), got {type(value).__name__}"

@@ -98,7 +98,10 @@ class Conversation:
         self.text, self.prompt_ids = self._render()
         """``text`` is the whole conversation so far, ``prompt_ids`` [P] the prompt alone."""
         if not self.prompt_ids:
-            raise DataError(f"task {spec.name!r}: row {row_id(row)!r} renders to an empty prompt")
+            raise DataError(
+                f"task {spec.name!r}: row {row_id(row)!r} renders to an empty prompt; give it a text, or "
+                f"leave it out (the task's prompt is {spec.prompt!r})"
+            )
 
     def reply(
         self, response: str, response_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]

@@ -412,6 +412,11 @@ def load_actor(
                 ) from error
             # the model has attention of its own, or none (GPT-OSS, Mamba)
             model = AutoModelForCausalLM.from_pretrained(name, **given)
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes one without files
+            raise ConfigError(
+                f"model.name_or_path {name!r} has a tokenizer without a word: its files (tokenizer.json, or "
+                "vocab.json and merges.txt) are missing; copy them there from the model's source"
+            )
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:

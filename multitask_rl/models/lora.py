@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.config.run import LoraConfig
-from multitask_rl.errors import CheckpointError, MissingExtraError
+from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError
 from multitask_rl.seeding import derive_seed
 
 
@@ -34,7 +34,16 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
     # adapters start at random; they depend on the seed only
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
-        return peft.get_peft_model(model, settings)
+        try:
+            return peft.get_peft_model(model, settings)
+        except ValueError as error:
+            layers = {
+                n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+            }
+            raise ConfigError(
+                f"model.lora.target_modules={config.target_modules!r}: {error}; give all-linear or some of "
+                f"{', '.join(sorted(layers))}"
+            ) from error
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor]:

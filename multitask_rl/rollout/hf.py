@@ -23,6 +23,7 @@ from multitask_rl.models.actor import evaluating
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.rope import context_length
 from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
+from multitask_rl.plugins import build_config
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
 from multitask_rl.rollout.decoder import (
@@ -101,6 +102,7 @@ class HFEngine(RolloutEngine):
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> HFEngine:
         """Return an engine that shares the actor's weights."""
+        build_config(cls, config.engine_config, where="rollout.engine_config")
         return cls(
             actor.model,
             eos_token_ids=actor.eos_token_ids,

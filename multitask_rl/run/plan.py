@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
+from multitask_rl.config.checks import FOREIGN_PREFIXES, check_entry_point
 from multitask_rl.config.devices import DeviceSet, parse_devices, resolve_devices
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
@@ -23,7 +25,14 @@ from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import held_out_warning
 from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.models.actor import check_attention
-from multitask_rl.plugins import ROLLOUT_ENGINES, absolute_reference, load_plugin
+from multitask_rl.plugins import (
+    GUARDS,
+    ROLLOUT_ENGINES,
+    SCHEDULERS,
+    TRACKERS,
+    absolute_reference,
+    load_plugin,
+)
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.scoring.adapt import find_plugin
@@ -104,6 +113,13 @@ def plan_run(
             f"{problem if resume.exists() else 'not there'}; give the directory of one "
             "(RUN/checkpoints/step_00000025), auto or never"
         )
+    named = [("scheduler.policy", SCHEDULERS, config.scheduler.policy)]
+    named += [("rollout.engine", ROLLOUT_ENGINES, config.rollout.engine)]
+    named += [("tracking.trackers", TRACKERS, name) for name in config.tracking.trackers]
+    if config.guard.enabled:
+        named.append(("guard.plugin", GUARDS, config.guard.plugin))
+    for key, group, name in named:
+        check_entry_point(Where(path=(key,)), group, name)
     specs = load_specs(config)
     validate_tasks(specs, need_data=dataloader is None)
     devices = resolve_devices(config.device_map, tasks=list(specs))
@@ -161,11 +177,28 @@ def load_task_rows(
     rows: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {}
     for name, spec in specs.items():
         rows[name] = ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
+        needs, parameters = _columns_read(spec)
         for part in rows[name]:
-            check_rows(spec, part)
+            check_rows(spec, part, needs=needs, parameters=parameters)
         if warning := held_out_warning(spec, *rows[name]):
             logger.warning("task %s: %s", name, warning)
     return rows
+
+
+def _columns_read(spec: TaskSpec) -> tuple[set[str], set[str]]:
+    """Return the columns that the plugins read: those that must hold something, those that may be null.
+
+    Plugins of other libraries may be slow to build; they name a missing column when they score.
+    """
+    needs, parameters = set[str](), set[str]()
+    named = [("reward", r.plugin, r.config) for r in spec.rewards]
+    named += [("constraint", c.plugin, c.config) for c in spec.judged]
+    for kind, reference, config in named:
+        if reference.partition(":")[0] not in FOREIGN_PREFIXES:
+            source = find_plugin(kind, reference, f"{spec.source or 'tasks'}: tasks.{spec.name}.{kind}s")
+            needs.update(source.traits.needs)
+            parameters.update(source.check(config))
+    return needs, parameters
 
 
 def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:

@@ -162,7 +162,11 @@ def test_another_guard_follows_one_that_keeps_no_state(begun, tmp_path):
             "guard.guard_config.back_to: unknown key 'back_to'; did",
         ),
         ({"max_rollbacks": 1}, ConfigError, "guard.max_rollbacks is a setting of safety_guard"),
-        ({"plugin": "safety_gard"}, PluginError, "unknown guard 'safety_gard'. Did you mean 'safety_guard'"),
+        (
+            {"plugin": "safety_gard"},
+            ConfigError,
+            "guard.plugin: unknown guard 'safety_gard'; did you mean 'safety_guard'",
+        ),
         (
             {"plugin": "uuid:UUID"},
             PluginError,

@@ -86,7 +86,8 @@ def test_broken_import_names_everything(site: Path) -> None:
         load_plugin(REWARDS, "broken")
     assert str(caught.value) == (
         "reward 'broken' of broken-dist 1.2 cannot be loaded: importing 'broken_plugin:f' (group "
-        "multitask_rl.rewards) failed with ModuleNotFoundError: No module named 'no_such_library'"
+        "multitask_rl.rewards) failed with ModuleNotFoundError: No module named 'no_such_library'; "
+        "install that package beside multitask-rl, or correct the import"
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 

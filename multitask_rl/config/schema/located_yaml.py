@@ -122,7 +122,8 @@ def parse_yaml(text: str, file: str) -> tuple[Any, Where]:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         problem = " ".join(filter(None, (error.context, error.problem)))
-        raise ConfigError(f"{place}: not valid YAML: {problem}") from error
+        hint = "; indent with spaces" if "'\\t'" in problem else ""
+        raise ConfigError(f"{place}: not valid YAML: {problem}{hint}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     except RecursionError as error:

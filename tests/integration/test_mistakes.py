@@ -1,0 +1,320 @@
+"""Mistakes of new users: each is answered with what is wrong, where, what is allowed and what to do.
+
+None ends in a traceback, and none passes silently. The list below is the whole list: one case per mistake.
+"""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.cli import main
+from run_builders import write_run
+
+TASK = {"type": "grpo", "dataset": "copy.jsonl", "rewards": ["rewards.py:starts_right"]}
+SMALL = [
+    *("num_threads=1", "rollout.max_new_tokens=3", "batch.prompts_per_step=4", "batch.group_size=2"),
+    *("eval.num_prompts=4", "scoring.num_workers=1", "scoring.retries=0", "tracking.trackers=[jsonl]"),
+    *("guard.enabled=false", "max_steps=1"),
+]
+TRAIN = ["train", "tasks_file=tasks.yaml", "model.name_or_path=actor", "output_dir=out", *SMALL]
+ROW = '{"prompt": "a", "reference": "b"}\n'
+
+
+def task(**keys):
+    """Return a tasks file with one task; a key that is None is left out."""
+    own = {key: value for key, value in {**TASK, **keys}.items() if value is not None}
+    return {"tasks.yaml": json.dumps({"tasks": {"copy": own}})}
+
+
+def reward(source):
+    return {**task(rewards=["own.py:score"]), "own.py": source}
+
+
+def data(name, text):
+    return {**task(dataset=name), name: text}
+
+
+MISTAKES = {
+    # the command
+    "a misspelt command": (["trian"], {}, ["'trian'", "did you mean 'train'"]),
+    "nothing given": (["train"], {}, ["no tasks", "tasks_file=path/to/tasks.yaml"]),
+    "the file without its key": (["train", "tasks.yaml"], {}, ["tasks_file=tasks.yaml"]),
+    "a key with dashes": (["train", "--max-steps", "3"], {}, ["--max-steps", "write max_steps=3"]),
+    "spaces around =": (
+        ["train", "max_steps", "=", "3"],
+        {},
+        ["'max_steps'", "write KEY=VALUE without spaces"],
+    ),
+    "a value without quotes": (
+        ["train", "tasks.copy.prompt=Q: {prompt}"],
+        {},
+        ["tasks.copy.prompt", "quote it twice: 'tasks.copy.prompt=\"Q: {prompt}\"'"],
+    ),
+    "arguments in another order": (
+        ["eval", "tasks.yaml", "actor"],
+        {},
+        ["'actor' is a directory", "tasks.yaml"],
+    ),
+    # keys of the configuration
+    "a misspelt section": (["train", "modle.name_or_path=x"], {}, ["'modle'", "did you mean 'model'"]),
+    "a misspelt key": (["train", "batch.group_sze=4"], {}, ["batch.group_sze", "did you mean 'group_size'"]),
+    "a text for a number": (["train", "max_steps=many"], {}, ["max_steps=many", "give a whole number"]),
+    "one value for a list": (
+        ["train", "tracking.trackers=jsonl"],
+        {},
+        ["tracking.trackers=jsonl", "give a list, KEY=[VALUE,VALUE]"],
+    ),
+    "a number out of range": (
+        ["train", "optimizer.learning_rate=-1"],
+        {},
+        ["optimizer.learning_rate", "> 0"],
+    ),
+    "an unknown choice": (["train", "model.dtype=fp16"], {}, ["model.dtype", "float16, got 'fp16'"]),
+    "a task that is not there": (
+        [*TRAIN, "tasks.cpy.weight=2"],
+        task(),
+        ["tasks.cpy", "did you mean 'copy'"],
+    ),
+    "an unknown policy": (
+        [*TRAIN, "scheduler.policy=patiense"],
+        task(),
+        ["scheduler.policy", "did you mean 'patience'", "uniform"],
+    ),
+    "an unknown tracker": ([*TRAIN, "tracking.trackers=[jsnl]"], task(), ["tracking.trackers", "'jsonl'"]),
+    "an unknown engine": ([*TRAIN, "rollout.engine=vlm"], task(), ["rollout.engine", "did you mean 'vllm'"]),
+    "a key of another engine": (
+        [*TRAIN, "rollout.engine_config.max_num_seqs=4"],
+        task(),
+        ["rollout.engine_config", "'max_num_seqs'", "Remove the keys"],
+    ),
+    "a device that is not there": (
+        [*TRAIN, "device_map.actor=cuda:97"],
+        task(),
+        ["device_map.actor", "cuda:97 is not on this machine", "cpu; name what it has"],
+    ),
+    "a guard of no metric": (
+        [*TRAIN, "guard.enabled=true", "guard.monitor_metrics=[cpy]"],
+        task(),
+        ["guard.monitor_metrics: 'cpy'", "did you mean 'copy'", "reward_mean"],
+    ),
+    # the tasks file
+    "a missing tasks file": (
+        ["train", "tasks_file=gone.yaml"],
+        {},
+        ["'gone.yaml' does not exist", "give the path"],
+    ),
+    "a tab in YAML": (
+        TRAIN,
+        {"tasks.yaml": "tasks:\n\tcopy: {}\n"},
+        ["tasks.yaml:2:1", "indent with spaces"],
+    ),
+    "an empty file": (TRAIN, {"tasks.yaml": ""}, ["tasks.yaml: the file is empty", "expected a key 'tasks'"]),
+    "tasks without `tasks:`": (
+        TRAIN,
+        {"tasks.yaml": "copy: {dataset: copy.jsonl}\n"},
+        ["tasks.yaml:1", "unknown key 'copy' (allowed: tasks)"],
+    ),
+    "a misspelt key of a task": (TRAIN, task(wieght=2), ["tasks.copy.wieght", "did you mean 'weight'"]),
+    "a wrong type in a task": (TRAIN, task(weight="many"), ["tasks.copy.weight", "a number, got 'many'"]),
+    "a reward that is no list": (
+        TRAIN,
+        task(rewards="exact_match"),
+        ["tasks.copy.rewards", "expected a list"],
+    ),
+    "an unknown algorithm": (
+        TRAIN,
+        task(type="gppo"),
+        ["tasks.copy.type", "'gppo'", "installed: anchor, cispo"],
+    ),
+    "an unknown reward": (TRAIN, task(rewards=["exact_mach"]), ["tasks.copy.rewards[0]", "'exact_match'"]),
+    "an unknown environment": (
+        TRAIN,
+        task(environment="numbr_game"),
+        ["tasks.copy.environment", "did you mean 'number_game'"],
+    ),
+    "a task without reward": (TRAIN, task(rewards=None), ["tasks.copy", "add 'rewards: [<name>]'"]),
+    "groups of one": ([*TRAIN, "batch.group_size=1"], task(), ["tasks.copy.group_size", "set at least 2"]),
+    # data
+    "missing data": (
+        TRAIN,
+        task(dataset="gone.jsonl"),
+        ["tasks.copy.dataset", "'gone.jsonl' does not exist; give"],
+    ),
+    "a format that is not read": (TRAIN, data("d.csv", "prompt\na\n"), ["d.csv' must end in one of .jsonl"]),
+    "no rows": (TRAIN, data("d.jsonl", ""), ["d.jsonl' has no rows", "needs at least one"]),
+    "a row that is no JSON": (
+        TRAIN,
+        data("d.jsonl", ROW + "{'prompt': 1}\n"),
+        ["d.jsonl:2: not a line of JSON", 'such as {"prompt": "1+1="'],
+    ),
+    "a column that the prompt lacks": (
+        TRAIN,
+        task(prompt="{question}"),
+        ["tasks.copy: row", "lacks question"],
+    ),
+    "a column that the reward lacks": (
+        TRAIN,
+        data("d.jsonl", '{"prompt": "a"}\n' * 3),
+        ["tasks.copy: row", "lacks reference", "columns: prompt"],
+    ),
+    "an empty prompt": (
+        TRAIN,
+        data("d.jsonl", '{"prompt": "", "reference": "a"}\n' * 3),
+        ["task 'copy'", "empty prompt", "give it a text"],
+    ),
+    # a reward of one's own
+    "a reward file that is not there": (
+        TRAIN,
+        task(rewards=["gone.py:f"]),
+        ["rewards[0]", "'gone.py' does not exist"],
+    ),
+    "a function that is not there": (
+        TRAIN,
+        task(rewards=["rewards.py:starts_rigt"]),
+        ["rewards[0]", "did you mean 'starts_right'"],
+    ),
+    "a reward that is no Python": (
+        TRAIN,
+        reward("def score(response)\n    return 1\n"),
+        ["rewards[0]", "own.py:1 is not Python", "correct that line"],
+    ),
+    "a reward of a missing package": (
+        TRAIN,
+        reward("import no_such_package\n\n\ndef score(response):\n    return 1.0\n"),
+        ["tasks.copy.rewards", "'no_such_package'", "install that package"],
+    ),
+    "a reward that ends the program": (
+        TRAIN,
+        reward("import sys\n\nsys.exit(0)\n\n\ndef score(response):\n    return 1.0\n"),
+        ["tasks.copy.rewards", "SystemExit", "__main__"],
+    ),
+    "a reward that raises": (
+        TRAIN,
+        reward("def score(response):\n    raise ValueError('no answer')\n"),
+        ["task 'copy'", "ValueError: no answer", "mend the plugin"],
+    ),
+    "a reward that is NaN": (
+        TRAIN,
+        reward("def score(response):\n    return float('nan')\n"),
+        ["task 'copy'", "returned nan, not a finite number", "mend the plugin"],
+    ),
+    "a reward that is text": (
+        TRAIN,
+        reward("def score(response):\n    return 'good'\n"),
+        ["task 'copy'", "returned 'good', not a number", "mend the plugin"],
+    ),
+    "too few rewards": (
+        TRAIN,
+        reward("def score(responses: list[str]):\n    return [1.0]\n"),
+        ["task 'copy'", "returned 1 results for", "mend the plugin"],
+    ),
+    "no return": (
+        TRAIN,
+        reward("def score(response):\n    response.strip()\n"),
+        ["task 'copy'", "none of the task's rewards applies", "mend the plugin"],
+    ),
+    # the model
+    "no model": (
+        [a for a in TRAIN if not a.startswith("model.")],
+        task(),
+        ["model.name_or_path is empty", "give the directory or Hugging Face id"],
+    ),
+    "a model that is not there": (
+        [*TRAIN, "model.name_or_path=no/such"],
+        task(),
+        ["'no/such'", "Check the path"],
+    ),
+    "a model without tokenizer": (
+        [*TRAIN, "model.name_or_path=bare"],
+        task(),
+        ["'bare'", "tokenizer without a word", "tokenizer.json"],
+    ),
+    "a model without weights": (
+        [*TRAIN, "model.name_or_path=empty"],
+        task(),
+        ["'empty' is a directory without", "It needs config.json"],
+    ),
+    "adapters of no layer": (
+        [*TRAIN, "model.lora.rank=2", "model.lora.target_modules=foo"],
+        task(),
+        ["model.lora.target_modules='foo'", "give all-linear or some of down_proj"],
+    ),
+    # the output
+    "a file as output": (
+        [*TRAIN, "output_dir=copy.jsonl"],
+        task(),
+        ["'copy.jsonl' is a file", "output_dir=PATH"],
+    ),
+    "no right to write": ([*TRAIN, "output_dir=/proc/out"], task(), ["'/proc/out'", "output_dir=PATH"]),
+    "a directory in use": ([*TRAIN, "output_dir=held"], task(), ["on", "choose another output_dir"]),
+    "a checkpoint that is not there": (
+        [*TRAIN, "checkpoint.resume=runs/first"],
+        task(),
+        ["checkpoint.resume='runs/first' is not there", "RUN/checkpoints/step_00000025"],
+    ),
+    "a run of another model": (
+        [*TRAIN, "output_dir=done", "model.name_or_path=other", "max_steps=2"],
+        task(),
+        ["made with model.name_or_path='actor'", "Choose another output_dir"],
+    ),
+    "a finished run with other settings": (
+        [*TRAIN, "output_dir=done", "optimizer.learning_rate=0.5"],
+        task(),
+        ["already made its 1 steps", "raise max_steps"],
+    ),
+    "a report of no run": (["report", "nowhere"], {}, ["nowhere", "give the run's output_dir"]),
+}
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    """A model, data, rewards; a finished run ``done``, one in use ``held``; models that lack something."""
+    directory = tmp_path_factory.mktemp("mistakes")
+    write_run(directory, json.dumps({"tasks": {"copy": TASK}}))
+    for name in ("other", "bare", "empty"):
+        shutil.copytree(directory / "actor", directory / name)
+    for path in [*(directory / "bare").glob("tokenizer*"), *(directory / "empty").glob("*.safetensors")]:
+        path.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        assert main([*TRAIN, "output_dir=done"]) == 0
+        yield directory
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered(space, capsys, mistake):
+    arguments, files, parts = MISTAKES[mistake]
+    for name, text in {"tasks.yaml": json.dumps({"tasks": {"copy": TASK}}), **files}.items():
+        (space / name).write_text(text)
+    with _held(space / "held") if "output_dir=held" in arguments else contextlib.nullcontext():
+        code = main(arguments)
+    told = capsys.readouterr().err
+    assert code in (1, 2)
+    assert "Traceback" not in told
+    assert "not foreseen" not in told
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, told
+    assert [part for part in parts if part not in errors[0]] == [], errors[0]
+    shutil.rmtree(space / "out", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(directory: Path):
+    """Let another process hold the directory."""
+    code = (
+        "import sys; from pathlib import Path; from multitask_rl.run.directory_lock import DirectoryLock; "
+        "lock = DirectoryLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        yield
+
+
+def test_there_are_40_mistakes_at_least():
+    assert len(MISTAKES) >= 40
