@@ -1,7 +1,7 @@
 r"""What constraints cost a step: the reference's tasks file, and a slow constraint of one task.
 
-    python benchmarks/constraints_time.py --part reference --turns 2 --block 2 --max-new-tokens 256 \
-        --json benchmarks/results/constraints_reference.json
+    python benchmarks/constraints_time.py --part reference --block 2 --max-new-tokens 256 \
+        --json benchmarks/results/constraints_reference_256.json
     python benchmarks/constraints_time.py --part slow --json benchmarks/results/constraints_slow.json
 
 ``reference``: ``configs/reference_tasks.yaml`` with tiny models in place of the large ones. Two runs of it

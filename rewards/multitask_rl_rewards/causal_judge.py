@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SLACK = 16
+_LEAST_SAVED = 512
+"""Tokens that a forward of its own for what prompts have in common must save."""
+_ANSWER_TOKENS = 1024
+"""As ``batches``' for answers: every token of one costs a forward, however many answers it adds to."""
 
 
 class CausalJudge:
@@ -29,6 +33,9 @@ class CausalJudge:
         self._loaded: LoadedModel = load_model("AutoModelForCausalLM", config, plugin)
         self._batch_size, self._plugin, self._name = config.batch_size, plugin, config.model_name
         self.max_length = self._loaded.max_length(config.max_length)
+        kinds = getattr(self._loaded.model.config.get_text_config(), "layer_types", None) or []
+        stateful = getattr(self._loaded.model, "_is_stateful", False)
+        self._can_share = not stateful and set(kinds) <= {"full_attention", "sliding_attention"}
 
     @property
     def has_chat_template(self) -> bool:
@@ -79,11 +86,12 @@ class CausalJudge:
         encoded = [self._encode(prompt) + shared for prompt in prompts]
         results: list[list[float] | None] = [None] * len(encoded)
         readable = [i for i, ids in enumerate(encoded) if len(ids) <= self.max_length]
-        for batch in batches([len(encoded[i]) for i in readable], self._batch_size):
-            indices = [readable[at] for at in batch]
-            logits = self._last_logits([encoded[i] for i in indices])[:, parting]
-            for i, row in zip(indices, logits.softmax(dim=1).tolist(), strict=True):
-                results[i] = row
+        for common, group in self._groups(encoded, readable):
+            for batch in batches([len(encoded[i]) for i in group], self._batch_size):
+                indices = [group[at] for at in batch]
+                logits = self._last_logits([encoded[i] for i in indices], common)[:, parting]
+                for i, row in zip(indices, logits.softmax(dim=1).tolist(), strict=True):
+                    results[i] = row
         return results
 
     def answers(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
@@ -94,7 +102,8 @@ class CausalJudge:
         pad = tokenizer.pad_token_id or 0
         encoded = [self._encode(prompt) for prompt in prompts]
         texts = [""] * len(encoded)
-        for batch in batches([len(ids) + max_new_tokens for ids in encoded], self._batch_size):
+        lengths = [len(ids) + max_new_tokens for ids in encoded]
+        for batch in batches(lengths, self._batch_size, _ANSWER_TOKENS):
             longest = max(len(encoded[i]) for i in batch)
             # Padding is on the left, so that every answer begins in the same column.
             padding = [longest - len(encoded[i]) for i in batch]
@@ -136,19 +145,55 @@ class CausalJudge:
         ]
         return ids
 
-    def _last_logits(self, batch: list[list[int]]) -> Tensor:
-        """Return [B, V] float32 logits after each prompt. Padding is on the right, hidden by causality."""
+    def _groups(self, encoded: list[list[int]], readable: list[int]) -> list[tuple[int, list[int]]]:
+        """Return groups of neighbours with the number of tokens at which all of a group begin alike.
+
+        Responses to one question are neighbours: what stands before them is computed once. Where that would
+        save little, a prompt is in the last group, with 0 tokens in common.
+        """
+        groups: list[tuple[int, list[int]]] = []
+        others: list[int] = []
+        at = 0
+        while at < len(readable):
+            first = encoded[readable[at]]
+            common, end = len(first) - 1, at + 1
+            while end < len(readable):
+                ids = encoded[readable[end]]
+                alike = next((n for n, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), common)
+                if 2 * min(alike, len(ids) - 1) < len(ids):
+                    break
+                common, end = min(common, alike, len(ids) - 1), end + 1
+            if self._can_share and (end - at - 1) * common >= _LEAST_SAVED:
+                groups.append((common, readable[at:end]))
+            else:
+                others += readable[at:end]
+            at = end
+        return [*groups, (0, others)]
+
+    def _last_logits(self, batch: list[list[int]], common: int) -> Tensor:
+        """Return [B, V] float32 logits after each prompt; their first ``common`` tokens are equal.
+
+        Padding is on the right, where causality hides it: without a mask attention skips what is later.
+        """
         import torch
+        from transformers import DynamicCache
+
+        model, device = self._loaded.model, self._loaded.device
+        past = DynamicCache(config=model.config) if common else None
+        beginning = torch.tensor([batch[0][:common]], device=device)
+        batch = [row[common:] for row in batch]
 
         longest = max(len(ids) for ids in batch)
         pad = self._loaded.tokenizer.pad_token_id or 0
-        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in batch], device=self._loaded.device)
-        lengths = torch.tensor([len(row) for row in batch], device=self._loaded.device)
-        mask = torch.arange(longest, device=self._loaded.device)[None, :] < lengths[:, None]
+        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in batch], device=device)
         # The logits of all places would take a vocabulary per token.
+        lengths = torch.tensor([len(row) for row in batch], device=device)
         places, index = torch.unique(lengths - 1, return_inverse=True)
         with torch.no_grad(), self._loaded.lock:
-            logits: Tensor = self._loaded.model(
-                input_ids=ids, attention_mask=mask.long(), logits_to_keep=places
+            if past is not None:
+                model(input_ids=beginning, past_key_values=past, use_cache=True, logits_to_keep=1)
+                past.batch_repeat_interleave(len(batch))
+            logits: Tensor = model(
+                input_ids=ids, past_key_values=past, use_cache=past is not None, logits_to_keep=places
             ).logits
-        return logits[torch.arange(len(batch), device=logits.device), index].float().cpu()
+        return logits[torch.arange(len(batch), device=device), index].float().cpu()

@@ -87,15 +87,17 @@ class LoadedModel:
         return [text[places[s][0] : places[min(s + room, len(places)) - 1][1]] for s in starts]
 
 
-def batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+def batches(
+    lengths: Sequence[int], batch_size: int, full_tokens: int = _FULL_BATCH_TOKENS
+) -> Iterator[list[int]]:
     """Yield index lists of inputs of like length, longest first (memory fails early, if at all).
 
     A forward takes ``batch_size`` inputs, fewer of long ones: its memory is that of ``batch_size`` inputs of
-    512 tokens, or of one longer input.
+    ``full_tokens`` tokens, or of one longer input.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
-        size = max(1, min(batch_size, batch_size * _FULL_BATCH_TOKENS // max(1, lengths[order[0]])))
+        size = max(1, min(batch_size, batch_size * full_tokens // max(1, lengths[order[0]])))
         yield order[:size]
         order = order[size:]
 

@@ -103,6 +103,21 @@ def test_batching_does_not_change_probabilities(trained):
     )
 
 
+def test_what_questions_have_in_common_is_read_once_and_changes_no_probability(trained):
+    family, directory = trained
+    judge = guard(directory, family)
+    asked = [
+        rollout(text * (1 + i), prompt=question)
+        for question in ("hello " * 40, "kill " * 60, "hello")
+        for i, text in enumerate(("hello ", "kill ", "hello kill ", "kill kill hello ") * 2)
+    ]
+    alone = [judge.judge([one])[0].cost for one in asked]
+    shapes = forwards(judge.guard.model)
+    assert [v.cost for v in judge.judge(asked)] == pytest.approx(alone, abs=1e-5)
+    assert any(rows == 1 for rows, _ in shapes)
+    assert len(set(alone)) > 4
+
+
 def forwards(judge: CausalJudge) -> list[tuple[int, ...]]:
     """Return a list that gets the shape of the input of each forward from now on."""
     shapes: list[tuple[int, ...]] = []
@@ -119,7 +134,7 @@ def test_a_verdict_takes_no_sampling_and_explanations_are_sampled_in_batches_wit
     rollouts = [rollout("kill " * (1 + i % 3), prompt="hello") for i in range(16)]
     shapes = forwards(constraint.guard.model)
     verdicts = constraint.judge(rollouts)
-    assert len(shapes) == 2
+    assert [rows for rows, _ in shapes] == [1, 8, 1, 8], "what stands before the response is read once"
     assert all(re.fullmatch(r"judged unsafe with [\d.]+", v.reason) for v in verdicts if v.violated)
     shapes.clear()
     texts = constraint.explain(rollouts, verdicts)
