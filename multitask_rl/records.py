@@ -270,6 +270,18 @@ class Rollout:
         return self.finish_reason == "length"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRecord:
+    """The sampled tokens of a stored response, as a reader sees them: rounded."""
+
+    texts: Sequence[str]
+    """[T]"""
+    logprobs: Sequence[float]
+    """[T] ``Rollout.rollout_logprobs``; empty = the actor did not sample the response."""
+    advantages: float | Sequence[float] | None
+    """[T], or the one value of all tokens; None = the step did not train on the response."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Scored:
     """A rollout with the results of its rewards and constraints."""
@@ -288,6 +300,8 @@ class Scored:
     """False: no constraint with a cost applies to the sample, which counts in no mean cost."""
     failure: Failure | None = None
     """The first failure that made ``reward`` None."""
+    tokens: TokenRecord | None = None
+    """Of a record that trackers get; None before."""
 
     @property
     def order(self) -> tuple[int, int, int]:

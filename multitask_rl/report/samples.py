@@ -13,7 +13,7 @@ _MOST_CHARACTERS = 100_000
 """Of one text in the page; the rest is in ``rollouts.jsonl``."""
 _MOST_OF_A_COLUMN = 2_000
 """Characters of one column of the row of the data set."""
-_TEXTS = ("sample", "attempt", "breakdown", "failure", "finish_reason", "verdicts", "turns")
+_TEXTS = ("sample", "attempt", "breakdown", "failure", "finish_reason", "verdicts", "turns", "tokens")
 _NAMED = ("task", "prompt", "failure")
 _REJECTED, _VIOLATED, _JUDGED, _FAILED, _TRUNCATED = 1, 2, 4, 8, 16
 

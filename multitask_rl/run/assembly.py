@@ -37,6 +37,7 @@ from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.stages import AdvantageStage, UpdateStage, sampling_stages
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
 from multitask_rl.step.texts import TextMeter
+from multitask_rl.step.tokens import TokenTexts
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.timeline import Timeline
@@ -64,6 +65,7 @@ class RunParts:
     learning: DataFlow
     """From the advantages on."""
     advantages: AdvantageStage
+    texts: TokenTexts
     update: UpdateStage
     evaluator: Evaluator
     experience: ExperienceSource
@@ -228,6 +230,7 @@ def build_parts(
             flow=flow,
             learning=learning,
             advantages=advantages,
+            texts=TokenTexts(actor.tokenizer),
             update=update,
             evaluator=evaluator,
             experience=experience,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from multitask_rl.constraints.streaming import StreamJudge
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.executor.scorer import RunScorer
@@ -19,6 +21,7 @@ from multitask_rl.seeding import derive_seed
 from multitask_rl.step.episodes import Episode, Episodes
 from multitask_rl.step.flow import Stage, StreamingStage
 from multitask_rl.step.task_state import TaskState
+from multitask_rl.step.tokens import Sampled, advantages_of
 from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.backend import CreditedSample
 from multitask_rl.training.credit import CreditAssigner
@@ -671,6 +674,8 @@ class AdvantageStage(Stage):
         self._tasks = tasks
         self.metrics: dict[str, dict[str, float]] = {}
         """Per task, of the last call."""
+        self.of_tokens: dict[Sampled, Tensor] = {}
+        """The advantages [T] of each rollout of the last call."""
 
     def process(self, items: list[Scored]) -> list[CreditedSample]:
         """Leave out failures; let each task's algorithm select and credit its records."""
@@ -682,6 +687,7 @@ class AdvantageStage(Stage):
         for name, own in by_task.items():
             samples.extend(self._tasks[name].algorithm.select(own))
         credited, self.metrics = self._credit.credit(samples)
+        self.of_tokens = advantages_of(credited)
         return credited
 
 

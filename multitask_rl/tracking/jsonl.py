@@ -30,6 +30,7 @@ from multitask_rl.records import (
     SamplingParams,
     Score,
     Scored,
+    TokenRecord,
     Turn,
     Verdict,
 )
@@ -57,7 +58,10 @@ def _plain(value: Any) -> Any:
 
 def dump_line(record: Mapping[str, Any]) -> str:
     """Return ``record`` as one line of strict JSON with its newline; a number that is not finite is null."""
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError):  # most lines need no copy
+        return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _result_to_dict(result: RewardResult | Verdict) -> dict[str, Any]:
@@ -70,8 +74,13 @@ def _result_to_dict(result: RewardResult | Verdict) -> dict[str, Any]:
     return {key: value for key, value in asdict(result).items() if key != "turn" or value}
 
 
+def _tokens(tokens: TokenRecord) -> dict[str, Any]:
+    # ``asdict`` copies every number
+    return {"texts": tokens.texts, "logprobs": tokens.logprobs, "advantages": tokens.advantages}
+
+
 def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
-    """Return everything that scoring again or reading needs; only the log-probabilities are left out."""
+    """Return everything that scoring again or reading needs; log-probabilities are rounded."""
     rollout = scored.rollout
     prompt = rollout.prompt
     return {
@@ -95,6 +104,7 @@ def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
         "row": dict(prompt.row),
         "prompt_ids": list(prompt.prompt_ids),
         "response_ids": list(rollout.response_ids),
+        **({"tokens": _tokens(scored.tokens)} if scored.tokens else {}),
         # an episode, turn by turn
         **({"turns": [asdict(t) for t in rollout.turns], "earned": rollout.earned} if rollout.turns else {}),
         **({"world_s": rollout.world_s} if rollout.world_s else {}),

@@ -52,6 +52,7 @@ from multitask_rl.step.metrics import (
     step_numbers,
 )
 from multitask_rl.step.task_state import build_task_states
+from multitask_rl.step.tokens import with_tokens
 from multitask_rl.training.backends.build import serve_torchrun_rank
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import schedule_factor
@@ -310,10 +311,12 @@ class Trainer:
             events += self.tasks[name].control(own, step)
         supervisor.note(events)
         recorded = some_of_each(drawn, self.config.tracking.store_rollouts)
-        if parts.trackers.record_rollouts and any(task.spec.judged for task in self.tasks.values()):
-            began = time.monotonic()
-            recorded = explained(recorded, self.scorer)
-            timeline.add("constraints", (began, time.monotonic()), step=step)
+        if parts.trackers.record_rollouts:
+            recorded = with_tokens(recorded, parts.texts, parts.advantages.of_tokens)
+            if any(task.spec.judged for task in self.tasks.values()):
+                began = time.monotonic()
+                recorded = explained(recorded, self.scorer)
+                timeline.add("constraints", (began, time.monotonic()), step=step)
         report.seconds = timeline.seconds(step)
         memory, full = self._memory.observe(step)
         supervisor.note(full)

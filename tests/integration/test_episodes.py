@@ -123,11 +123,16 @@ def test_a_run_mixes_tasks_of_many_turns_with_tasks_of_one(tmp_path):
         assert 1 <= len(rollout.turns) <= 3
         assert sum(turn.num_tokens for turn in rollout.turns) == len(rollout.response_ids)
         assert rollout.turns[0].given_ids == []
+        tokens = row["tokens"]
+        assert tokens["texts"] == [tokenizer.decode([token]) for token in rollout.response_ids]
+        assert len(tokens["logprobs"]) == len(rollout.response_ids)
+        assert all(value <= 0.0 for value in tokens["logprobs"])
         for turn in rollout.turns[1:]:
             # the vocabulary has no line break
             assert tokenizer.decode(turn.given_ids) == turn.messages[0]["content"]
         assert row["reward"] == rollout.earned or rollout.turns[-1].finish_reason == "length"
     assert any(len(row["turns"]) == 3 for row in rows)
+    assert any(row["tokens"]["advantages"] for row in rows)
     metrics = all_metrics(tmp_path / "out")
     assert metrics["task/echo/turns"] > 1.0
     assert metrics["task/echo/environment/heard"] > 1.0

@@ -26,6 +26,7 @@ from multitask_rl.records import (
     SamplingParams,
     Score,
     Scored,
+    TokenRecord,
     Verdict,
 )
 from multitask_rl.testing import make_evaluation
@@ -196,6 +197,7 @@ def test_json_lines_are_strict_and_hold_every_record(tmp_path: Path) -> None:
 
 def test_stored_rollout_can_be_rebuilt_for_scoring_again(tmp_path: Path) -> None:
     scored = _scored("math", 1)
+    scored.tokens = TokenRecord(texts=["4", "<eos>"], logprobs=[-0.5, -0.1], advantages=0.25)
     tracker = _jsonl(tmp_path)
     tracker.log_rollouts([scored], 3)
     tracker.finish("finished")
@@ -203,6 +205,9 @@ def test_stored_rollout_can_be_rebuilt_for_scoring_again(tmp_path: Path) -> None
     expected = scored.rollout
     expected.rollout_logprobs, expected.verdicts = [], {}
     assert rollout_from_dict(line) == expected
+    tokens = line.pop("tokens")
+    assert tokens == {"texts": ["4", "<eos>"], "logprobs": [-0.5, -0.1], "advantages": 0.25}
+    assert rollout_from_dict(line) == expected, "a file of an earlier version"
 
 
 class _Failing(JsonlTracker):
