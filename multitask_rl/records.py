@@ -145,6 +145,11 @@ class Prompt:
     position: int = 0
     """Index in its batch. Responses end in any order; the batch is sorted by this index."""
 
+    @property
+    def group_id(self) -> str:
+        """Identifier of its group: equal for all rollouts of one draw of one prompt."""
+        return f"{self.task}#{self.draw}"
+
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
@@ -194,7 +199,7 @@ class Rollout:
     """``stop`` (end token or stop string), ``length``, ``flagged`` (ended by a streaming constraint, or a
     partial response that such a constraint judges) or ``error``. An episode that a limit cut: ``length``."""
     policy_version: int = 0
-    """Optimizer steps of the weights that generated the response."""
+    """Optimizer steps of the weights that generated the response; of an episode, its first turn."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     verdicts: dict[str, Verdict | Failure] = field(default_factory=dict)
     """By constraint name."""
@@ -256,8 +261,8 @@ class Rollout:
 
     @property
     def group_id(self) -> str:
-        """Identifier of the group: equal for all rollouts of one draw of one prompt."""
-        return f"{self.prompt.task}#{self.prompt.draw}"
+        """``Prompt.group_id``."""
+        return self.prompt.group_id
 
     @property
     def order(self) -> tuple[int, int, int]:

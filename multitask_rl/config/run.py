@@ -180,8 +180,8 @@ class BatchConfig(Settings):
     refill_rounds: Natural = 1
     """Extra rounds of prompts for tasks whose groups gave no gradient; 0 = off."""
     quorum: PositiveFraction = 1.0
-    """Share of a step's groups that must be scored before the update. Late groups join a later step within
-    ``rollout.max_staleness`` (one update of it is reserved for them), or are dropped."""
+    """Share of a step's groups that must be sampled and scored before the update. Late groups join a later
+    step within ``rollout.max_staleness`` (one update of it is reserved for them), or are dropped."""
 
 
 @dataclass(kw_only=True, slots=True)

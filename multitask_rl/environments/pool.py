@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,6 +175,7 @@ class WorldPool:
         """Tickets of episodes without a worker."""
         self._limit = MOST_EPISODES
         """Episodes of a worker."""
+        self._paused: set[int] = set()
         self._num_clean = 0
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._seconds: dict[int, float] = {}
@@ -232,20 +233,29 @@ class WorldPool:
         else:
             self._order(ticket, "cancel")
 
+    def pause(self, tickets: Collection[int]) -> None:
+        """Let other episodes have the places of these until the next call: their actor is not at work."""
+        self._paused = set(tickets)
+
     def take_seconds(self, ticket: int) -> float:
         """Return how long the calls of an episode took since this was last asked."""
         return self._seconds.pop(ticket, 0.0)
 
-    def poll(self, timeout_s: float) -> list[tuple[int, Answer]]:
+    def poll(self, timeout_s: float, tickets: Collection[int] | None = None) -> list[tuple[int, Answer]]:
         """Return the answers that have arrived: (ticket, answer). Waits for one, at most ``timeout_s``.
 
-        A ``Failure`` ends its episode: the world raised, its process ended, or its call took too long.
+        With ``tickets`` the answers of other episodes stay for a later call. A ``Failure`` ends its episode:
+        the world raised, its process ended, or its call took too long.
         """
         until = time.monotonic() + timeout_s
         self._collect(0.0)
-        while not self._answers and (left := until - time.monotonic()) > 0:
+        while True:
+            answers = [(t, a) for t, a in self._answers if tickets is None or t in tickets]
+            left = until - time.monotonic()
+            if answers or left <= 0:
+                break
             self._collect(left)
-        answers, self._answers = self._answers, []
+        self._answers = [] if tickets is None else [(t, a) for t, a in self._answers if t not in tickets]
         return answers
 
     def close(self) -> None:
@@ -274,11 +284,11 @@ class WorldPool:
         """Give waiting episodes to workers."""
         while self._waiting:
             serving = [w for w in self._workers if not (w.is_retired or w.has_ended)]
-            worker = min(serving, key=lambda w: len(w.tickets), default=None)
+            worker = min(serving, key=lambda w: len(w.tickets - self._paused), default=None)
             if (worker is None or worker.tickets) and len(serving) < self._num_workers:
                 worker = _Worker(self._arrived, self._output)
                 self._workers.append(worker)
-            if worker is None or len(worker.tickets) >= self._limit:
+            if worker is None or len(worker.tickets - self._paused) >= self._limit:
                 return
             ticket = self._waiting.popleft()
             episode = self._episodes[ticket]

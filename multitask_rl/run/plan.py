@@ -389,18 +389,20 @@ def reach_warning(every: int, reach: int) -> str:
 
 
 def check_overlap(plan: RunPlan) -> None:
-    """Refuse to learn from stale samples without a correction, and a quorum that episodes cannot have.
+    """Refuse to learn from stale samples without a correction, and a quorum of episodes in lockstep.
 
     Raises:
-        ConfigError: a task turned truncated importance sampling off, or has an environment beside a quorum.
+        ConfigError: a task turned truncated importance sampling off, or a quorum would leave slow worlds that
+            lockstep waits for.
     """
     bound, quorum = plan.config.rollout.max_staleness, plan.config.batch.quorum
     for name, spec in plan.specs.items():
-        if spec.environment and quorum < 1.0:
+        if spec.environment and quorum < 1.0 and plan.config.rollout.lockstep:
             raise ConfigError(
                 f"{spec.source or 'tasks'}: tasks.{name}.environment: batch.quorum={quorum:g} lets a step go "
-                "on without rewards that are late, but not without episodes whose worlds are slow: set "
-                "batch.quorum=1; a low turn_timeout_s and max_turns bound the wait"
+                "on without the episodes of slow worlds, so the clock decides what it learns from; "
+                "rollout.lockstep=true makes every turn wait for the slowest world, so that a run can be "
+                "repeated: set one of them to its default (batch.quorum=1, rollout.lockstep=false)"
             )
         algorithm = plan.algorithms[name]
         if bound > 0 and algorithm.on_policy and algorithm.config.truncated_is == 0:

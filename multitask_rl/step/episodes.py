@@ -59,7 +59,7 @@ class Episode:
 
 
 class Episodes:
-    """The episodes of one call to the engine.
+    """The episodes of one call to the engine, and of later calls those that are late.
 
     Args:
         pool: of the worlds.
@@ -98,6 +98,24 @@ class Episodes:
         """Whether a world has yet to answer, not counting those whose place other episodes hold."""
         return self.num_waiting > self._pool.num_queued
 
+    @property
+    def has_attempts(self) -> bool:
+        """Whether an episode takes the place of one that a constraint has rejected."""
+        return any(episode.slot.attempt for episode in self._open.values())
+
+    def pause(self) -> None:
+        """Leave the episodes, which wait for their worlds, to a later call."""
+        self._pool.pause(self.tickets)
+        groups = {episode.slot.group_id for episode in self._open.values()}
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key[0] in groups}
+
+    def go_on(self, positions: Mapping[str, int]) -> None:
+        """Go on after ``pause``; ``positions``: of each group in the batch of the present call."""
+        self._pool.pause(())
+        for episode in self._open.values():
+            for prompt in (episode.slot.prompt, episode.rollout.prompt):
+                prompt.position = positions[prompt.group_id]
+
     def begin(self, slots: Iterable[Rollout]) -> None:
         """Open a world for every empty rollout."""
         for slot in slots:
@@ -125,7 +143,7 @@ class Episodes:
         """
         ready: list[Episode] = []
         done: list[Rollout] = []
-        for ticket, answer in self._pool.poll(timeout_s):
+        for ticket, answer in self._pool.poll(timeout_s, self.tickets):
             episode = self._open.get(ticket)
             if episode is None:  # cancelled
                 continue
@@ -204,12 +222,17 @@ class Episodes:
             self._pool.step(episode.ticket, {"role": "assistant", "content": text, **facts})
         self._waiting.add(episode.ticket)
 
+    def drop(self, groups: Collection[str]) -> None:
+        """Cancel the episodes of ``groups``."""
+        for ticket, episode in list(self._open.items()):
+            if episode.slot.group_id in groups:
+                self._pool.cancel(ticket)
+                del self._open[ticket]
+                self._waiting.discard(ticket)
+
     def close(self) -> None:
         """Cancel what is under way. Idempotent."""
-        for ticket in list(self._open):
-            self._pool.cancel(ticket)
-        self._open.clear()
-        self._waiting.clear()
+        self.drop({episode.slot.group_id for episode in self._open.values()})
 
     def _conversation(self, episode: Episode, opening: Opening) -> Conversation:
         return Conversation(

@@ -7,6 +7,7 @@ rollback finds no rollouts of the discarded weights (docs/overlap.md).
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,12 @@ class _Sampled:
     step: int
     """The step that further work counts to."""
     timeline: Timeline
+    groups: set[str]
+    """Ids of the groups of its prompts."""
+    dropped: Counter[str]
+    """Late groups, by task, whose episodes were given up before."""
+    late: dict[str, str] = field(init=False)
+    """Group id -> task of the groups whose episodes went on after it."""
     rewards: RewardBatch = field(init=False)
     scored: Iterator[list[Scored]] = field(init=False)
     """Groups after all sampling stages: first the quorum, then late groups."""
@@ -152,7 +159,8 @@ class ExperienceSource:
         """Drop all batches under way, because their weights are discarded."""
         self._wait()
         for sampled in self._open():
-            sampled.rewards.drop(lambda _: True)
+            sampled.rewards.drop(math.inf)
+        self._rollout.drop(math.inf)
         self._ahead.clear()
         self._late.clear()
 
@@ -199,14 +207,25 @@ class ExperienceSource:
                 batch.sampled = Future()
                 batch.sampled.set_result(sampled)
             else:
-                batch.sampled = self._executor.submit(self._sample, prompts, one)
+                batch.sampled = self._executor.submit(self._sample, prompts, one, self._oldest(one))
 
-    def _sample(self, prompts: list[Prompt], step: int) -> _Sampled:
-        """Pass prompts through the flow; rewards begin as responses end."""
-        sampled = _Sampled(step, self._timeline)
+    def _oldest(self, step: int) -> int:
+        """Return the oldest version whose responses ``step`` may learn from."""
+        # every step adds 1 to the version
+        return self._actor.policy_version + step - self._step - self._config.rollout.max_staleness
+
+    def _sample(self, prompts: list[Prompt], step: int, oldest: int) -> _Sampled:
+        """Pass prompts through the flow; rewards begin as responses end.
+
+        Late episodes go on, unless they began before version ``oldest``.
+        """
+        own = {prompt.group_id for prompt in prompts}
+        sampled = _Sampled(step, self._timeline, own, self._rollout.drop(oldest))
         try:
             sampled.scored = self._sampling.stream(prompts, note=sampled.note)
             sampled.rewards = self._rewards.begun.pop()
+            sampled.rewards.counted = own
+            sampled.late = self._rollout.late
             return sampled
         finally:
             for name, spans in (("rollout", self._rollout.spans), ("constraints", self._constraints.spans)):
@@ -218,20 +237,24 @@ class ExperienceSource:
 
     def _sample_here(self, prompts: list[Prompt], step: int) -> _Sampled:
         began = time.monotonic()
-        sampled = self._sample(prompts, step)
+        sampled = self._sample(prompts, step, self._oldest(step))
         self._note_wait(began)
         return sampled
 
     def _fill(self, experience: Experience, first: _Sampled) -> None:
         """Collect what the step learns from; tell the scheduler which groups a task was short of."""
-        late: list[_Sampled] = []
-        passes = [first]
+        passes: list[_Sampled] = []
+        own: set[str] = set()
+        """Ids of the groups that the step has drawn."""
+        arrived: list[Scored] = []
+        """Records of groups that earlier steps have drawn, whose episodes ended in this one."""
 
         def collect(counts: Mapping[str, int]) -> list[Scored]:
+            sampled = first
             if passes:
-                sampled = passes.pop()
-            else:
                 sampled = self._sample_here(draw_prompts(self._tasks, counts, self._actor), first.step)
+            passes.append(sampled)
+            own.update(sampled.groups)
             began = time.monotonic()
             task = sampled.rewards.wait()
             self._timeline.add("wait/rewards", (began, time.monotonic()), step=self._step, task=task)
@@ -240,56 +263,58 @@ class ExperienceSource:
             for name, span in sampled.rewards.judging_spans().items():
                 self._timeline.add("constraints", span, step=sampled.step, task=name)
             scored = next(sampled.scored, [])
-            experience.drawn += scored
-            if sampled.rewards.num_open:
-                late.append(sampled)
-            return scored
+            arrived.extend(s for s in scored if s.rollout.group_id not in own)
+            return [s for s in scored if s.rollout.group_id in own]
 
         def num_late() -> Counter[str]:
-            return sum((Counter(sampled.rewards.num_open) for sampled in late), Counter())
+            groups = dict(passes[-1].late)
+            for sampled in passes:
+                groups |= sampled.rewards.open_groups
+            return Counter(task for name, task in groups.items() if name in own)
 
         quotas = experience.quotas
         if self._lag == 0:
-            _, experience.kept = self._refill.collect(quotas, collect, num_late)
+            experience.drawn, experience.kept = self._refill.collect(quotas, collect, num_late)
         else:
             # the engine is busy with the next batches: later quotas give back the missing groups
-            experience.kept = self._refill.keep(collect(quotas), quotas)
-        carried, dropped = self._carry_over(experience)
+            experience.drawn = collect(quotas)
+            experience.kept = self._refill.keep(experience.drawn, quotas)
+        carried, dropped = self._carry_over(experience, arrived)
+        for sampled in passes:
+            dropped.update(sampled.dropped)
         entitled = Counter(quotas)
         entitled.update(carried + dropped)
         entitled.subtract(num_late())
         shortfall = self._refill.shortfall(experience.kept, entitled)
         self._scheduler.carry_over(shortfall, sum(quotas.values()))
-        self._late += late
+        self._late += [sampled for sampled in passes if sampled.rewards.open_groups]
+        if self._config.batch.quorum < 1.0:
+            for name in quotas:
+                counts = experience.metrics.setdefault(name, {})
+                counts.update(carried_over=float(carried[name]), dropped_stale=float(dropped[name]))
         if self._config.rollout.max_staleness > 0:
             ages: dict[str, list[int]] = {}
             for one in experience.kept:
                 age = self._actor.policy_version - one.rollout.policy_version
                 ages.setdefault(one.rollout.task, []).append(age)
-            for name, own in ages.items():
-                experience.metrics.setdefault(name, {})["staleness"] = sum(own) / len(own)
+            for name, found in ages.items():
+                experience.metrics.setdefault(name, {})["staleness"] = sum(found) / len(found)
 
-    def _carry_over(self, experience: Experience) -> tuple[Counter[str], Counter[str]]:
+    def _carry_over(self, experience: Experience, arrived: list[Scored]) -> tuple[Counter[str], Counter[str]]:
         """Add the late groups of earlier steps that are scored by now; drop those that are too old.
 
         Returns:
-            Groups added and dropped, by task.
+            Groups added and dropped, by task; ``arrived``, scored with the step's own, are among them.
         """
-        carried, dropped = Counter[str](), Counter[str]()
-        version, bound = self._actor.policy_version, self._config.rollout.max_staleness
+        dropped = Counter[str]()
         for sampled in self._late:
-            dropped.update(sampled.rewards.drop(lambda r: version - r.policy_version > bound))
+            dropped.update(sampled.rewards.drop(self._oldest(self._step)))
             sampled.step = self._step
-            scored = next(sampled.scored, [])
-            carried.update({task: len(groups) for task, groups in by_group(scored).items()})
-            experience.drawn += scored
-            experience.kept += scored
-        self._late = [sampled for sampled in self._late if sampled.rewards.num_open]
-        if self._config.batch.quorum < 1.0:
-            for name in experience.quotas:
-                own = experience.metrics.setdefault(name, {})
-                own.update(carried_over=float(carried[name]), dropped_stale=float(dropped[name]))
-        return carried, dropped
+            arrived = arrived + next(sampled.scored, [])
+        self._late = [sampled for sampled in self._late if sampled.rewards.open_groups]
+        experience.drawn = experience.drawn + arrived
+        experience.kept = experience.kept + arrived
+        return Counter({task: len(groups) for task, groups in by_group(arrived).items()}), dropped
 
     def _note_wait(self, began: float) -> None:
         """Note that the update stood still since ``began``: for constraints or the rollout."""

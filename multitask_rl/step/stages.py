@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,12 +42,29 @@ class _Call:
     """By request: the position of each of its samples. Emptied when the engine ends a stream."""
 
 
+@dataclass(slots=True)
+class _Group:
+    """A group that is being sampled; kept only with a quorum."""
+
+    task: str
+    policy_version: int
+    """Of the weights when it began."""
+    num_open: int
+    """Rollouts that have not ended."""
+    ended: list[Rollout] = field(default_factory=list)
+    """Episodes that wait for those."""
+
+
 Progress = Callable[[str, int, int], None]
 """Takes ``what``, ``done``, ``total`` of ``Tracker.log_progress``."""
 
 
 class RolloutStage(StreamingStage):
-    """Samples a group per prompt; streaming constraints may end a response (``constraints/streaming.py``)."""
+    """Samples a group per prompt; streaming constraints may end a response (``constraints/streaming.py``).
+
+    With a quorum below 1 a call ends when that share of its groups is sampled and every other episode waits
+    for its world: the groups of those are late. A later call goes on with them and yields each as a whole.
+    """
 
     name = "rollout"
     consumes = Prompt
@@ -63,6 +81,7 @@ class RolloutStage(StreamingStage):
         purpose: str = "rollout",
         group_sizes: Mapping[str, int] | None = None,
         temperature: float | None = None,
+        quorum: float = 1.0,
         episodes: Callable[[], Episodes] | None = None,
         on_progress: Progress | None = None,
     ) -> None:
@@ -72,6 +91,11 @@ class RolloutStage(StreamingStage):
         ``group_sizes`` and ``temperature`` each task has its own. ``episodes`` makes the driver of the tasks
         with an environment.
         """
+        self._quorum = quorum
+        self._groups: dict[str, _Group] = {}
+        """Group id -> group, those of the call under way and late ones."""
+        self._late: Episodes | None = None
+        """The episodes of late groups."""
         self._episodes = episodes
         self._on_progress = on_progress
         self.engine = engine
@@ -97,7 +121,14 @@ class RolloutStage(StreamingStage):
         """Sample each prompt's group; yield rollouts as they end, less joined ones (see ``take_joined``)."""
         slots: list[Rollout] = []
         given: list[Rollout] = []
-        for position, prompt in enumerate(prompt for part in parts for prompt in part):
+        prompts = [prompt for part in parts for prompt in part]
+        if self._late is not None:
+            positions = {name: position for position, name in enumerate(self._groups, len(prompts))}
+            self._late.go_on(positions)
+            for name, group in self._groups.items():
+                for rollout in group.ended:
+                    rollout.prompt.position = positions[name]
+        for position, prompt in enumerate(prompts):
             prompt.position = position
             task = self._tasks[prompt.task]
             sampling = task.sampling
@@ -105,29 +136,65 @@ class RolloutStage(StreamingStage):
                 sampling = replace(sampling, temperature=self._temperature)
             if prompt.given_ids is not None:
                 response = self._decode(prompt.given_ids)
-                own = Rollout(prompt=prompt, sample=0, sampling=sampling, response=response)
+                rollout = Rollout(prompt=prompt, sample=0, sampling=sampling, response=response)
                 version = self.engine.policy_version
-                given.append(replace(own, response_ids=prompt.given_ids, policy_version=version))
+                given.append(replace(rollout, response_ids=prompt.given_ids, policy_version=version))
                 continue
-            for sample in range(self._group_sizes.get(prompt.task, task.group_size)):
-                slots.append(Rollout(prompt=prompt, sample=sample, sampling=sampling))
+            size = self._group_sizes.get(prompt.task, task.group_size)
+            slots += [Rollout(prompt=prompt, sample=sample, sampling=sampling) for sample in range(size)]
+            if self._quorum < 1.0:
+                self._groups[prompt.group_id] = _Group(prompt.task, self.engine.policy_version, size)
         if given:
             yield given
+        most_open = len(prompts) - math.ceil(self._quorum * len(prompts) - 1e-9)
+        own = {prompt.group_id for prompt in prompts}
+
+        def is_enough() -> bool:
+            return sum(name in own for name in self._groups) <= most_open
+
         num_done = 0
         what = {"rollout": "sampling", "evaluation": "evaluating"}.get(self._purpose, "confirming")
         if self._on_progress is not None:
             self._on_progress(what, 0, len(slots))
-        for ended in self._run(slots):
+        for ended in self._run(slots, is_enough if self._quorum < 1.0 else None):
             self._joined += [rollout for rollout in ended if rollout.attempt]
             first = [rollout for rollout in ended if not rollout.attempt]
-            num_done += len(first)
+            num_done += sum(rollout.group_id in own for rollout in first)
             if self._on_progress is not None and first:
                 self._on_progress(what, num_done, len(slots))
-            yield first
+            yield first if self._quorum >= 1.0 else self._whole(first)
 
     def sample(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
         """Fill empty rollouts (prompt, sample, attempt, sampling), and those that join, as they end."""
         yield from self._run(slots)
+
+    @property
+    def late(self) -> dict[str, str]:
+        """Group id -> task of the late groups."""
+        return {name: group.task for name, group in self._groups.items()}
+
+    def drop(self, before: float) -> Counter[str]:
+        """Give up the late groups that began under weights older than version ``before``.
+
+        Returns:
+            Their number by task.
+        """
+        gone = {name: own for name, own in self._groups.items() if own.policy_version < before}
+        if self._late is not None:
+            self._late.drop(gone)
+        self._groups = {name: own for name, own in self._groups.items() if name not in gone}
+        return Counter(own.task for own in gone.values())
+
+    def _whole(self, ended: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts that go on: episodes when their group is complete, others at once."""
+        passed: list[Rollout] = []
+        for rollout in ended:
+            group = self._groups[rollout.group_id]
+            group.num_open -= 1
+            (group.ended if self._has_world(rollout) else passed).append(rollout)
+            if not group.num_open:
+                passed += self._groups.pop(rollout.group_id).ended
+        return passed
 
     @property
     def can_join(self) -> bool:
@@ -147,16 +214,21 @@ class RolloutStage(StreamingStage):
         joined, self._joined = self._joined, []
         return joined
 
-    def _run(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
+    def _run(
+        self, slots: Sequence[Rollout], is_enough: Callable[[], bool] | None = None
+    ) -> Iterator[list[Rollout]]:
         """Yield filled rollouts as they end, those that join too.
 
         The engine samples the turns of episodes beside other responses. If it admits no request while it
         works, a turn waits for the end of the stream; the engine waits only if all turns wait for worlds.
+        With ``is_enough`` it goes on with late episodes, and leaves those that wait when enough has ended.
         """
         judge = StreamJudge(self._scorer.judge, self._text) if self._scorer is not None else None
-        call = _Call(judge, self._episodes() if self._episodes is not None else None)
-        self._call = call
-        episodes = call.episodes
+        episodes = self._late if is_enough is not None else None
+        if episodes is None and self._episodes is not None:
+            episodes = self._episodes()
+        self._call = call = _Call(judge, episodes)
+        has_ended = False
         try:
             self._begin_episodes(call, slots)
             requests = self._requests(call, [slot for slot in slots if not self._has_world(slot)])
@@ -168,15 +240,19 @@ class RolloutStage(StreamingStage):
                     until = time.monotonic() + max(0.02, took / 2)
                     while episodes.num_waiting:
                         left = 60.0
+                        # the group of a rejected response has gone on: its next attempt is not left
+                        may_leave = is_enough is not None and is_enough() and not episodes.has_attempts
                         if ready and episodes.in_lockstep:
                             if not episodes.must_wait:
                                 break
-                        elif ready and (left := until - time.monotonic()) < 0.0:
+                        elif (ready or may_leave) and (left := until - time.monotonic()) < 0.0:
                             break
                         now_ready, done = episodes.poll(left)
                         ready += now_ready
                         if done:
                             yield done
+                    if not ready:
+                        break
                     ready.sort(key=lambda episode: episode.slot.order)
                     requests, ready = self._requests(call, ready), []
                     if not requests:
@@ -200,18 +276,29 @@ class RolloutStage(StreamingStage):
                 took = time.monotonic() - began
                 call.owners.clear()
                 requests = []
+            has_ended = True
         finally:
             self._call, self._is_sampling = None, False
+            goes_on = has_ended and is_enough is not None
             if episodes is not None:
-                episodes.close()
-                self.engine.retain(())
+                if goes_on:
+                    episodes.pause()
+                else:
+                    episodes.close()
+                self.engine.retain(episodes.tickets)
+            if is_enough is not None:
+                self._late = episodes if goes_on and self._groups else None
+                if not goes_on:
+                    self._groups.clear()
 
     def _has_world(self, slot: Rollout) -> bool:
         return self._episodes is not None and bool(self._tasks[slot.task].spec.environment)
 
     def _begin_episodes(self, call: _Call, slots: Sequence[Rollout]) -> None:
         if call.episodes is not None:
-            call.episodes.begin([slot for slot in slots if self._has_world(slot)])
+            for slot in (own := [slot for slot in slots if self._has_world(slot)]):
+                slot.policy_version = self.engine.policy_version
+            call.episodes.begin(own)
 
     def _take(self, call: _Call, ended: Sequence[Ended]) -> list[Rollout]:
         """Fill the rollouts whose response ended, and go on with the episodes whose turn did."""
@@ -226,7 +313,8 @@ class RolloutStage(StreamingStage):
                 for name, verdict in verdicts.items():
                     assert isinstance(verdict, Verdict)
                     slot.rollout.verdicts[name] = verdict.of_turn(slot.number + 1)
-                slot.rollout.policy_version = self.engine.policy_version
+                if not slot.number:
+                    slot.rollout.policy_version = self.engine.policy_version
                 call.episodes.answer(slot, generation, self._text(slot.rollout, ids, slot.stop))
                 continue
             filled.append(
@@ -482,6 +570,8 @@ class RewardBatch:
         self._num_parts = 0
         self._groups: dict[str, list[int]] = {}
         """Group id -> rollouts not yet taken, in the order of the batch."""
+        self.counted: Collection[str] | None = None
+        """Ids of the groups of which the quorum is a share, here or not; None = all that are here."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Begin to score rollouts, except given ones, and rejected ones: their algorithm rewards them."""
@@ -508,22 +598,20 @@ class RewardBatch:
             self._groups.setdefault(self._rollouts[index].group_id, []).append(index)
 
     @property
-    def num_open(self) -> dict[str, int]:
-        """Number of groups not yet taken, by task."""
-        counts: dict[str, int] = {}
-        for indices in self._groups.values():
-            task = self._rollouts[indices[0]].task
-            counts[task] = counts.get(task, 0) + 1
-        return counts
+    def open_groups(self) -> dict[str, str]:
+        """Group id -> task of the groups not yet taken."""
+        return {name: self._rollouts[indices[0]].task for name, indices in self._groups.items()}
 
     def wait(self) -> str:
         """Wait until the quorum of the groups is scored; return the task waited for last, if any."""
         if self._quorum >= 1.0:
             return self._pending.wait()
-        needed = math.ceil(self._quorum * len(self._groups) - 1e-9)
+        counted = self._groups.keys() if self.counted is None else self.counted
+        own = [indices for name, indices in self._groups.items() if name in counted]
+        needed = min(len(own), math.ceil(self._quorum * len(counted) - 1e-9))
 
         def is_enough() -> bool:
-            return sum(map(self._is_done, self._groups.values())) >= needed
+            return sum(map(self._is_done, own)) >= needed
 
         task = self._judging.wait(is_enough) if self._judging is not None else ""
         return self._pending.wait(is_enough) or task
@@ -566,17 +654,21 @@ class RewardBatch:
         while self._groups:
             yield self.take()
 
-    def drop(self, is_unwanted: Callable[[Rollout], bool]) -> dict[str, int]:
-        """Cancel the open groups that are unwanted; return how many of each task."""
-        dropped: dict[str, int] = {}
+    def drop(self, before: float) -> Counter[str]:
+        """Cancel the open groups with a response of weights older than version ``before``.
+
+        Returns:
+            Their number by task.
+        """
+        dropped = Counter[str]()
         for name, indices in list(self._groups.items()):
-            rollout = self._rollouts[indices[0]]
-            if is_unwanted(rollout):
+            rollouts = [self._rollouts[i] for i in indices]
+            if min(rollout.policy_version for rollout in rollouts) < before:
                 gone = self._groups.pop(name)
                 self._pending.cancel([self._asked[i] for i in gone if self._asked[i] >= 0])
                 if self._judging is not None:
                     self._judging.cancel([self._judged[i] for i in gone if self._judged[i] >= 0])
-                dropped[rollout.task] = dropped.get(rollout.task, 0) + 1
+                dropped[rollouts[0].task] += 1
         return dropped
 
     def spans(self) -> dict[str, Span]:
@@ -758,6 +850,7 @@ def sampling_stages(
         purpose=purpose,
         group_sizes=group_sizes,
         temperature=temperature,
+        quorum=quorum,
         episodes=None
         if worlds is None
         else lambda: Episodes(worlds, tasks, actor, evaluation=purpose != "rollout"),

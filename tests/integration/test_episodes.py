@@ -143,24 +143,17 @@ def test_a_run_mixes_tasks_of_many_turns_with_tasks_of_one(tmp_path):
     assert metrics["task/echo/eval_turns"] > 1.0
 
 
-def test_the_same_seed_gives_the_same_episodes_and_weights(tmp_path):
+def test_in_lockstep_the_same_seed_gives_the_same_run_and_slow_worlds_change_nothing(tmp_path):
     write(tmp_path)
-    first, second = (train(run_config(tmp_path, name, 2, rollout=IN_LOCKSTEP)) for name in ("one", "two"))
+    first = train(run_config(tmp_path, "one", 2, rollout=IN_LOCKSTEP))
+    slow = ECHO.replace("max_turns", "environment_config: {is_slow: true}\n    max_turns")
+    (tmp_path / "tasks.yaml").write_text(TASKS + slow)
+    second = train(run_config(tmp_path, "two", 2, rollout=IN_LOCKSTEP))
     assert weights_hash(first) == weights_hash(second)
     without = ("time", "_s", "per_s", "memory", "share", "tokens/s")
     assert lines(tmp_path / "one", "rollouts.jsonl", without=without) == lines(
         tmp_path / "two", "rollouts.jsonl", without=without
     )
-
-
-def test_in_lockstep_slow_worlds_change_nothing(tmp_path):
-    write(tmp_path, TASKS + ECHO.replace("max_turns", "environment_config: {is_slow: true}\n    max_turns"))
-    runs = [
-        run_config(tmp_path, name, 2, rollout=IN_LOCKSTEP, eval=EvalConfig(every=0))
-        for name in ("one", "two")
-    ]
-    hashes = {weights_hash(train(config)) for config in runs}
-    assert len(hashes) == 1
 
 
 def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
@@ -218,18 +211,10 @@ def test_a_wrong_environment_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match="'max_turns' needs 'environment' beside it"):
         train(run_config(tmp_path, "out", 1))
     write(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"tasks\.echo\.environment: batch.quorum=0.8 .*slow: set batch.quorum=1"
-    ):
-        train(
-            run_config(
-                tmp_path,
-                "out",
-                1,
-                batch=BatchConfig(quorum=0.8),
-                rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
-            )
-        )
+    rollout = RolloutConfig(max_new_tokens=4, max_staleness=1, lockstep=True)
+    message = r"tasks\.echo\.environment: batch.quorum=0.8 .*rollout.lockstep=true makes every turn wait"
+    with pytest.raises(ConfigError, match=message):
+        train(run_config(tmp_path, "out", 1, batch=BatchConfig(quorum=0.8), rollout=rollout))
     write(tmp_path, "\ntasks: {a: {dataset: digit.jsonl, rewards: [environment]}}")
     with pytest.raises(ConfigError, match=r"tasks.a.rewards: .*set the task's key 'environment'"):
         train(run_config(tmp_path, "out", 1))
@@ -364,8 +349,8 @@ def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path, ne
     assert new_children() == []
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness, new_children):
+@pytest.mark.parametrize(("max_staleness", "quorum"), [(0, 1.0), (2, 0.5)])
+def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness, quorum, new_children):
     waits(tmp_path, wait=0.2)
 
     def interrupt():
@@ -376,9 +361,13 @@ def test_worlds_are_closed_once_after_an_interrupt(tmp_path, max_staleness, new_
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    rollout = RolloutConfig(max_new_tokens=4, max_staleness=max_staleness)
+    settings = {
+        "rollout": RolloutConfig(max_new_tokens=4, max_staleness=max_staleness),
+        "batch": BatchConfig(prompts_per_step=12, group_size=4, quorum=quorum),
+        "eval": EvalConfig(every=0),
+    }
     with stopping_on_signals(), pytest.raises(KeyboardInterrupt):
-        train(run_config(tmp_path, "out", 9, rollout=rollout, eval=EvalConfig(every=0)))
+        train(run_config(tmp_path, "out", 9, **settings))
     thread.join()
     assert set(closings(tmp_path).values()) == {1}
     assert new_children() == []
@@ -401,16 +390,18 @@ class Once(Guard):
 
 
 def test_worlds_are_closed_once_when_a_run_is_taken_back(tmp_path):
-    waits(tmp_path)
+    waits(tmp_path, wait=0.05)
     (tmp_path / "guards.py").write_text(ROLLS_BACK)
     settings = {
-        "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1),
-        "batch": BatchConfig(prompts_per_step=2, group_size=2),
+        "rollout": RolloutConfig(max_new_tokens=4, max_staleness=2),
+        "batch": BatchConfig(prompts_per_step=4, group_size=2, quorum=0.5),
         "eval": EvalConfig(every=1, num_prompts=2),
         "guard": GuardConfig(plugin=f"{tmp_path / 'guards.py'}:Once"),
     }
     trainer = train(run_config(tmp_path, "out", 3, **settings))
     assert any(event.kind == "rolled_back" for event in trainer.events)
+    rows = stored(tmp_path / "out", "waits")
+    assert all(row["policy_version"] < row["step"] for row in rows), "no turn is of discarded weights"
     assert set(closings(tmp_path).values()) == {1}
 
 

@@ -259,6 +259,21 @@ def test_what_a_world_does_to_its_process_does_not_reach_the_channel(make, what)
     assert answers(pool, 1)[ticket] == Ended(None)
 
 
+def test_a_place_of_a_paused_episode_is_free_for_others_and_its_answer_stays(make):
+    pool = make(num_workers=1)
+    first, _ = begin(pool, 2)
+    pool.step(first, {"content": "end"})
+    answers(pool, 2)
+    (paused,) = begin(pool)
+    pool.step(paused, {"content": "speak"})
+    other = pool.open("a", {})
+    assert pool.poll(0.3, [other]) == [], "after a death of several a worker holds one episode"
+    pool.pause([paused])
+    assert [ticket for ticket, _ in pool.poll(30.0, [other])] == [other]
+    ((ticket, answer),) = pool.poll(10.0, [paused])
+    assert (ticket, answer.reward) == (paused, 1.0)
+
+
 def test_answers_arrive_as_json_holds_them(make):
     pool = make()
     (ticket,) = begin(pool)
