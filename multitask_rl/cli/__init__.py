@@ -30,6 +30,7 @@ _COMMANDS = {
     "plugins": ("cli.plugins:main", "list | check NAME | new KIND NAME: show, test or write plugins"),
     "compare": ("cli.comparison:main_compare", "RUN RUN...: differences per task with intervals"),
     "report": ("cli.comparison:main_report", "RUN [--html FILE]: summary of one run"),
+    "watch": ("cli.watch:main", "RUN [--open]: the same page in the browser, live while the run goes on"),
     "rescore": ("cli.rescore:main", "RUN [--reward NAME]: score the stored rollouts again, without a model"),
     "bench": ("cli.bench:main", "measure steps: tokens/s, seconds per stage, memory"),
     "sandbox corpus": ("sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),

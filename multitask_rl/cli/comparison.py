@@ -85,15 +85,7 @@ def main_report(argv: Sequence[str]) -> int:
         _write({"runs": options.run, "changes": changes}, options.json, lambda: _change_table(changes))
         return 0
     with _open_run(options.run[0], options.tracking_uri) as run:
-        result = {
-            "run": run.name,
-            "tasks": _report_rows(run),
-            "changes": _changes(run),
-            "constraints": _constraints(run),
-            "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
-            "stages": run.stages,
-            "events": run.events,
-        }
+        result = summarise_run(run)
         if options.html:
             page = render_page(run, result, Path(options.run[0]))
             with path_errors("the page", options.html, "a file that can be written"):
@@ -102,6 +94,19 @@ def main_report(argv: Sequence[str]) -> int:
                 webbrowser.open(options.html.resolve().as_uri())
     _write(result, options.json, lambda: _render_report(result))
     return 0
+
+
+def summarise_run(run: RunRecord) -> dict[str, Any]:
+    """Return what ``report`` says of one run."""
+    return {
+        "run": run.name,
+        "tasks": _report_rows(run),
+        "changes": _changes(run),
+        "constraints": _constraints(run),
+        "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
+        "stages": run.stages,
+        "events": run.events,
+    }
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ import yaml
 from multitask_rl.report.samples import CHUNK, Samples
 from multitask_rl.report.shell import render_shell
 from multitask_rl.tracking.console import ALARM_KINDS
+from multitask_rl.tracking.machine import read_machine
 from multitask_rl.tracking.reading import RunRecord, read_lines
 
 _SECTIONS = {"learning": "Learning", "shares": "Shares", "constraints": "Constraints", "speed": "Speed"}
@@ -106,7 +106,6 @@ def payload(
         rows.setdefault(int(line["step"]), {}).update(line)
     steps = sorted(rows)
     alarms = [event for event in run.events if event["kind"] in ALARM_KINDS]
-    machine = directory / "machine.json"
     shown = ("tasks", "constraints", "stages", "events")
     return {
         "name": run.name,
@@ -120,7 +119,7 @@ def payload(
         "charts": [*_held_out(run), *_charts(rows), *_limits(run)],
         "spans": _newest(spans),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100),
-        "machine": json.loads(machine.read_text(encoding="utf-8")) if machine.is_file() else {},
+        "machine": read_machine(directory),
     }
 
 

@@ -242,7 +242,7 @@ class Chart {
         data.push(line.high, line.low);
         const none = { width: 0, stroke: "transparent", points: { show: false }, spanGaps: true };
         series.push(none, none);
-        bands.push({ series: [series.length - 2, series.length - 1], fill: stroke + "2e" });
+        bands.push({ series: [series.length - 2, series.length - 1], fill: stroke + "22" });
       }
     }
     this.plot?.destroy();

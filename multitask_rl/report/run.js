@@ -132,8 +132,8 @@ const samples = {
     for (const [value, text] of [["new", "newest"], ["low", "lowest reward"], ["high", "highest reward"], ["long", "longest"]]) own.sort.append(make("option", { value }, text));
     this.count = make("p", { role: "status", class: "small muted" });
     this.fresh = make("button", { type: "button", hidden: true, click: () => { this.fresh.hidden = true; this.filter(); } });
-    this.list = make("div", { class: "card list", role: "listbox", "aria-label": "Samples", tabindex: 0 });
-    this.detail = make("div", { "aria-live": "polite", id: "group" }, make("p", { class: "muted" }, "Choose a sample: its whole group opens, side by side. ", make("kbd", {}, "j"), " and ", make("kbd", {}, "k"), " go through the list."));
+    this.list = make("div", { class: "card list", role: "group", "aria-label": "Samples", tabindex: 0 });
+    this.detail = make("div", { id: "group" }, make("p", { class: "muted" }, "Choose a sample: its whole group opens, side by side. ", make("kbd", {}, "j"), " and ", make("kbd", {}, "k"), " go through the list."));
     this.distributions = make("div", { class: "charts" });
     body.append(
       make("form", { class: "filters", role: "search", submit: event => event.preventDefault() },
@@ -156,7 +156,7 @@ const samples = {
     const known = this.columns ? this.columns.task.length : 0;
     this.stored = stored;
     this.names = stored.names;
-    if (this.version !== stored.version) { this.chunks.clear(); this.texts.clear(); }
+    if (this.version !== stored.version) { this.chunks.clear(); this.texts.clear(); this.picked = -1; }
     else for (const index of this.chunks.keys()) if ((index + 1) * stored.chunk_size > known) { this.chunks.delete(index); this.texts.delete(index); }
     const isNew = this.version !== stored.version || stored.columns.task.length !== known;
     this.version = stored.version;
@@ -244,13 +244,14 @@ const samples = {
   place(i) { return [Math.floor(i / this.stored.chunk_size), i % this.stored.chunk_size]; },
 
   async chunk(index) {
-    if (!this.chunks.has(index)) {
-      const { chunks, version } = this.stored;
-      this.chunks.set(index, chunks ? unpack(chunks[index]) : fetch(`chunk/${version}/${index}`, { cache: "no-store" }).then(async answer => {
-        if (!answer.ok) throw new Error(await answer.text());
-        return answer.json();
-      }));
-    }
+    const { chunks, version } = this.stored;
+    const load = async () => {
+      const answer = await fetch(`chunk/${version}/${index}`, { cache: "no-store" });
+      if (answer.ok) return answer.json();
+      this.chunks.delete(index);
+      throw new Error(await answer.text());
+    };
+    if (!this.chunks.has(index)) this.chunks.set(index, chunks ? unpack(chunks[index]) : load());
     return this.chunks.get(index);
   },
 
@@ -270,7 +271,7 @@ const samples = {
       const one = await this.sample(i);
       if (key !== this.key) return;
       const flags = at.flags[i];
-      rows.push(make("button", { type: "button", role: "option", id: `sample-${i}`, "aria-current": String(i === this.picked), click: () => this.open(i) },
+      rows.push(make("button", { type: "button", id: `sample-${i}`, "aria-current": String(i === this.picked), click: () => this.open(i) },
         make("span", { class: "what" }, make("span", {}, `${at.step[i]} · ${this.names.task[at.task[i]]} `, ...marks(flags)), make("b", {}, digits(at.reward[i]))),
         make("span", { class: "start", dir: "auto" }, ...shown(one.response.slice(0, 120)))));
     }
@@ -323,7 +324,7 @@ const samples = {
     const scroll = this.detail.querySelector(".siblings")?.scrollLeft || 0;
     const row = make("div", { class: "siblings", tabindex: 0, role: "region", "aria-label": "Samples of the group" }, this.opened.map(([j, one]) => this.card(j, one, most)));
     this.detail.replaceChildren(
-      make("h3", {}, `${this.names.task[at.task[i]]}, step ${at.step[i]}, prompt ${this.names.prompt[at.prompt[i]]}`),
+      make("h3", { role: "status" }, `${this.names.task[at.task[i]]}, step ${at.step[i]}, prompt ${this.names.prompt[at.prompt[i]]}`),
       make("p", { class: "small muted" }, `${this.opened.length} stored ${this.opened.length === 1 ? "sample" : "samples"} of the group`),
       make("details", { open: true }, make("summary", {}, "Prompt"), block(first.prompt, "Prompt")),
       facts.length ? make("details", {}, make("summary", {}, "Row of the data set"), make("div", { class: "wide" }, make("table", {}, make("tbody", {}, facts.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", { class: "left", style: "white-space:normal" }, value))))))) : "",

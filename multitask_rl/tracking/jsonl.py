@@ -35,6 +35,7 @@ from multitask_rl.records import (
     Verdict,
 )
 from multitask_rl.tracking.base import Tracker
+from multitask_rl.tracking.machine import write_machine
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,10 @@ class JsonlTracker(Tracker):
         if name not in self._open:
             self._open[name] = RecordFile(self._directory / name)
         self._open[name].append(dump_line(record) for record in records)
+
+    def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
+        """Write ``machine.json``."""
+        write_machine(self._directory)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""

@@ -32,6 +32,7 @@ COMMANDS = [
     "plugins",
     "compare",
     "report",
+    "watch",
     "rescore",
     "bench",
     "sandbox corpus",

@@ -11,21 +11,9 @@ from typing import Any
 from multitask_rl.cli import main
 from multitask_rl.report.page import embedded
 from multitask_rl.report.samples import CHUNK, Samples
+from record_builders import sample, write_records
 
 EVIL = "</script><script>alert(1)</script><!-- \u202e\u0000 @DATA@ @SCRIPT@"
-
-
-def write(directory: Path, **files: list[dict[str, Any]]) -> Path:
-    """Write the records of a run, with an evaluation if none is given."""
-    score = {"step": 1, "task": "sums", "metric": "m", "direction": "higher", "values": [0.0, 1.0]}
-    for name, lines in {"evaluations": [score], **files}.items():
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return directory
-
-
-def sample(step: int, **other: Any) -> dict[str, Any]:
-    texts = {"prompt_id": "sums/1", "prompt": "1+1", "response": "2"}
-    return {"step": step, "task": "sums", **texts, "reward": 0.5, **other}
 
 
 def page_of(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -42,7 +30,7 @@ def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
     directory = tmp_path / "<script> &amp;"
     directory.mkdir()
     (directory / "config.yaml").write_text(json.dumps({"model": {"name_or_path": EVIL.replace("\0", "")}}))
-    text, data = page_of(write(directory, rollouts=[evil], events=[event]))
+    text, data = page_of(write_records(directory, rollouts=[evil], events=[event]))
     assert text.count("</script>") == 2
     assert text.count("<script") == 2
     assert "alert(1)<" not in text
@@ -54,7 +42,7 @@ def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
 
 
 def test_the_policy_of_the_page_names_its_own_script_alone(tmp_path: Path) -> None:
-    text, _ = page_of(write(tmp_path))
+    text, _ = page_of(write_records(tmp_path))
     code = re.search(r"<script>(.*)</script>", text, re.DOTALL)
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert code is not None
@@ -70,7 +58,7 @@ def test_curves_of_many_steps_become_means_and_keep_the_last_step(tmp_path: Path
     metrics: list[dict[str, Any]] = []
     metrics += [{"step": step, "task/sums/reward_mean": step / 2000} for step in range(1, 2001)]
     metrics += [{"step": 2000, "task/sums/multiplier/short": 0.25, "time/rollout_s": 2.0, "macro/kl": 1.0}]
-    _, data = page_of(write(tmp_path, metrics=metrics))
+    _, data = page_of(write_records(tmp_path, metrics=metrics))
     charts = {chart["id"]: chart for chart in data["charts"]}
     assert set(charts) == {"held-out", "reward_mean", "multiplier", "stages"}
     reward = charts["reward_mean"]
@@ -85,7 +73,7 @@ def test_held_out_curves_have_intervals_and_limits_their_bound(tmp_path: Path) -
     numbers = {"limit": 0.2, "violation_rate": 0.1, "upper_bound": 0.4}
     metrics = {f"constraint/short/{name}": {"mean": value} for name, value in numbers.items()}
     score = {"step": 3, "task": "sums", "metric": "m", "direction": "higher", "values": [0.0, 1.0, None]}
-    _, data = page_of(write(tmp_path, evaluations=[{**score, "metrics": metrics}]))
+    _, data = page_of(write_records(tmp_path, evaluations=[{**score, "metrics": metrics}]))
     held_out, limit = data["charts"]
     assert held_out["lines"] == [{"name": "sums", "y": [0.5], "low": [-0.48], "high": [1.48]}]
     assert limit["title"] == "sums: short"
@@ -102,7 +90,7 @@ def test_the_timeline_has_the_newest_steps_whole(tmp_path: Path) -> None:
         for step in range(1, 31)
         for stage in ("rollout", "step")
     ]
-    _, data = page_of(write(tmp_path, timeline=spans))
+    _, data = page_of(write_records(tmp_path, timeline=spans))
     assert [one[2] for one in data["spans"]] == [step for step in range(19, 31) for _ in range(2)]
 
 
@@ -114,7 +102,7 @@ def test_samples_have_columns_to_filter_by(tmp_path: Path) -> None:
         sample(2, reward=None, failure=failure, finish_reason="length", response_ids=[4, 5]),
         sample(2, task="other", verdicts={"safe": {**verdict, "applicable": False, "violated": False}}),
     ]
-    _, data = page_of(write(tmp_path, rollouts=rows))
+    _, data = page_of(write_records(tmp_path, rollouts=rows))
     stored = data["samples"]
     assert stored["names"] == {
         "task": ["sums", "other"],

@@ -33,6 +33,7 @@ from multitask_rl.testing import make_evaluation
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ConsoleTracker
 from multitask_rl.tracking.jsonl import JsonlTracker, rollout_from_dict
+from multitask_rl.tracking.machine import read_machine
 
 METRICS = {
     "task/math/reward_mean": 0.5,
@@ -267,3 +268,15 @@ def test_a_log_handler_whose_stream_is_closed_does_not_end_the_run(
     tracker.start({"max_steps": 10})
     tracker.finish("finished")
     assert handler.stream is closed
+
+
+def test_a_run_says_what_it_ran_on_and_a_damaged_file_says_nothing(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "run")
+    found = read_machine(tmp_path / "run")
+    assert found["cores"] >= 1
+    assert found["Python"].count(".") == 2
+    assert found["torch"]
+    for damage in ("{", "[]", "\x00"):
+        (tmp_path / "run" / "machine.json").write_text(damage)
+        assert read_machine(tmp_path / "run") == {}
+    assert read_machine(tmp_path) == {}

